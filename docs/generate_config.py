@@ -1,5 +1,6 @@
-"""Write docs/config.md: one table for each configuration class, read from its docstring,
-annotations and defaults.
+"""Write docs/config.md from the configuration classes.
+
+Each class becomes one table, built from its docstring, annotations and defaults.
 
 python docs/generate_config.py
 """
@@ -21,8 +22,8 @@ INTRODUCTION = """\
 # Configuration
 
 `zj.ZeroConfig` is a frozen dataclass. Its fields are checked when it is made, so a value or a combination that cannot work
-raises `ValueError` at once. What is valid but not built yet raises `NotImplementedError` in `zj.build_train_step`. All fields
-are given by name.
+raises `ValueError` immediately. A valid combination that is not supported raises `NotImplementedError` in
+`zj.build_train_step`. All fields are given by name.
 
 The tiers are `"device"` (the memory of the accelerator), `"pinned_host"` (host memory that the device can reach) and `"nvme"`
 (a folder on a local disk). See [offload.md](offload.md) and [nvme.md](nvme.md).
@@ -76,7 +77,7 @@ def attributes(cls: type) -> dict[str, str]:
 
 
 def values(annotation: Any) -> str:
-    """Return what a field takes: the choices of a Literal, or the names of its types."""
+    """Return a field's accepted values: the choices of a Literal, or the names of its types."""
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{code(choice)}`" for choice in typing.get_args(annotation))
     if annotation in (type(None),):

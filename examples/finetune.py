@@ -1,23 +1,28 @@
-"""Fine-tune a pretrained model on conversations, prompts or texts, on one GPU, a laptop, or a
-cluster.
+"""Fine-tune a pretrained model on conversations, prompts or texts: on a GPU, laptop or cluster.
 
-    python examples/finetune.py --model Llama-3.2-1B --data chats.jsonl                      # all weights
-    python examples/finetune.py --model Llama-3.1-8B --data chats.jsonl --lora-rank 16       # adapters over a frozen base
-    python examples/finetune.py ... --lora-rank 16 --frozen-dtype nf4                        # QLoRA: the base in 4 bits
-    python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk        # the base on a disk
-    python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk    # all of it on a disk
+    # All weights:
+    python examples/finetune.py --model Llama-3.2-1B --data chats.jsonl
+    # Adapters over a frozen base:
+    python examples/finetune.py --model Llama-3.1-8B --data chats.jsonl --lora-rank 16
+    # QLoRA: the base in 4 bits:
+    python examples/finetune.py ... --lora-rank 16 --frozen-dtype nf4
+    # The base on a disk:
+    python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk
+    # All states on a disk:
+    python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk
+    # Checkpoints, resuming and an export:
     python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
 
-`--model` is a folder with config.json, weights and a tokenizer, as `save_pretrained` of
-transformers writes it; `--data` is a JSONL file or a folder of `datasets`
-(docs/fine_tuning_data.md). Nothing is downloaded. Examples are packed into rows of `--seq` tokens,
-and one of 20 is held out for validation.
+`--model` is a folder with config.json, weights and a tokenizer, as written by `save_pretrained` in
+transformers. `--data` is a JSONL file or a folder of `datasets` (docs/fine_tuning_data.md). Nothing
+is downloaded. Examples are packed into rows of `--seq` tokens, and one in 20 is held out for
+validation.
 
 Every field of `zerojax.ZeroConfig` is an option. `report.html` in `--logdir` shows the run on one
-page. With a directory of checkpoints, SIGTERM and Ctrl-C save and end the run; the same command
-with `--resume True` goes on from there, on the same devices to the same losses, bit for bit. What
-would make another run of it is refused (`run_record`). `--export` then writes a folder for
-transformers, or of adapters for PEFT.
+page. With a checkpoint directory, SIGTERM and Ctrl-C save and end the run. The same command with
+`--resume True` continues it; on the same devices the losses are the same, bit for bit. Options that
+would change the run are rejected (`run_record`). At the end `--export` writes a folder for
+transformers, or a folder of adapters for PEFT.
 """
 
 import contextlib
@@ -75,37 +80,41 @@ class Options(LoopOptions):
 
     Attributes:
       model: folder of the model, with config.json, weights and a tokenizer.
-      data: JSONL file, or folder of `datasets`, of messages, of prompt and completion, or of text.
-      split: which data set of a folder with several.
-      validation_data: file or folder of held-out examples; by default some of data's.
-      validation_split: which data set of that folder; alone, of the folder of data.
-      held_out: one of so many examples is held out where no others are named; 0: none, and nothing
-        is validated.
-      form: messages, prompt or text, where examples have the keys of several.
-      each_answer: make an example of each answer of a conversation.
-      chat_template: file of a Jinja template for conversations, in place of the model's; an export
-        has it, too.
-      template_options: what the template is given by name, as JSON, such as '{"enable_thinking":
-        false}'.
-      too_long: what becomes of an example that is longer than a row: refuse, truncate or drop.
-      seq: tokens of a row, in which several examples may be.
-      epochs: passes over the rows.
-      steps: train steps, in place of epochs.
-      learning_rate: its peak, after a thirtieth of the steps; it falls to a tenth as a cosine. By
-        default 2e-4 of adapters, and 1e-5 of all weights.
-      lora_rank: of adapters; 0 trains all weights.
-      lora_alpha: alpha / rank scales the adapters; by default twice the rank.
-      lora_targets: names of projections, such as q_proj v_proj; all seven by default.
-      lora_dropout: rate, on the way into the adapters.
-      mlp_tiles: tiles in which the weights of MLPs are stored and used, one at a time; 0: whole.
-      loss_tiles: tiles of the vocabulary in which the loss is computed; by default chosen by size.
-      prompt: what the model goes on from at the end; by default the beginning of a held-out
+      data: JSONL file, or folder of `datasets`, with messages, prompt and completion, or text.
+      split: name of the data set in a folder with several.
+      validation_data: file or folder of held-out examples; by default a part of the data.
+      validation_split: name of the data set in that folder; without validation_data, in the folder
+        of the data.
+      held_out: one in `held_out` examples is held out if there is no other validation data; 0:
+        none, and no validation.
+      form: form of the examples: messages, prompt or text; needed if they have the keys of several
+        forms.
+      each_answer: make one example of each answer in a conversation.
+      chat_template: file with a Jinja template for conversations that replaces the model's; an
+        export includes it.
+      template_options: arguments of the chat template as a JSON object, such as
+        '{"enable_thinking": false}'.
+      too_long: what to do with an example longer than a row: refuse, truncate or drop.
+      seq: tokens per row; a row may hold several examples.
+      epochs: number of passes over the rows.
+      steps: number of train steps; replaces epochs.
+      learning_rate: peak learning rate, reached after a thirtieth of the steps; it then decays to a
+        tenth along a cosine. By default 2e-4 for adapters and 1e-5 for all weights.
+      lora_rank: rank of the adapters; 0 trains all weights.
+      lora_alpha: alpha; alpha / rank scales the adapters. By default twice the rank.
+      lora_targets: names of adapted projections, such as q_proj v_proj; by default all seven.
+      lora_dropout: dropout rate of the adapters' input.
+      mlp_tiles: number of tiles in which the weights of MLPs are stored and used, one at a time; 0:
+        no tiles.
+      loss_tiles: number of tiles of the vocabulary in which the loss is computed; by default chosen
+        by size.
+      prompt: texts that the model continues at the end; by default the beginning of a held-out
         example.
-      sample_tokens: tokens to generate at the end for each prompt. Each takes a pass over the
-        layers where they stream.
-      export: folder to write at the end, from the last checkpoint: the weights for transformers, or
+      sample_tokens: number of tokens to generate for each prompt at the end. If layers stream, each
+        token takes a pass over all of them.
+      export: folder to write at the end from the last checkpoint: weights for transformers, or
         adapters for PEFT.
-      merge_lora: export the base with the adapters in it.
+      merge_lora: export the base with the adapters merged into it.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
@@ -138,7 +147,7 @@ class Options(LoopOptions):
     sample_tokens: int = 32
     export: str | None = None
     merge_lora: bool = False
-    # Of all scripts, with other values by default:
+    # Options of all scripts, with other defaults:
     batch_size: int = 8
     weight_decay: float = 0.0
     eval_batches: int = 16
@@ -146,9 +155,13 @@ class Options(LoopOptions):
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Return the options of a command line, by default of this one."""
+    """Return the parsed options, with `~` expanded in paths.
+
+    Args:
+      arguments: command-line arguments; None: use `sys.argv`.
+    """
     options = train_loop.parse(Options, arguments)
-    # A shell leaves the ~ of `--model=~/llama` as it is.
+    # A shell does not expand the ~ in `--model=~/llama`.
     paths = {
         name: getattr(options, name) for name in ("model", "data", "validation_data", "export")
     }
@@ -157,11 +170,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def check(options: Options) -> None:
-    """Refuse options that would fail at the end of a run.
+    """Check options whose errors would otherwise appear at the end of a run.
 
     Raises:
-      ValueError: one is out of range, or does not go with the others.
-      CheckpointError: the weights of the model are not there, or a file that their index names.
+      ValueError: an option is out of range, or contradicts another.
+      CheckpointError: the model's weights are missing, or a file that their index names.
     """
     train_loop.check_loop(options)
     leasts = {
@@ -183,37 +196,33 @@ def check(options: Options) -> None:
         options.merge_lora or options.lora_alpha is not None or options.lora_dropout
     ):
         raise ValueError(
-            "--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too"
+            "--merge-lora, --lora-alpha and --lora-dropout need adapters: give --lora-rank, too"
         )
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate}: a positive number is needed")
     if options.zero.frozen_dtype is not None and not options.lora_rank:
         raise ValueError(
-            f"--frozen-dtype {options.zero.frozen_dtype} is of a frozen base: give --lora-rank, too"
+            f"--frozen-dtype {options.zero.frozen_dtype} needs a frozen base: give --lora-rank, too"
         )
     if options.held_out < 0 or options.held_out == 1:
-        raise ValueError(f"--held-out {options.held_out}: one of 2 or more, or 0 for none")
+        raise ValueError(f"--held-out {options.held_out}: 2 or more is needed, or 0 for none")
     if options.merge_lora and options.export is None:
-        raise ValueError("--merge-lora True says how to export: give --export, too")
+        raise ValueError("--merge-lora True only affects an export: give --export, too")
     if options.export is not None:
         if options.checkpoint_dir is None:
-            raise ValueError(
-                "--export writes what the last checkpoint holds: give --checkpoint-dir, too"
-            )
+            raise ValueError("--export reads the last checkpoint: give --checkpoint-dir, too")
         if os.path.lexists(options.export):
-            raise ValueError(
-                f"--export {options.export}: there is something already, which is not written over"
-            )
+            raise ValueError(f"--export {options.export}: the path exists and is not overwritten")
         if not options.export or not os.path.isdir(
             os.path.dirname(os.path.abspath(options.export))
         ):
-            raise ValueError(f"--export {options.export}: its folder is not there")
+            raise ValueError(f"--export {options.export}: its parent folder does not exist")
         if not os.access(os.path.dirname(os.path.abspath(options.export)), os.W_OK):
-            raise ValueError(f"--export {options.export}: its folder cannot be written")
+            raise ValueError(f"--export {options.export}: its parent folder is not writable")
         if options.steps == 0:
             raise ValueError(
-                "--export with --steps 0: a run without a step saves no checkpoint, of which it would be written"
+                "--export with --steps 0: a run without steps saves no checkpoint to export"
             )
     template_options(options)
     if options.chat_template is not None:
@@ -223,13 +232,14 @@ def check(options: Options) -> None:
     try:
         lora_of(options)
     except ValueError as error:
-        given = " ".join(options.lora_targets)  # and not as a tuple
+        given = " ".join(options.lora_targets)  # as on the command line
         told = str(error).replace(f"targets={tuple(options.lora_targets)!r}", f"targets={given}")
         raise ValueError(re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", told)) from error
     sizes = config_of(options.model)
     if options.mlp_tiles and sizes.intermediate % options.mlp_tiles:
         raise ValueError(
-            f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is needed, or 0"
+            f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is "
+            "needed, or 0"
         )
     if options.loss_tiles is not None and options.loss_tiles > sizes.vocab:
         raise ValueError(
@@ -248,10 +258,10 @@ def check(options: Options) -> None:
 
 
 def template_options(options: Options) -> dict[str, Any]:
-    """Return what the chat template is given by name.
+    """Return the arguments of the chat template by name.
 
     Raises:
-      ValueError: it is no JSON object.
+      ValueError: the option is not a JSON object.
     """
     try:
         found = json.loads(options.template_options)
@@ -271,13 +281,13 @@ def template_options(options: Options) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a run trains on.
+    """Data of a run.
 
     Attributes:
-      tokenizer: of the model's folder.
-      rows: to train on.
-      held_out: rows of the examples that are held out, or None.
-      prompts: that the model goes on from at the end.
+      tokenizer: tokenizer from the model's folder.
+      rows: training rows.
+      held_out: rows of the held-out examples, or None.
+      prompts: tokens of each prompt to continue at the end.
     """
 
     tokenizer: Any
@@ -290,7 +300,7 @@ def prepare(options: Options) -> Inputs:
     """Tokenize the examples, and pack them into rows.
 
     Raises:
-      ValueError: the tokenizer or an example cannot be read, or the tokenizer is that of another
+      ValueError: the tokenizer or an example cannot be read, or the tokenizer does not fit the
         model.
     """
     try:
@@ -332,20 +342,21 @@ def prepare(options: Options) -> Inputs:
     ]
     if not all(prompts):
         raise ValueError(
-            f"--prompt {' '.join(map(repr, options.prompt))}: each needs a token at least"
+            f"--prompt {' '.join(map(repr, options.prompt))}: each needs at least one token"
         )
     if (
         largest := max(*(int(examples.tokens.max()) for examples in both), *map(max, prompts))
     ) >= vocab:
         raise ValueError(
-            f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0"
+            f"--model {options.model}: its tokenizer returned token {largest}, but the model "
+            f"has {vocab} tokens, numbered from 0"
         )
     rows = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
     return Inputs(tokenizer, rows[0], rows[1] if len(rows) > 1 else None, prompts)
 
 
 def num_steps(options: Options, rows: Rows) -> int:
-    """Return the steps of a run."""
+    """Return the number of steps in the run."""
     return (
         options.steps
         if options.steps is not None
@@ -359,8 +370,9 @@ def num_steps(options: Options, rows: Rows) -> int:
 def build(
     options: Options, mesh: jax.sharding.Mesh, steps: int
 ) -> tuple[zj.Program, zj.Plan | None]:
-    """Build the model of a folder, its optimizer and the train step, by a plan if the options ask
-    for one.
+    """Build the model of a folder, its optimizer and the train step.
+
+    The config is planned first if the options ask for it.
     """
     model = model_of(
         options.model,
@@ -369,8 +381,8 @@ def build(
         loss_tiles=options.loss_tiles,
     )
     peak, warmup = peak_rate(options), max(1, steps // 30)
-    # The first step has a rate, too. The decay must be longer than the warmup, also in a run of one
-    # step.
+    # The first step's rate is not zero. The decay must be longer than the warmup, even in a run of
+    # one step.
     rate = optax.warmup_cosine_decay_schedule(
         peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10
     )
@@ -390,7 +402,7 @@ def peak_rate(options: Options) -> float:
 
 
 def lora_of(options: Options) -> zj.Lora | None:
-    """Return the adapters that the options ask for."""
+    """Return the adapters that the options ask for, or None."""
     if not options.lora_rank:
         return None
     alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
@@ -399,14 +411,15 @@ def lora_of(options: Options) -> zj.Lora | None:
 
 
 def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch of all processes."""
+    """Return the shapes of a batch over all processes."""
     a = jax.ShapeDtypeStruct((options.batch_size, options.seq), jnp.int32)
     return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
 
 
 def model_flops_per_token(options: Options) -> float:
-    """Return the FLOPs of forward and backward for one token, of MFU; a frozen matrix has no
-    gradient, and 4 in place of 6.
+    """Return the FLOP of forward and backward per token, for MFU.
+
+    A frozen matrix has no gradient, so it takes 4 FLOP per weight instead of 6.
     """
     c = config_of(options.model)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -418,16 +431,16 @@ def model_flops_per_token(options: Options) -> float:
 # --- the run --------------------------------------------------------------------------------------
 
 ROWS = (
-    "the rows of --data (which --split, --form, --each-answer, --chat-template, --template-options, --held-out, --too-long and "
-    "--seq change, too):"
+    "the rows of --data (which --split, --form, --each-answer, --chat-template, "
+    "--template-options, --held-out, --too-long and --seq also change):"
 )
 
 
 def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer | None) -> RunRecord:
-    """Compare the model and the options with those of the run that goes on, if one does.
+    """Compare the model and the options with the recorded ones, if the run resumes.
 
     Raises:
-      ValueError: they would make another run of it; they are named.
+      ValueError: they would change the run; the message names them.
     """
     record = RunRecord(options.checkpoint_dir, ckpt is not None and bool(ckpt.all_steps()), mesh)
     lora, zero = lora_of(options), options.zero
@@ -450,15 +463,15 @@ def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer |
 
 
 def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
-    """Compare rows and steps, too; note what defines the run beside its checkpoints, and return
-    what is to be told.
+    """Compare rows and steps too, write the new record, and return the lines to print.
 
     Raises:
-      ValueError: the rows are others, or too few for a batch.
+      ValueError: the rows changed, or are too few for a batch.
     """
     if len(inputs.rows) < options.batch_size:
         raise ValueError(
-            f"--batch-size {options.batch_size}: there are {len(inputs.rows)} rows of --seq {options.seq} in all"
+            f"--batch-size {options.batch_size}: there are only {len(inputs.rows)} rows of "
+            f"--seq {options.seq}"
         )
     rows = batches(inputs.rows, options.batch_size, options.seed, part=0, num_parts=1).get_state()[
         "rows"
@@ -488,7 +501,7 @@ def main() -> None:
     with (
         program,
         ckpt or contextlib.nullcontext(),
-    ):  # what is on a disk goes at the end, and after an error
+    ):  # the context removes the files on disk at the end, and after an error
         is_over = run(options, program, inputs, ckpt, plan, record, told)
     if is_over:
         sys.exit(options.stopped_status)
@@ -503,7 +516,7 @@ def run(
     record: RunRecord | None = None,
     told: Sequence[str] = (),
 ) -> bool:
-    """Train a program, validate, sample and export it, and tell whether a signal ended it."""
+    """Train, validate, sample and export; return whether a signal ended the run."""
     steps = num_steps(options, inputs.rows)
     memory = program.memory(abstract_batch(options))
     with train_loop.told_alone("finetune.py", Options):
@@ -538,13 +551,13 @@ def run(
         trained = (
             "all of them trained"
             if lora is None
-            else f"and adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
+            else f"and adapters of rank {lora.rank} for {', '.join(lora.targets)}"
         )
         seen.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
         print_sizes(program, memory, seen)
         with train_loop.told_alone("finetune.py", Options):
             state = first_state(ckpt, program, make, data, Batches.go_to)
-            if record is not None:  # what could not go on has changed nothing
+            if record is not None:  # only now, so a run that cannot resume changes nothing
                 record.keep()
         if inputs.held_out is not None and not state.step:
             with seen.pause():
@@ -569,9 +582,12 @@ def run(
 
 
 def described(rows: Rows) -> str:
-    """Return what became of the examples."""
+    """Return a summary of the rows in words."""
     c = rows.counts
-    text = f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, {100 * c.positions / (c.rows * rows.seq):.0f} % full"
+    text = (
+        f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, "
+        f"{100 * c.positions / (c.rows * rows.seq):.0f} % full"
+    )
     text += f"; {c.counted:,} tokens count in the loss"
     return (
         text
@@ -583,7 +599,7 @@ def described(rows: Rows) -> str:
 def sample(
     options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, seen: zj.Run
 ) -> None:
-    """Print how the model goes on from the prompts, each time with the likeliest token."""
+    """Print each prompt with its continuation by the most likely tokens."""
     decode, ends = inputs.tokenizer.decode, end_tokens(options, inputs.tokenizer)
     answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
     for prompt, answer in zip(inputs.prompts, answers, strict=True):
@@ -591,23 +607,22 @@ def sample(
 
 
 def end_tokens(options: Options, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the model's
-    generation_config.json.
-    """
+    """Return the tokens that end an answer, from the tokenizer and from generation_config.json."""
     ends = {*end_tokens_of(options.model), tokenizer.eos_token_id}
     return {token for token in ends if token is not None}
 
 
 def prompt_of(tokenizer: Any, text: str, options: dict[str, Any]) -> list[int]:
-    """Return a text as tokens, as a user's message where the tokenizer has a template for chats."""
+    """Return a text as tokens; with a chat template, as a user's message."""
     if not tokenizer.chat_template:
         return tokenizer(text)["input_ids"]
     return prompt_tokens(tokenizer, [{"role": "user", "content": text}], template_options=options)
 
 
 def first_prompt(examples: Examples) -> list[int]:
-    """Return the tokens of the first example before those that count; of a text, in which all do,
-    the first few.
+    """Return the tokens of the first example that precede its counted tokens.
+
+    If all tokens count, as in a text, return the first few.
     """
     tokens, counted = (a[: examples.starts[1]] for a in (examples.tokens, examples.counted))
     first = int(counted.argmax())
@@ -615,7 +630,7 @@ def first_prompt(examples: Examples) -> list[int]:
 
 
 def export(options: Options, seen: zj.Run) -> None:
-    """Write the last checkpoint as a folder, in the first process; the others wait."""
+    """Write the last checkpoint as a folder in the first process; the other processes wait."""
     if options.export is None:
         return
     if jax.process_index() == 0:
@@ -639,22 +654,21 @@ def export(options: Options, seen: zj.Run) -> None:
         except (OSError, ValueError, zj.CheckpointError) as error:
             told = str(error).replace("as `like`", "as --model")
             raise ValueError(
-                f"--export {options.export}: {told}. The checkpoints are whole, for `zerojax export`"
+                f"--export {options.export}: {told}. The checkpoints are complete: use "
+                "`zerojax export`"
             ) from error
     multihost_utils.sync_global_devices(
         "exported"
-    )  # a process that ends waits for the others for 5 minutes, and no longer
+    )  # at its end, a process waits only 5 minutes for the other processes
 
 
 def write_template(path: str, folder: str) -> None:
-    """Write the chat template of a run into an exported folder, as transformers reads it before all
-    others.
-    """
+    """Write the run's chat template into an exported folder, where transformers reads it first."""
     with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
         file.write(read_template(path))
     shutil.rmtree(
         os.path.join(folder, "additional_chat_templates"), ignore_errors=True
-    )  # the model's, for tools
+    )  # the model's own templates, such as for tools
 
 
 if __name__ == "__main__":

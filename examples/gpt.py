@@ -1,11 +1,14 @@
-"""A GPT in Flax NNX, once as one module and once as embedding, block and head.
+"""A GPT in Flax NNX, both as one module and as embedding, block and head.
 
-Pre-norm decoder with learned positions, as GPT-2: the module is ordinary Flax and knows nothing of
-sharding. With `tensor_axis` its matrices carry Megatron's annotations (arXiv:1909.08053): columns
-of qkv and fc, rows of proj and out, and the vocabulary of the token embedding and of the head:
+It is a pre-norm decoder with learned positions, like GPT-2. The module is ordinary Flax and knows
+nothing of sharding. With `tensor_axis` its matrices carry Megatron's annotations
+(arXiv:1909.08053): columns of qkv and fc, rows of proj and out, and the vocabulary of the token
+embedding and of the head:
 
-    x[B, T, H]{U_t}   = E[V_t, H][tokens]        one all_reduce; the gradient of E stays where its rows are
-    logits[B, T, V_t] = x[B, T, H] @ E[V_t, H].T the loss reduces a maximum and sums, [B, T] each
+    # one all_reduce; the gradient of E stays on the devices that hold its rows
+    x[B, T, H]{U_t}   = E[V_t, H][tokens]
+    # the loss reduces a maximum and sums, [B, T] each
+    logits[B, T, V_t] = x[B, T, H] @ E[V_t, H].T
 """
 
 import dataclasses
@@ -32,20 +35,27 @@ class GPTConfig:
     """Sizes of a GPT.
 
     Attributes:
-      dtype: of activations and products; the parameters arrive in the dtype of the ZeroConfig's
-        precision.
+      vocab: number of tokens in the vocabulary.
+      seq: tokens per sequence.
+      hidden: width of the stream.
+      layers: number of blocks.
+      heads: number of attention heads.
+      dropout: dropout rate.
+      tied: whether the head uses the token embedding's matrix.
+      dtype: dtype of activations and products; the parameters arrive in the dtype of the
+        ZeroConfig's precision.
       tensor_axis: mesh axis for tensor parallelism, or None. Its size must divide heads and
         vocabulary (`check_tensor`).
-      loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0
-        keeps them whole. None tiles them where that lowers the peak of memory
-        (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
-      mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0
-        is two dense layers.
-      attention: "xla", whose scores [B, heads, T, T] are arrays; "cudnn", whose scores stay on the
-        chip, for NVIDIA GPUs, 16-bit `dtype` and heads of at most 128 in steps of 8; or "auto":
-        cuDNN's where it serves, else XLA's. The reason is logged.
-      mlp_implementation: of the tiles' products, as `zj.TiledMLP` has it: "mosaic" is the kernel
-        for Hopper GPUs.
+      loss_tiles: number of tiles of the vocabulary in which the loss is computed, without logits[B,
+        T, V]; 0 computes the full logits. None uses tiles if that lowers peak memory
+        (`zerojax.memory.tiled_loss_pays`), and chooses their number by size.
+      mlp_tiles: number of tiles of the hidden dim in which a block's MLP is stored and used, one at
+        a time; 0 uses two dense layers.
+      attention: "xla" computes scores [B, heads, T, T] as arrays. "cudnn" keeps the scores on the
+        chip and needs NVIDIA GPUs, a 16-bit `dtype`, and heads of a width of at most 128 in
+        multiples of 8. "auto" uses cuDNN where it applies, else XLA, and logs the reason.
+      mlp_implementation: implementation of the tiles' products, as in `zj.TiledMLP`; "mosaic" is
+        the kernel for Hopper GPUs.
     """
 
     vocab: int = 256
@@ -64,8 +74,9 @@ class GPTConfig:
 
     @property
     def num_params(self) -> int:
-        """Parameters: 12 h^2 + 13 h a block, embeddings, final norm, and a head of its own unless
-        tied.
+        """Number of parameters.
+
+        A block has 12 h^2 + 13 h. Embeddings, the final norm, and an untied head add to them.
         """
         h = self.hidden
         return (
@@ -76,7 +87,7 @@ class GPTConfig:
 
     @property
     def tiles_loss(self) -> bool:
-        """Tell whether the loss is computed in tiles."""
+        """Whether the loss is computed in tiles."""
         if self.loss_tiles is not None:
             return self.loss_tiles > 0
         itemsize = jnp.dtype(self.dtype).itemsize
@@ -86,7 +97,7 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOP of forward and backward a token; recomputation does not count."""
+        """Model FLOP of forward and backward per token, without recomputation."""
         h = self.hidden
         return flops_per_token(
             self.layers, h, self.seq, layer_weights=12 * h * h, head_weights=self.vocab * h
@@ -103,31 +114,31 @@ PRESETS = {
     "13b": GPTConfig(layers=40, hidden=5120, heads=40, seq=2048),
     "22b": GPTConfig(
         layers=48, hidden=6144, heads=64, seq=2048
-    ),  # these: Korthikanti et al. (arXiv:2205.05198), table 3
+    ),  # from here on: Korthikanti et al. (arXiv:2205.05198), table 3
     "175b": GPTConfig(layers=96, hidden=12288, heads=96, seq=2048),
     "530b": GPTConfig(layers=105, hidden=20480, heads=128, seq=2048),
     "1t": GPTConfig(layers=128, hidden=25600, heads=160, seq=2048),
 }
-"""Sizes by name, with a vocabulary of bytes. The last four have 51,200 tokens in the paper."""
+"""Sizes by name, with a vocabulary of bytes; the last four have 51,200 tokens in the paper."""
 
 
 def check_heads(heads: int, tensor: int) -> None:
-    """Raise ValueError unless each of so many devices of a tensor group has whole heads."""
+    """Raise ValueError unless `tensor` devices can each have an equal number of complete heads."""
     if heads % tensor:
         fits = max(n for n in range(1, tensor) if heads % n == 0)
         raise ValueError(
-            f"heads={heads} do not divide by tensor={tensor}, and a device has whole heads: choose a multiple of {tensor} "
-            f"heads, or a tensor axis that divides them, such as {fits}"
+            f"heads={heads} do not divide by tensor={tensor}, and heads cannot be split: choose a "
+            f"multiple of {tensor} heads, or a tensor axis that divides them, such as {fits}"
         )
 
 
 def check_tensor(c: GPTConfig, tensor: int) -> None:
-    """Raise ValueError unless a GPT can be split over so many devices of a tensor group."""
+    """Raise ValueError unless a GPT can be split over `tensor` devices."""
     check_heads(c.heads, tensor)
     if c.vocab % tensor:
         raise ValueError(
-            f"vocab={c.vocab} does not divide by tensor={tensor}, over which its embedding is split: pad it to "
-            f"{-(-c.vocab // tensor) * tensor}, with rows that no token uses"
+            f"vocab={c.vocab} does not divide by tensor={tensor}, over which the embedding is "
+            f"split: pad it to {-(-c.vocab // tensor) * tensor}, with rows that no token uses"
         )
 
 
@@ -139,7 +150,7 @@ def linear(
     split: tuple[str | None, str | None],
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """Return a dense layer whose kernel [d_in, d_out] may be annotated for tensor parallelism."""
+    """Return a dense layer with kernel [d_in, d_out], annotated for tensor parallelism if any."""
     kernel_init, bias_init = initializers(c, std, split)
     return nnx.Linear(
         d_in, d_out, kernel_init=kernel_init, bias_init=bias_init, dtype=c.dtype, rngs=rngs
@@ -147,8 +158,9 @@ def linear(
 
 
 def initializers(c: GPTConfig, std: float, split: tuple[str | None, str | None]) -> tuple[Any, Any]:
-    """Return what makes a dense layer's kernel and bias, annotated for tensor parallelism if there
-    is any.
+    """Return initializers of a dense layer's kernel and bias.
+
+    They annotate the arrays for tensor parallelism, if any.
     """
     kernel_init, bias_init = nnx.initializers.normal(std), nnx.initializers.zeros_init()
     if c.tensor_axis is None:
@@ -157,7 +169,7 @@ def initializers(c: GPTConfig, std: float, split: tuple[str | None, str | None])
 
 
 def mlp(c: GPTConfig, std: float, rngs: nnx.Rngs) -> zj.TiledMLP:
-    """Return a block's MLP in tiles, with the weights that two dense layers would have."""
+    """Return a block's MLP in tiles, with the same weights as two dense layers."""
     up_init, up_bias_init = initializers(c, std, (None, c.tensor_axis))
     down_init, down_bias_init = initializers(c, std / (2 * c.layers) ** 0.5, (c.tensor_axis, None))
     return zj.TiledMLP(
@@ -179,6 +191,7 @@ class Embed(nnx.Module):
     """Token and position embedding: tokens[B, T] -> x[B, T, H]."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the embeddings with random weights."""
         over_vocab, _ = initializers(c, 0.02, (c.tensor_axis, None))  # [V, H]
         self.token = nnx.Embed(
             c.vocab, c.hidden, embedding_init=over_vocab, dtype=c.dtype, rngs=rngs
@@ -187,6 +200,7 @@ class Embed(nnx.Module):
         self.position = nnx.Embed(c.seq, c.hidden, embedding_init=whole, dtype=c.dtype, rngs=rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
+        """Return x[B, T, H] for batch["tokens"], i32[B, T]."""
         tokens = batch["tokens"]
         return self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
 
@@ -194,10 +208,10 @@ class Embed(nnx.Module):
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, implementation: Attention = "xla"
 ) -> jax.Array:
-    """Causal attention: q, k, v[B, T, heads, width] -> [B, T, heads, width].
+    """Return causal attention of q, k, v[B, T, heads, width]: [B, T, heads, width].
 
     Raises:
-      ValueError: an unknown implementation, or cuDNN's for what it does not serve.
+      ValueError: the implementation is unknown, or cuDNN does not support the arguments.
     """
     if implementation not in ("auto", "xla", "cudnn"):
         raise ValueError(f"attention={implementation!r} is unknown: choose from auto, xla, cudnn")
@@ -208,13 +222,14 @@ class Block(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream: x[B, T, H] -> x[B, T, H]."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the layers with random weights."""
         h, t, std = c.hidden, c.tensor_axis, 0.02
         self.heads, self.tensor_axis = c.heads, t
         self.attention: Attention = c.attention
         self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
-        # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square
-        # root of their number.
+        # As in GPT-2: 2 L matrices add to the stream, so each is initialized smaller by a factor
+        # of sqrt(2 L).
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.tiles_mlp = c.mlp_tiles > 0
@@ -226,13 +241,14 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Else XLA would split heads, and attention would move its scores.
+        """Return the block's output x[B, T, H]."""
+        # Otherwise XLA would split heads, and attention would send scores between devices.
         check_heads(self.heads, jax.sharding.get_abstract_mesh().shape.get(self.tensor_axis, 1))
         batch, seq, hidden = x.shape
         qkv = checkpoint_name(self.qkv(self.ln1(x)), "qkv")
         qkv = qkv.reshape(
             batch, seq, self.heads, 3, hidden // self.heads
-        )  # heads first: whole heads a shard
+        )  # heads first: each shard has complete heads
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
         a = checkpoint_name(attention(q, k, v, self.attention).reshape(x.shape), "attention")
         x = x + self._drop(checkpoint_name(self.proj(a), "projection"))
@@ -250,11 +266,13 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm, and the output matrix unless it is the embedding's: x[B, T, H] -> logits[B, T,
-    V].
+    """Final norm and output matrix: x[B, T, H] -> logits[B, T, V].
+
+    A tied head uses the embedding's matrix.
     """
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the norm, and the output matrix unless it is tied."""
         self.dtype = c.dtype
         self.norm = nnx.LayerNorm(c.hidden, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         init, _ = initializers(c, 0.02, (None, c.tensor_axis))  # [H, V]
@@ -268,11 +286,12 @@ class Head(nnx.Module):
         self.out = nnx.data(out)
 
     def __call__(self, x: jax.Array, embed: Embed) -> jax.Array:
+        """Return logits[B, T, V]."""
         x = self.norm(x)
         return embed.token.attend(x) if self.out is None else self.out(x)
 
     def loss(self, x: jax.Array, embed: Embed, batch: Batch, num_tiles: int | None) -> jax.Array:
-        """Return the mean next-token loss of x[B, T, H], in tiles of logits."""
+        """Return the mean next-token loss of x[B, T, H], computed in tiles of logits."""
         w = embed.token.embedding[...].T if self.out is None else self.out.kernel[...]  # [H, V]
         return zj.linear_cross_entropy(
             self.norm(x), w.astype(self.dtype), batch["targets"], num_tiles=num_tiles
@@ -280,18 +299,20 @@ class Head(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The whole model, its layers unrolled."""
+    """The full model, with unrolled layers."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        """Create the embedding, the blocks and the head."""
         self.embed = Embed(c, rngs=rngs)
         self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.layers)])
         self.head = Head(c, rngs=rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
+        """Return logits[B, T, V]."""
         return self.head(self.stream(batch), self.embed)
 
     def stream(self, batch: Batch) -> jax.Array:
-        """Return what the head reads: x[B, T, H]."""
+        """Return the head's input, x[B, T, H]."""
         x = self.embed(batch)
         for block in self.blocks:
             x = block(x)
@@ -307,7 +328,7 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
 
 
 def head_loss(c: GPTConfig, head: Head, embed: Embed, x: jax.Array, batch: Batch) -> jax.Array:
-    """Return the mean next-token loss of x[B, T, H], of whole logits or in tiles as `c` says."""
+    """Return the mean next-token loss of x[B, T, H], from full logits or in tiles as `c` says."""
     return (
         head.loss(x, embed, batch, c.loss_tiles)
         if c.tiles_loss
@@ -340,17 +361,16 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
     c = dataclasses.replace(c, dropout=0.0)
 
     def bind(make: Callable[[nnx.Rngs], nnx.Module], tree: Any) -> Any:
-        # The structure of a module that was never filled, with the tree's leaves in it: both have
-        # the same order.
+        # Put the tree's leaves into an abstract module's structure: both have the same order.
         graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
         return nnx.merge(
             graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))
         )
 
     batch = {"tokens": tokens}
-    # Else NNX constrains each annotated array to the mesh in scope.
+    # Otherwise NNX constrains each annotated array to the mesh in scope.
     with nnx.use_eager_sharding(False):
-        # nnx.List counts its modules: these are the blocks of the unrolled form, and not a stack.
+        # nnx.List numbers its modules, so these are the blocks of the unrolled form.
         if isinstance(params["blocks"], dict) and 0 in params["blocks"]:
             return bind(lambda rngs: GPT(c, rngs=rngs), params)(batch)
         embed = bind(lambda rngs: Embed(c, rngs=rngs), params["embed"])
@@ -365,18 +385,18 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
 def sample(
     c: GPTConfig, params: Any, prompt: bytes, count: int, key: jax.Array, temperature: float = 0.8
 ) -> jax.Array:
-    """Continue a prompt byte by byte; returns u8[count]. To be jitted over `params` and `key`.
+    """Continue a prompt byte by byte; return u8[count].
 
-    The window is a buffer of `c.seq` tokens: what lies behind the last one is not read, attention
-    being causal.
+    Jit this function over `params` and `key`. The window is a buffer of `c.seq` tokens. Attention
+    is causal, so positions behind the last token are never read.
 
     Args:
-      c: the model's sizes.
-      params: its parameter tree, sharded or not.
-      prompt: at least one byte; its last `c.seq` are read.
-      count: bytes to generate.
+      c: sizes of the model.
+      params: parameter tree, sharded or not.
+      prompt: at least one byte; only its last `c.seq` bytes are used.
+      count: number of bytes to generate.
       key: random key.
-      temperature: of the softmax.
+      temperature: temperature of the softmax.
     """
     start = (
         jnp.zeros(c.seq, jnp.int32)
@@ -391,7 +411,7 @@ def sample(
         scores = logits(c, params, window[None])[0, length - 1].astype(jnp.float32)
         token = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
         full = length == c.seq
-        # A full window moves up by one, and all positions with it.
+        # A full window moves by one token, and all positions with it.
         window = jnp.where(full, jnp.roll(window, -1), window)
         position = jnp.where(full, c.seq - 1, length)
         return (window.at[position].set(token), position + 1), token

@@ -1,13 +1,13 @@
-"""What defines a run, in a file beside its checkpoints: a run that goes on is compared with it
-before anything is loaded.
+"""Record in a file what defines a run, and compare a resumed run with it before loading anything.
 
     {checkpoint_dir}/run.json    {"format": 1, "refuses": {name: value}, "tells": {name: value}}
 
-A checkpoint holds the weights that a run began with, so that one which goes on reads none of a
-folder, and shapes are all that would tell another folder. Names in `refuses` must have the values
-that they had; of those in `tells` another is legitimate, and is said in a line, each time beside
-the value with which the run began. The first process writes the file when the run has its state, by
-a rename: it is there as a whole or not at all, and a run that could not go on changes nothing.
+Checkpoints include the weights that a run began with, so a resumed run does not read the model's
+folder again, and only shapes would reveal a different folder. Values in `refuses` must be
+unchanged. Values in `tells` may change; each change is reported in one line, together with the
+value that the run began with. The first process writes the file once the run has its state, and
+renames it into place: the file is complete or missing, and a run that cannot resume changes
+nothing.
 """
 
 import hashlib
@@ -26,17 +26,18 @@ FORMAT = 1
 
 
 class RunRecord:
-    """The file of one run; in a run of several processes all make one, and call its methods at the
-    same places.
+    """The file of one run.
+
+    Every process creates a record and calls its methods at the same places.
     """
 
     def __init__(self, folder: str | None, is_begun: bool, mesh: jax.sharding.Mesh) -> None:
-        """Read the file of the run that goes on, if one does.
+        """Read the file of a resumed run.
 
         Args:
-          folder: of the checkpoints; None: there are none, and nothing is compared.
-          is_begun: there is a checkpoint from which the run goes on.
-          mesh: of the run.
+          folder: folder of the checkpoints; None if there are none, and nothing is compared.
+          is_begun: whether there is a checkpoint from which the run resumes.
+          mesh: mesh of the run.
 
         Raises:
           ValueError: the file cannot be read.
@@ -60,22 +61,26 @@ class RunRecord:
             if found["format"] != FORMAT or not all(
                 isinstance(found[kind], dict) for kind in self._here
             ):
-                raise ValueError(f"of format {found['format']!r}, and {FORMAT} is read")
+                raise ValueError(f"its format is {found['format']!r}, but {FORMAT} is needed")
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}, which tells what the run began with, cannot be read: {error}. Remove it to go on without "
-                "comparing"
+                f"{self.path}, which records what the run began with, cannot be read: {error}. "
+                "Remove it to continue without comparing"
             ) from error
         self._found = found
 
     def check(self, refuses: Mapping[str, Any], tells: Mapping[str, Any]) -> None:
-        """Compare what defines the run, as far as it is known by now; values are those of JSON.
+        """Compare the values that define the run and are known so far.
+
+        Args:
+          refuses: values that must be unchanged, in JSON types, by name.
+          tells: values that may change, in JSON types, by name.
 
         Raises:
-          ValueError: a value that must not differ does, or processes were started with other
-            values; what differs is named.
+          ValueError: a value in `refuses` changed, or processes have different values; the message
+            names them.
         """
         here = json.loads(json.dumps({"refuses": dict(refuses), "tells": dict(tells)}))
         for kind, values in here.items():
@@ -87,7 +92,8 @@ class RunRecord:
             )
             if self._together.least(number) != -self._together.least(-number):
                 raise ValueError(
-                    f"the processes of this run have other options or folders: {', '.join([*refuses, *tells])}"
+                    "the processes of this run have different options or folders: "
+                    f"{', '.join([*refuses, *tells])}"
                 )
 
     def _compare(self, here: Mapping[str, Any]) -> None:
@@ -100,16 +106,16 @@ class RunRecord:
             if name in there and _differs(there[name], value)
         ]:
             raise ValueError(
-                f"{os.path.dirname(self.path or '')} holds the checkpoints of another run: {'; '.join(told)}. Go on with what "
-                "it began with, or begin another in another --checkpoint-dir"
+                f"{os.path.dirname(self.path or '')} holds the checkpoints of another run: "
+                f"{'; '.join(told)}. Use the values that it began with, or start a new run in "
+                "another --checkpoint-dir"
             )
 
     def begin(self) -> list[str]:
-        """Return what is to be told, in the first process; what there is to write is written beside
-        the file.
+        """Return the lines to print, in the first process; write the new file next to the old file.
 
         Raises:
-          ValueError: it cannot be written.
+          ValueError: the file cannot be written.
         """
         lines: list[str] = []
         self._together.do(lambda: lines.extend(self._begin()))
@@ -127,18 +133,21 @@ class RunRecord:
         ]
         if self._found is None and self._is_begun:
             lines = [
-                f"there is no {self.path}, which older versions did not write: nothing was compared with the run so far"
+                f"there is no {self.path}, which older versions did not write: nothing was "
+                "compared with the run so far"
             ]
         elif self._is_begun and unknown:
             lines = [
-                f"{self.path} does not tell {', '.join(map(_option, unknown))}: not compared with the run so far"
+                f"{self.path} does not record {', '.join(map(_option, unknown))}: not compared "
+                "with the run so far"
             ]
         lines += [
-            f"goes on with {_option(name)} {_value(value)}, and began with {_value(found['tells'][name])}"
+            f"continues with {_option(name)} {_value(value)}, and began with "
+            f"{_value(found['tells'][name])}"
             for name, value in self._here["tells"].items()
             if found["tells"].get(name, value) != value
         ]
-        # What is there stays: it is what the run began with.
+        # Keep existing values: the run began with them.
         told = {"format": FORMAT} | {
             kind: values | found[kind] for kind, values in self._here.items()
         }
@@ -157,10 +166,10 @@ class RunRecord:
         return lines
 
     def keep(self) -> None:
-        """Put what `begin` wrote in the file's place: the run has its state.
+        """Move the file that `begin` wrote into place, once the run has its state.
 
         Raises:
-          ValueError: it cannot be.
+          ValueError: the file cannot be replaced.
         """
         self._together.do(self._keep)
 
@@ -178,8 +187,9 @@ class RunRecord:
 
 
 def _differs(there: Any, here: Any) -> bool:
-    """Tell whether values differ; of two dicts what both tell, since another version may tell more
-    or less.
+    """Return whether values differ.
+
+    Dicts are compared in their common keys only, since another version may record other keys.
     """
     if isinstance(there, dict) and isinstance(here, dict):
         return any(there[key] != here[key] for key in there.keys() & here.keys())
@@ -187,7 +197,7 @@ def _differs(there: Any, here: Any) -> bool:
 
 
 def _difference(name: str, there: Any, here: Any) -> str:
-    """Return what differs; of two dicts the first key alone."""
+    """Return the difference in words; for dicts, only that of the first key that differs."""
     if isinstance(there, dict) and isinstance(here, dict):
         key = next(key for key in sorted(there.keys() & here.keys()) if there[key] != here[key])
         name, there, here = f"{name} {key}", there[key], here[key]
@@ -195,7 +205,7 @@ def _difference(name: str, there: Any, here: Any) -> str:
 
 
 def _option(name: str) -> str:
-    """Return how a name is told; one without spaces is that of an option."""
+    """Return how a message shows a name: a name without spaces is an option's."""
     return name if " " in name else f"--{name.replace('_', '-')}"
 
 

@@ -1,8 +1,8 @@
-"""Bytes of text files as training windows, through grain.
+"""Turn the bytes of text files into training windows, through grain.
 
-The default corpus needs no download: the source files of the Python standard library that runs this
-script. Files stand in the order of their paths; a file is held out by a checksum of its path, so
-the split does not change when files come or go.
+The default corpus needs no download: it is the source of the Python standard library that runs this
+script. Files are in the order of their paths. A checksum of a file's path decides whether the file
+is held out, so the split does not change when files are added or removed.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 HELD_OUT = 20
-"""One file in so many is held out for validation."""
+"""One in `HELD_OUT` files is held out for validation."""
 
 _SKIPPED = {
     "site-packages",
@@ -29,8 +29,9 @@ _SKIPPED = {
 
 
 def standard_library() -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """Return the folder of Python's standard library and its source files, tests left out, in order
-    of their paths.
+    """Return the folder of Python's standard library and its source files without tests.
+
+    The files are in the order of their paths.
     """
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = (p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
@@ -38,11 +39,12 @@ def standard_library() -> tuple[pathlib.Path, list[pathlib.Path]]:
 
 
 def text_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the text files below `folder`, in order of their paths: no hidden ones, none with a
-    NUL byte at its start.
+    """Return the text files below `folder`, in the order of their paths.
+
+    Hidden files, and files with a NUL byte in their first 4096 bytes, are skipped.
 
     Raises:
-      ValueError: not a folder, or no text in it.
+      ValueError: `folder` is not a folder, or has no text files.
     """
     if not folder.is_dir():
         raise ValueError(f"--data {folder}: not a folder")
@@ -62,13 +64,13 @@ def _is_text(path: pathlib.Path) -> bool:
 
 
 def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Read a corpus as bytes, files separated by a NUL byte.
+    """Read a corpus as bytes; a NUL byte follows each file.
 
     Args:
-      folder: the user's own text; None for the standard library.
+      folder: folder with text files; None for the standard library.
 
     Returns:
-      (train, held_out), uint8. A folder of a single file holds out its last twentieth.
+      (train, held_out), uint8. If the folder has a single file, its last twentieth is held out.
     """
     if folder is None:
         root, files = standard_library()
@@ -83,7 +85,7 @@ def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
     for path in files:
         is_held_out = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT == 0
         parts[is_held_out].append(path.read_bytes() + b"\0")
-    # Of a few files none may be held out, or all.
+    # With few files, the checksum may hold out none or all of them.
     if not parts[True]:
         parts[True].append(parts[False].pop())
     if not parts[False]:
@@ -93,8 +95,8 @@ def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
     )  # type: ignore[return-value]
 
 
-# The text is in memory: grain's own 500 batches ahead, in 16 threads, took up to 4 s of a core at
-# the start of a run.
+# The text is in memory. grain's defaults, 500 batches ahead in 16 threads, took up to 4 s of a core
+# at the start of a run.
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
 
 
@@ -102,15 +104,22 @@ class Windows(grain.sources.RandomAccessDataSource):
     """Windows of `seq` bytes and their successors: {"tokens": i32[seq], "targets": i32[seq]}."""
 
     def __init__(self, data: np.ndarray, seq: int) -> None:
+        """Split `data` into windows of `seq` bytes.
+
+        Raises:
+          ValueError: there are too few bytes for one window.
+        """
         if len(data) <= seq:
             raise ValueError(f"{len(data)} bytes of text are too few for windows of {seq}")
         self.data, self.seq = data, seq
 
     def __len__(self) -> int:
-        # One byte less: the last window needs a successor.
+        """Return the number of complete windows."""
+        # Subtract one byte: the last window needs a successor.
         return (len(self.data) - 1) // self.seq
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return the window at `index`."""
         piece = self.data[index * self.seq : (index + 1) * self.seq + 1].astype(np.int32)
         return {"tokens": piece[:-1], "targets": piece[1:]}
 
@@ -118,41 +127,46 @@ class Windows(grain.sources.RandomAccessDataSource):
 def batches(
     data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int = 0, num_parts: int = 1
 ) -> Iterator[Any]:
-    """Return an endless, shuffled iterator of batches; `get_state` and `set_state` make it
-    checkpointable.
+    """Return an endless, shuffled iterator of batches.
 
-    The parts of one step, side by side, are the same batch for any number of processes.
+    Its `get_state` and `set_state` make it checkpointable. The processes' parts of one step form
+    the same batch for any number of processes.
 
     Args:
-      data: bytes.
-      seq: tokens of a window.
-      batch_size: windows in a batch of this process.
-      seed: of the shuffle.
-      part: which part of each step's windows this process reads.
-      num_parts: the number of processes.
+      data: text as bytes.
+      seq: tokens per window.
+      batch_size: number of windows in one process's batch.
+      seed: seed of the shuffle.
+      part: index of the part of each step's windows that this process reads.
+      num_parts: number of processes.
+
+    Raises:
+      ValueError: there are too few windows for one batch.
     """
     windows = grain.MapDataset.source(Windows(data, seq)).seed(seed).shuffle()
     if len(windows) < batch_size * num_parts:
         raise ValueError(
-            f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size * num_parts}"
+            f"{len(windows)} windows of {seq} bytes are too few for a batch of "
+            f"{batch_size * num_parts}"
         )
-    # Batches are dealt out in turn: the k-th of every process make up step k.
+    # Processes take batches in turn, so their k-th batches together form step k.
     dealt = windows.repeat().batch(batch_size, drop_remainder=True)[part::num_parts]
     return iter(dealt.to_iter_dataset(READ_AHEAD))
 
 
 def go_to(iterator: Any, count: int) -> None:
-    """Put an iterator of `batches` where `count` batches of it were read."""
+    """Move an iterator from `batches` to the position after `count` batches."""
     iterator.set_state({"next_index": count})  # grain's name for it
 
 
 def validation_batches(data: np.ndarray, seq: int, batch_size: int, count: int) -> list[Any]:
-    """Return up to `count` batches of held-out windows, spread over the text and always the same;
-    at least one.
+    """Return at least one and at most `count` batches of held-out windows.
+
+    The windows are spread over the text and always the same.
     """
     windows = Windows(data, seq)
     total = min(count, max(1, len(windows) // batch_size)) * batch_size
-    # Spread evenly over the text; where it is too short, its windows repeat.
+    # Spread the windows evenly over the text; repeat them if the text is too short.
     indices = (
         np.arange(total) * len(windows) // total
         if total <= len(windows)

@@ -1,22 +1,29 @@
 """Train a GPT on real text with ZeRO, on a laptop or a GPU cluster.
 
-    python examples/train_gpt.py                                    # simulated devices on a CPU, about 3 minutes
-    python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
-    python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk    # states on a disk
-    python examples/train_gpt.py --preset 1.3b --precision bf16 --auto True    # tiers and more by zj.plan
-    python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 --sequence-parallel True    # tensor parallelism
-    srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
-    python examples/train_gpt.py --checkpoint-dir runs/gpt/checkpoints --resume True    # go on where it was stopped, if it was
+    # Simulated devices on a CPU, about 3 minutes:
+    python examples/train_gpt.py
+    # The GPUs of this machine:
+    python examples/train_gpt.py --preset 124m --precision bf16
+    # States on a disk:
+    python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk
+    # Tiers and more, chosen by zj.plan:
+    python examples/train_gpt.py --preset 1.3b --precision bf16 --auto True
+    # Tensor parallelism:
+    python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 --sequence-parallel True
+    # A cluster, see examples/slurm/:
+    srun python examples/train_gpt.py --preset 6.7b ...
+    # Resume from the newest checkpoint, or start if there is none:
+    python examples/train_gpt.py --checkpoint-dir runs/gpt/checkpoints --resume True
 
-With no arguments the text is the source of the Python standard library, as bytes, and a small GPT
-is trained at ZeRO stage 3. Every field of `zerojax.ZeroConfig` is an option, and segments are given
-as `--activations 2:pinned_host 2:save`. Where states rest on a disk, a line of progress tells for
-how much of the time the step waited for it, and `--swap-trace FILE` draws the last steps' reads and
-writes for https://ui.perfetto.dev. `runs/gpt/report.html` shows the run on one page.
+Without arguments the text is the source of the Python standard library, as bytes, and a small GPT
+is trained at ZeRO stage 3. Every field of `zerojax.ZeroConfig` is an option; segments are given as
+`--activations 2:pinned_host 2:save`. If states are stored on a disk, each progress line shows the
+fraction of time that the step waited for it, and `--swap-trace FILE` draws the last steps' reads
+and writes for https://ui.perfetto.dev. `report.html` in `--logdir` shows the run on one page.
 
-With a directory of checkpoints, SIGTERM and Ctrl-C save and end the run with status 0. The same
-command with `--resume True` goes on from there, on any number of devices and processes: over the
-same text and schedule, and on the same devices to the same losses, bit for bit.
+With a checkpoint directory, SIGTERM and Ctrl-C save and end the run with status 0. The same command
+with `--resume True` continues it on any number of devices and processes, with the same text and
+schedule; on the same devices its losses are the same, bit for bit.
 """
 
 import contextlib
@@ -55,20 +62,21 @@ class Options(LoopOptions):
     """Train a GPT on text with ZeRO.
 
     Attributes:
-      preset: sizes of the model.
-      data: folder of text files; the Python standard library's source by default.
-      model: "layered" scans over the blocks, "unrolled" is one Flax module gathered on use.
-      steps: train steps.
-      seq: tokens of a sequence; the preset's by default.
-      learning_rate: its peak, after a tenth of the steps; it falls to a tenth as a cosine.
-      dropout: rate.
-      loss_tiles: tiles of the vocabulary in which the loss is computed; 0 keeps whole logits; by
-        default they are tiled where that lowers the peak of memory.
-      mlp_tiles: tiles of a block's MLP, gathered and used one at a time; 0 is two dense layers; by
-        default likewise.
-      sample_bytes: bytes of text to generate at the end, with all parameters on the device; 0 where
-        they do not fit there.
-      prompt: how that text begins.
+      preset: name of the model's sizes.
+      data: folder of text files; by default the Python standard library's source.
+      model: "layered" scans over the blocks; "unrolled" is one Flax module gathered on use.
+      steps: number of train steps.
+      seq: tokens per sequence; by default the preset's.
+      learning_rate: peak learning rate, reached after a tenth of the steps; it then decays to a
+        tenth along a cosine.
+      dropout: dropout rate.
+      loss_tiles: number of tiles of the vocabulary in which the loss is computed; 0 computes the
+        full logits; by default the loss is tiled if that lowers peak memory.
+      mlp_tiles: number of tiles of a block's MLP, gathered and used one at a time; 0 uses two dense
+        layers; by default the MLP is tiled if that lowers peak memory.
+      sample_bytes: bytes of text to generate at the end, with all parameters on the device; use 0
+        if they do not fit there.
+      prompt: beginning of the generated text.
     """
 
     runs: ClassVar[str] = "runs/gpt"
@@ -92,7 +100,11 @@ class Options(LoopOptions):
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Return the options of a command line, by default of this one."""
+    """Return the parsed options.
+
+    Args:
+      arguments: command-line arguments; None: use `sys.argv`.
+    """
     return train_loop.parse(Options, arguments)
 
 
@@ -102,11 +114,15 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 def build(
     options: Options, mesh: jax.sharding.Mesh
 ) -> tuple[gpt.GPTConfig, zj.Program, zj.Plan | None]:
-    """Build the GPT, its optimizer and the train step, by a plan if the options ask for one."""
+    """Build the GPT, its optimizer and the train step.
+
+    The config is planned first if the options ask for it.
+    """
     preset = gpt.PRESETS[options.preset]
     if options.loss_tiles is not None and not 0 <= options.loss_tiles <= preset.vocab:
         raise ValueError(
-            f"--loss-tiles {options.loss_tiles}: 0 (whole logits) to {preset.vocab}, the vocabulary, is needed"
+            f"--loss-tiles {options.loss_tiles}: 0 (full logits) to {preset.vocab} (the "
+            "vocabulary) is needed"
         )
     c = dataclasses.replace(
         preset,
@@ -122,7 +138,7 @@ def build(
     c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c, mesh.shape["tensor"]))
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)
-    # The decay must be longer than the warmup, also in a run of one step.
+    # The decay must be longer than the warmup, even in a run of one step.
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
         options.learning_rate,
@@ -137,15 +153,16 @@ def build(
 
 
 def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
-    """Return the tiles of an MLP: those asked for, or at stage 3 those that lower the peak of
-    memory.
+    """Return the number of tiles of an MLP: the option, or a number that lowers peak memory.
 
-    Where parameters stream, they do if there are several, and if records may be tiles.
+    Without the option, tiles are used at stage 3 only. If parameters stream, there must be several
+    tiles, and the config must allow records of tiles.
     """
     if options.mlp_tiles is not None:
         if options.mlp_tiles < 0 or (options.mlp_tiles and 4 * c.hidden % options.mlp_tiles):
             raise ValueError(
-                f"--mlp-tiles {options.mlp_tiles}: 0 (dense layers) or a divisor of {4 * c.hidden} is needed"
+                f"--mlp-tiles {options.mlp_tiles}: 0 (dense layers) or a divisor of "
+                f"{4 * c.hidden} is needed"
             )
         return options.mlp_tiles
     sizes = {
@@ -162,7 +179,7 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
         or not memory.tiled_mlp_pays(**sizes)
     ):
         return 0
-    # Of a tile each device of a tensor group has its part.
+    # Each device of a tensor group holds a part of every tile.
     tiles = choose_num_tiles(
         4 * c.hidden // tensor, 4 * 8 * c.hidden**2 // tensor, "a device's part of an MLP"
     )
@@ -173,7 +190,7 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
 
 
 def whole_params(c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) -> Any:
-    """Return the parameter tree on the device, read piece by piece from a disk if it rests there."""
+    """Return the parameter tree on the device, read layer by layer if it is stored on a disk."""
     if program.config.params != "nvme":
         return jax.tree.map(
             lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")),
@@ -196,7 +213,7 @@ def main() -> None:
     with (
         program,
         ckpt or contextlib.nullcontext(),
-    ):  # what is on a disk goes at the end, and after an error
+    ):  # the context removes the files on disk at the end, and after an error
         with train_loop.told_alone("train_gpt.py", Options):
             inputs = prepare(options, c, program)
         is_over = run(options, c, program, inputs, ckpt, plan)
@@ -206,13 +223,13 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a run reads and writes.
+    """Data that a run reads, and the trace that it writes.
 
     Attributes:
-      sizes: of the training and the held-out text, in bytes.
-      data: this process's batches.
-      held_out: likewise, those of a validation.
-      trace: the context of the steps that are traced.
+      sizes: bytes of the training text and of the held-out text.
+      data: batches of this process.
+      held_out: this process's batches for validation.
+      trace: context in which the traced steps run.
     """
 
     sizes: tuple[int, int]
@@ -222,13 +239,13 @@ class Inputs:
 
 
 def prepare(options: Options, c: gpt.GPTConfig, program: zj.Program) -> Inputs:
-    """Read the text, and find out whether a trace can be written."""
+    """Read the text, and check that a trace can be written."""
     me, processes = jax.process_index(), jax.process_count()
     local = local_batch_size(options)
     trace = train_loop.swap_trace(options, program)
     text, held_text = load_corpus(options.data)
     data = batches(text, c.seq, local, options.seed, part=me, num_parts=processes)
-    # Each process reads its own rows of a held-out batch too.
+    # Each process also reads its own rows of each held-out batch.
     held_out = [
         {k: v[me * local : (me + 1) * local] for k, v in batch.items()}
         for batch in validation_batches(held_text, c.seq, options.batch_size, options.eval_batches)
@@ -244,7 +261,7 @@ def run(
     ckpt: zj.Checkpointer | None = None,
     plan: zj.Plan | None = None,
 ) -> bool:
-    """Train a program, validate and sample it, and tell whether a signal ended it."""
+    """Train, validate and sample; return whether a signal ended the run."""
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     memory = program.memory({"tokens": tokens, "targets": tokens})
     with train_loop.told_alone("train_gpt.py", Options):
@@ -261,7 +278,8 @@ def run(
         if plan is not None:
             seen.print(str(plan))
         seen.print(
-            f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, {inputs.sizes[1]:,} held out"
+            f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, "
+            f"{inputs.sizes[1]:,} held out"
         )
         print_sizes(program, memory, seen)
         with train_loop.told_alone("train_gpt.py", Options):
@@ -285,13 +303,13 @@ def run(
 
 
 def sample(options: Options, c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) -> str:
-    """Return text that the model writes after the prompt."""
+    """Return text that the model generates after the prompt."""
     prompt = options.prompt.encode()
     generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
     params = whole_params(c, program, state)
     with jax.set_mesh(program.mesh):
         generated = generate(params, jax.random.key(options.seed))
-    # Every device has the same text: the shard of one is enough.
+    # Every device has the same text, so one shard is enough.
     return bytes(np.asarray(generated.addressable_shards[0].data)).decode(errors="replace")
 
 

@@ -1,18 +1,19 @@
 """Train a GPT whose training states are several times the memory that this process may use.
 
-    python examples/train_larger_than_memory.py --swap-dir /mnt/disk        # 9.5 GB of states in 3 GB
+    # 9.5 GB of states in 3 GB of memory:
+    python examples/train_larger_than_memory.py --swap-dir /mnt/disk
 
-The script first sets a limit on its own memory, RLIMIT_AS: the kernel then refuses every allocation
-that would take the process's address space beyond it, libraries, buffers, XLA's temporaries and
-all, whatever the machine has. Then it trains with parameters, gradients, optimizer state and
-activations on disk, layer by layer. `--tier device` keeps everything in memory instead, and shows
-that the limit is one: it fails where the states are larger.
+The script first limits its own memory with RLIMIT_AS: the kernel then refuses every allocation that
+would extend the process's address space beyond the limit, including libraries, buffers and XLA's
+temporaries, however much memory the machine has. Then it trains layer by layer, with parameters,
+gradients, optimizer state and activations on disk. `--tier device` keeps everything in memory
+instead, and proves that the limit works: training fails if the states are larger.
 
-RLIMIT_AS is the strictest limit that Linux has for one process, and XLA on a CPU can live under it:
-it reserves no address space ahead. What counts although it is no memory are libraries (0.8 GB with
-jax 0.10), the stacks of threads (8 MB each; XLA has several a core) and malloc's arenas, 64 MB
-reserved for each thread that allocates, of which the script allows two. RLIMIT_DATA counts neither
-libraries nor arenas, and so would allow more.
+RLIMIT_AS is the strictest limit that Linux has for one process. XLA on a CPU can work under it
+because it reserves no address space in advance. Some address space counts although it is not
+memory: libraries (0.8 GB with jax 0.10), thread stacks (8 MB each; XLA has several threads per
+core) and malloc's arenas, which reserve 64 MB for each allocating thread; the script allows two
+arenas. RLIMIT_DATA counts neither libraries nor arenas, and so would allow more.
 """
 
 import ctypes
@@ -43,22 +44,22 @@ class Options:
     """Train a GPT whose training states are several times the memory that this process may use.
 
     Attributes:
-      swap_dir: existing folder of a fast local disk, with room for the states.
+      swap_dir: existing folder on a fast local disk, with space for the states.
       limit_gb: address space that this process may use, in 1e9 bytes.
-      layers: blocks of the GPT.
-      hidden: its width.
-      heads: its attention heads.
-      seq: tokens of a sequence.
-      batch_size: sequences in a step, over all devices.
-      steps: train steps, the first of which compiles.
-      devices: devices to simulate on the CPU.
-      update: "in_backward" updates a layer as soon as its gradient is there; "after_backward"
-        stores all gradients first.
-      precision: of compute and of stored parameters.
-      prefetch_distance: layers read ahead.
-      io: reader of the disk.
-      tier: where parameters, gradients, optimizer state and activations rest.
-      learning_rate: of AdamW.
+      layers: number of blocks.
+      hidden: width of the stream.
+      heads: number of attention heads.
+      seq: tokens per sequence.
+      batch_size: sequences per step, over all devices.
+      steps: number of train steps; the first step compiles.
+      devices: number of devices to simulate on the CPU.
+      update: "in_backward" updates a layer as soon as its gradient is computed; "after_backward"
+        first stores all gradients.
+      precision: precision of compute and of stored parameters.
+      prefetch_distance: number of layers to read ahead.
+      io: disk reader.
+      tier: tier of parameters, gradients, optimizer state and activations.
+      learning_rate: learning rate of AdamW.
     """
 
     swap_dir: str
@@ -79,8 +80,9 @@ class Options:
 
 
 def limit_memory(num_bytes: int) -> bool:
-    """Limit the address space of this process; return whether the kernel keeps to it, which macOS
-    does not.
+    """Limit this process's address space; return whether the kernel enforces the limit.
+
+    macOS does not.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 2)
@@ -88,7 +90,7 @@ def limit_memory(num_bytes: int) -> bool:
         resource.setrlimit(
             resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1])
         )
-        mmap.mmap(-1, num_bytes).close()  # more than what is left
+        mmap.mmap(-1, num_bytes).close()  # exceeds the limit together with the existing mappings
     except ValueError:  # this system has no such limit, or a lower one
         return False
     except OSError as error:
@@ -97,9 +99,9 @@ def limit_memory(num_bytes: int) -> bool:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process ever had in RAM."""
+    """Return the peak of this process's resident memory, in bytes."""
     status = pathlib.Path("/proc/self/status")
-    if status.exists():  # ru_maxrss of a process begins with that of its parent
+    if status.exists():  # ru_maxrss would start at the parent process's peak
         return next(
             int(line.split()[1]) << 10
             for line in status.read_text().splitlines()
@@ -110,7 +112,7 @@ def peak_resident_bytes() -> int:
 
 
 def build(options: Options) -> tuple[gpt.GPTConfig, zj.Program]:
-    """Build the GPT and its train step, everything in one tier."""
+    """Build the GPT and its train step, with everything in one tier."""
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
     c = gpt.GPTConfig(
         seq=options.seq,
@@ -140,10 +142,10 @@ def build(options: Options) -> tuple[gpt.GPTConfig, zj.Program]:
 
 
 def main(options: Options) -> None:
-    """Limit the memory, train, and print what it took."""
+    """Limit the memory, train, and print memory and speed."""
     limit = int(options.limit_gb * GB)
     is_limited = limit_memory(limit)
-    # Before the first use of a device, which starts the backend.
+    # Set this before the first use of a device, which starts the backend.
     jax.config.update("jax_num_cpu_devices", options.devices)
     c, program = build(options)
     with program:
@@ -151,22 +153,25 @@ def main(options: Options) -> None:
 
 
 def train(options: Options, c: gpt.GPTConfig, program: zj.Program, limit: int | None) -> None:
-    """Train and print."""
+    """Train, and print memory and speed of each step."""
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     report = program.memory({"tokens": tokens, "targets": tokens})
-    # The report is of one device.
+    # The report counts one device.
     states = report.model_state_bytes * options.devices
     buffers = report.tiers["pinned_host"].get("buffers", 0) * options.devices
     say(
-        f"{c.num_params:,} parameters in {c.layers} layers x {c.hidden}, {options.precision}, update {options.update}"
+        f"{c.num_params:,} parameters in {c.layers} layers x {c.hidden}, {options.precision}, "
+        f"update {options.update}"
     )
     if limit is None:
         say(
-            f"states {states / GB:.2f} GB; NO limit: this system does not keep to RLIMIT_AS, so that this run proves nothing"
+            f"states {states / GB:.2f} GB; NO limit: this system does not enforce RLIMIT_AS, "
+            "so this run proves nothing"
         )
     else:
         say(
-            f"states {states / GB:.2f} GB = {states / limit:.1f} x the limit of {limit / GB:.2f} GB (RLIMIT_AS)"
+            f"states {states / GB:.2f} GB = {states / limit:.1f} x the limit of "
+            f"{limit / GB:.2f} GB (RLIMIT_AS)"
         )
     say(f"buffers between disk and devices {buffers / GB:.2f} GB")
 
@@ -184,18 +189,21 @@ def train(options: Options, c: gpt.GPTConfig, program: zj.Program, limit: int | 
         if "swap_stall_seconds" in metrics:
             moved = float(metrics["swap_read_bytes"]) + float(metrics["swap_write_bytes"])
             stall = float(metrics["swap_stall_seconds"]) / (options.devices * seconds)
-            line += f"  stall {100 * stall:.0f} %  {moved / GB:.2f} GB at {moved / seconds / GB:.2f} GB/s"
+            line += (
+                f"  stall {100 * stall:.0f} %  {moved / GB:.2f} GB at {moved / seconds / GB:.2f} "
+                "GB/s"
+            )
         say(line + ("  (compiled)" if step == 1 else ""))
     say(f"peak resident {peak_resident_bytes() / GB:.2f} GB, states {states / GB:.2f} GB")
 
 
 def told_peak() -> str:
-    """Return the peak so far, in words."""
+    """Return the peak of resident memory so far, in words."""
     return f"peak resident {peak_resident_bytes() / GB:.2f} GB"
 
 
 def say(line: str) -> None:
-    """Print a line at once: a step takes long."""
+    """Print a line immediately, because a step takes long."""
     print(line, flush=True)
 
 

@@ -1,9 +1,9 @@
-"""What the scripts share: their options, the machine, checkpoints, and the loop of steps.
+"""Shared parts of the training scripts: options, devices, checkpoints, and the loop of steps.
 
-A script parses its options, builds a program, and opens a `zj.Run`; then
+A script parses its options, builds a program, and opens a `zj.Run`. Then it calls
 
-    state = first_state(options, ckpt, program, make, data)        a new or a saved one
-    state, is_over = train(options, steps, program, state, ...)    with checkpoints and validations, until a signal comes
+    state = first_state(ckpt, program, make, data, go_to)          # a new or a saved state
+    state, is_over = train(options, steps, program, state, ...)    # until a signal ends the run
 """
 
 import contextlib
@@ -30,41 +30,41 @@ TRACED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """Options of every script that trains.
+    """Options of every training script.
 
     Attributes:
-      auto: let `zj.plan` choose what of the config is left as it is; it measures the machine, and
-        prints its plan.
-      machine: of the plan: a name of `zerojax machines`, or a TOML file of `zerojax probe`; this
-        machine by default.
-      mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 is the rest of the devices.
-      devices: devices to simulate where there is only a CPU.
-      batch_size: sequences in a step, over all devices and microbatches.
-      weight_decay: of AdamW.
-      seed: of the parameters and the order of the data.
+      auto: let `zj.plan` choose the fields of the config that have their defaults; it measures the
+        machine, and prints its plan.
+      machine: machine for the plan: a name that `zerojax machines` lists, or a TOML file that
+        `zerojax probe` wrote; by default this machine.
+      mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 takes the remaining devices.
+      devices: number of devices to simulate if there is only a CPU.
+      batch_size: sequences per step, over all devices and microbatches.
+      weight_decay: weight decay of AdamW.
+      seed: seed of the parameters and of the order of the data.
       eval_every: steps between validations.
-      eval_batches: held-out batches in a validation.
-      logdir: folder of the report, the figures and the TensorBoard event files, for this run alone;
+      eval_batches: number of held-out batches per validation.
+      logdir: folder of the report, the metrics and the TensorBoard event files, for this run only;
         by default `log` in checkpoint_dir, where a resumed run finds it, or without checkpoints a
         new folder below `runs`.
-      report_to: where figures go beside the report: tensorboard, wandb.
-      profile: steps to trace by jax.profiler, from the third on, into logdir.
-      swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz;
-        of the first process.
-      checkpoint_dir: of the checkpoints, on a file system that all processes share; none are saved
-        by default.
-      checkpoint_every: steps between checkpoints; the last step has one too.
-      keep: newest checkpoints to keep.
-      resume: go on from the newest whole checkpoint, with the other options as they were; start
-        anew if there is none.
-      stopped_status: exit status of a run that a signal ended, once it is saved; another than 0 has
-        a scheduler start it again.
-      heartbeat_timeout: seconds after which a process of several that gives no sign of life counts
-        as dead, and the others end.
+      report_to: where metrics go in addition to the report: tensorboard, wandb.
+      profile: number of steps to trace by jax.profiler into logdir, from the third step on.
+      swap_trace: file for a trace of disk transfers in the last TRACED_STEPS steps of the first
+        process, such as trace.json.gz.
+      checkpoint_dir: folder of the checkpoints, on a file system that all processes share; by
+        default no checkpoints are saved.
+      checkpoint_every: steps between checkpoints; the last step is saved too.
+      keep: number of newest checkpoints to keep.
+      resume: continue from the newest complete checkpoint, with otherwise unchanged options; start
+        a new run if there is none.
+      stopped_status: exit status after a signal ended the run and its state was saved; a nonzero
+        status lets a scheduler restart the run.
+      heartbeat_timeout: seconds without a sign of life after which a process counts as dead, and
+        the other processes end.
     """
 
     runs: ClassVar[str] = "runs"
-    """Folder of the runs that have no directory of checkpoints."""
+    """Parent folder of the logs of runs without a checkpoint directory."""
 
     auto: bool = False
     machine: str | None = None
@@ -95,9 +95,9 @@ REGISTRY = tyro.constructors.ConstructorRegistry()
 def segment_option(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[zj.Segment] | None:
-    """Take segments as an option: `--activations 8:pinned_host 16:remat 8:save`.
+    """Return the parser of segments, as in `--activations 8:pinned_host 16:remat 8:save`.
 
-    Their names to keep are for Python alone.
+    A segment's saved_names and offloaded_names can be set only in Python.
     """
     if info.type is not zj.Segment:
         return None
@@ -116,7 +116,12 @@ def segment_option(
 
 
 def parse(options: type[Options], arguments: Sequence[str] | None = None) -> Options:
-    """Return the options of a command line, by default of this one, with the folder of the log."""
+    """Return the parsed options, with logdir set.
+
+    Args:
+      options: class of the options.
+      arguments: command-line arguments; None: use `sys.argv`.
+    """
     parsed = tyro.cli(
         options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY
     )
@@ -126,7 +131,7 @@ def parse(options: type[Options], arguments: Sequence[str] | None = None) -> Opt
 
 
 def default_logdir(options: LoopOptions) -> str:
-    """Return a folder that no other run uses."""
+    """Return a log folder that no other run uses."""
     if options.checkpoint_dir is not None:
         return os.path.join(options.checkpoint_dir, "log")
     return os.path.join(options.runs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -134,8 +139,9 @@ def default_logdir(options: LoopOptions) -> str:
 
 @contextlib.contextmanager
 def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterator[None]:
-    """End the script where its options are refused, by the message alone and with status 2, as for
-    an unknown option.
+    """End the script with the error's message and status 2 if its options are rejected.
+
+    Unknown options end it in the same way.
     """
     try:
         yield
@@ -151,14 +157,15 @@ def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterato
 
 
 def as_options(message: str, options: type[LoopOptions]) -> str:
-    """Return a message of the library with fields and arguments as options: swap_dir='x' as
-    --swap-dir x.
-    """
+    """Return a message with fields and arguments as options: swap_dir='x' as --swap-dir x."""
     fields = {field.name for kind in (options, zj.ZeroConfig) for field in dataclasses.fields(kind)}
-    fields -= {"data"}  # an axis of the mesh, too
-    # A name of one word is one of an option only where it has a value: "a shorter seq", "the
-    # model".
-    names = rf"(?<![\w-])(?:({'|'.join(sorted(fields))})=(?:'([^']*)')?|({'|'.join(sorted(f for f in fields if '_' in f))})\b)"
+    fields -= {"data"}  # also an axis of the mesh
+    # Replace a name of one word only if a value follows it: "a shorter seq" and "the model" are
+    # plain English.
+    names = (
+        rf"(?<![\w-])(?:({'|'.join(sorted(fields))})=(?:'([^']*)')?"
+        rf"|({'|'.join(sorted(f for f in fields if '_' in f))})\b)"
+    )
 
     def named(match: re.Match[str]) -> str:
         with_value, value, alone = match.groups()
@@ -170,15 +177,15 @@ def as_options(message: str, options: type[LoopOptions]) -> str:
 
 
 def check_loop(options: LoopOptions) -> None:
-    """Refuse options that would fail in the middle of a run, or at its end.
+    """Check options whose errors would otherwise appear in the middle or at the end of a run.
 
     Raises:
-      ValueError: one is out of range, or the folder of the report is a file.
+      ValueError: an option is out of range, or the folder of the report is a file.
       ModuleNotFoundError: a package that `report_to` needs is missing.
     """
     for name in ("devices", "batch_size", "eval_every", "eval_batches", "checkpoint_every", "keep"):
         if (value := getattr(options, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
     for name in ("seed", "profile", "weight_decay"):
         if not 0 <= (value := getattr(options, name)) < 2**63:
             raise ValueError(
@@ -193,7 +200,7 @@ def check_loop(options: LoopOptions) -> None:
             and not os.path.isdir(folder)
         ):
             raise ValueError(
-                f"--{name.replace('_', '-')} {folder} is a file, and a folder is needed"
+                f"--{name.replace('_', '-')} {folder} is a file, but a folder is needed"
             )
     modules_of(options.report_to)
 
@@ -202,13 +209,14 @@ def check_loop(options: LoopOptions) -> None:
 
 
 def start(options: LoopOptions) -> jax.sharding.Mesh:
-    """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
-    jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
+    """Join a cluster, simulate devices if there is only a CPU, and return the mesh."""
+    jax.config.update("jax_num_cpu_devices", options.devices)  # only the CPU backend reads this
     zj.join_cluster(options.heartbeat_timeout)
     pairs = [pair.partition("=") for pair in options.mesh.split(",")]
     if wrong := [pair for *pair, size in pairs if not size.removeprefix("-").isdecimal()]:
         raise ValueError(
-            f"--mesh {options.mesh}: {''.join(wrong[0])} has no number: sizes are as in data=2,fsdp=4"
+            f"--mesh {options.mesh}: {''.join(wrong[0])} has no number: sizes are as in "
+            "data=2,fsdp=4"
         )
     sizes = {axis: size for axis, _, size in pairs}
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
@@ -218,7 +226,7 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
         )
     axes = {axis: int(size) for axis, size in sizes.items()}
     if "fsdp" not in axes and -1 in axes.values():
-        # One -1 at most: the rest of the devices cannot be split between two axes.
+        # At most one axis can be -1: the remaining devices cannot be split between two axes.
         axes["fsdp"] = 1
     try:
         mesh = zj.make_mesh(
@@ -233,7 +241,7 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
 
 
 def check_logdir(options: LoopOptions) -> None:
-    """Refuse a folder of the report that the first process, which writes it, cannot make or write.
+    """Check that the first process, which writes the report, can create and write its folder.
 
     Raises:
       ValueError: it cannot.
@@ -245,7 +253,7 @@ def check_logdir(options: LoopOptions) -> None:
     while not os.path.lexists(found):
         found = os.path.dirname(found)
     if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
-        raise ValueError(f"--logdir {options.logdir}: {found} is no folder that can be written")
+        raise ValueError(f"--logdir {options.logdir}: {found} is not a writable folder")
 
 
 def build_program(
@@ -256,9 +264,9 @@ def build_program(
     mesh: jax.sharding.Mesh,
     batch: Any,
 ) -> tuple[zj.Program, zj.Plan | None]:
-    """Build the train step, by a plan if the options ask for one."""
+    """Build the train step; plan the config first if the options ask for it."""
     plan = None
-    if options.auto:  # what the options say stays as it is
+    if options.auto:  # the plan keeps the fields that the options set
         plan = zj.plan(model, tx, mesh, batch, machine_of(options), fixed=changed(zero))
     return zj.build_train_step(
         model, tx, zero if plan is None else plan.config, mesh, batch=batch
@@ -266,7 +274,11 @@ def build_program(
 
 
 def machine_of(options: LoopOptions) -> zj.Machine | None:
-    """Return the machine that the options name."""
+    """Return the machine that the options name, or None.
+
+    Raises:
+      ValueError: the machine's name or file is invalid.
+    """
     try:
         return None if options.machine is None else zj.machine(options.machine)
     except ValueError as error:
@@ -274,10 +286,10 @@ def machine_of(options: LoopOptions) -> zj.Machine | None:
 
 
 def local_batch_size(options: LoopOptions) -> int:
-    """Return the sequences of a batch that one process reads.
+    """Return the number of sequences per batch that one process reads.
 
     Raises:
-      ValueError: the batch does not divide.
+      ValueError: the batch does not divide by the number of processes.
     """
     processes = jax.process_count()
     if options.batch_size % processes:
@@ -297,16 +309,16 @@ def open_run(
     tokens: int,
     flops_per_token: float,
 ) -> zj.Run:
-    """Return what shows the run.
+    """Return the `zj.Run` that displays and logs the run.
 
     Args:
-      options: of the script.
-      program: that trains.
-      memory: of its step.
-      plan: that chose its config, or None.
-      steps: of the whole run.
-      tokens: of a step.
-      flops_per_token: of the model.
+      options: options of the script.
+      program: program that trains.
+      memory: memory report of its step.
+      plan: plan that chose its config, or None.
+      steps: number of steps in the full run.
+      tokens: tokens per step.
+      flops_per_token: FLOP per token of the model.
     """
     assert options.logdir is not None
     return zj.Run(
@@ -325,16 +337,18 @@ def open_run(
 
 
 def print_sizes(program: zj.Program, memory: MemoryReport, seen: zj.Run) -> None:
-    """Print the machine, the config, and what a device has in each tier."""
+    """Print the devices, the config, and the bytes per device in each tier."""
     mesh = program.mesh
     seen.print(
-        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {program.config.stage}, "
-        f"{program.config.precision}: {memory.model_state_bytes / 2**20:.1f} MiB of model states a device"
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}, ZeRO stage "
+        f"{program.config.stage}, {program.config.precision}: "
+        f"{memory.model_state_bytes / 2**20:.1f} MiB of model states a device"
     )
     if on_disk := sum(memory.tiers["nvme"].values()):
         buffers = memory.tiers["pinned_host"]["buffers"]
         seen.print(
-            f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory"
+            f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of "
+            "buffers in host memory"
         )
 
 
@@ -342,10 +356,11 @@ def print_sizes(program: zj.Program, memory: MemoryReport, seen: zj.Run) -> None
 
 
 def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
-    """Return what saves and restores, or None without a directory.
+    """Return the checkpointer, or None without a checkpoint directory.
 
     Raises:
-      ValueError: the directory holds checkpoints, and the run is not to go on from them.
+      ValueError: the directory holds checkpoints but `resume` is not set, or `resume` is set
+        without a directory.
     """
     if options.checkpoint_dir is None:
         if options.resume:
@@ -358,8 +373,8 @@ def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
     )
     if not options.resume and (steps := ckpt.all_steps()):
         raise ValueError(
-            f"--checkpoint-dir {options.checkpoint_dir} holds checkpoints up to step {steps[-1]}: --resume True goes on from "
-            "there, and a new run needs another directory"
+            f"--checkpoint-dir {options.checkpoint_dir} holds checkpoints up to step {steps[-1]}: "
+            "continue from there with --resume True, or choose another directory for a new run"
         )
     return ckpt
 
@@ -371,15 +386,16 @@ def first_state(
     data: Any,
     go_to: Callable[[Any, int], None],
 ) -> zj.TrainState:
-    """Return the state to start from, a saved one or a new one of `make`, and put `data` where it
-    was saved.
+    """Return the state to start from, restored or new.
+
+    `data` is moved to the position at which the state was saved.
 
     Args:
-      ckpt: of the run, or None.
-      program: whose state it is.
-      make: returns a new state.
-      data: this process's batches.
-      go_to: puts them at a step.
+      ckpt: checkpointer of the run, or None.
+      program: program to which the state belongs.
+      make: function that returns a new state.
+      data: batches of this process.
+      go_to: function that moves `data` to the position after a number of steps.
     """
     if ckpt is None or not ckpt.all_steps():
         return make()
@@ -387,7 +403,7 @@ def first_state(
         return ckpt.restore(program, data=data)
     except (
         zj.IteratorError
-    ):  # the processes are more or fewer; their batches, side by side, are the same
+    ):  # the number of processes changed, but together they read the same batches
         state = ckpt.restore(program)
         go_to(data, int(state.step))
         return state
@@ -399,7 +415,7 @@ def first_state(
 def swap_trace(
     options: LoopOptions, program: zj.Program
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context of the steps that are traced, where one is asked for."""
+    """Return the context in which the traced steps run; it does nothing without `--swap-trace`."""
     if options.swap_trace and jax.process_index() == 0:
         return program.trace_swaps(options.swap_trace)
     return contextlib.nullcontext()
@@ -416,22 +432,23 @@ def train(
     trace: contextlib.AbstractContextManager[None],
     validate: Callable[[zj.TrainState], float] | None,
 ) -> tuple[zj.TrainState, bool]:
-    """Make the steps that are left of `steps`, with checkpoints and validations, and tell whether a
-    signal ended them.
+    """Run the remaining steps with checkpoints and validations.
+
+    Returns the last state, and whether a signal ended the run.
 
     Args:
-      options: of the script.
-      steps: of the whole run.
-      program: that trains.
-      state: to start from.
-      data: this process's batches.
-      ckpt: saves them; or None.
-      seen: shows them.
-      trace: the context of the last steps.
-      validate: returns the loss of held-out data; or None.
+      options: options of the script.
+      steps: number of steps in the full run.
+      program: program that trains.
+      state: state to start from.
+      data: batches of this process.
+      ckpt: checkpointer that saves the state, or None.
+      seen: run that displays and logs the steps.
+      trace: context of the last steps.
+      validate: function that returns the loss of held-out data, or None.
     """
     if state.step:
-        seen.print(f"goes on from step {int(state.step)} of {options.checkpoint_dir}")
+        seen.print(f"continues from step {int(state.step)} of {options.checkpoint_dir}")
     first, is_over = int(state.step) + 1, False
     with contextlib.ExitStack() as last_steps:
         preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
@@ -454,7 +471,7 @@ def train(
                         line += f"  validation {seen.figures['validation/loss']:.3f}"
                     seen.print(line)
         if ckpt is not None:
-            ckpt.wait()  # before signals end the process again
+            ckpt.wait()  # finish saving before signals can end the process again
     if seen.watch.written_a_day:
         days = (
             "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
@@ -465,5 +482,5 @@ def train(
     seen.print(f"report: {os.path.join(options.logdir or '', 'report.html')}")
     if is_over:
         seen.ended = f"stopped by a signal after step {int(state.step)}"
-        seen.print(f"{seen.ended}, which is saved: --resume True goes on from there")
+        seen.print(f"{seen.ended}, which is saved: --resume True continues from there")
     return state, is_over

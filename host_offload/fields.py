@@ -1,12 +1,12 @@
-"""Validated access to JSON descriptions, field by field.
+"""Read JSON descriptions field by field, and check every value before it is used.
 
     Field({"shape": [3, -1]})["shape"].integers()
-    FieldError: shape[1] is -1, and an integer, from 0 to 2^63 - 1, is needed
+    # FieldError: shape[1] is -1, and an integer from 0 to 2^63 - 1 is needed
 
-Descriptions are read from disks and come from other people. A checksum proves only that a
-description is unchanged, not that it makes sense: a size may be negative or larger than any file, a
-name may point outside of its folder, a number may be a list. Each method here returns a value of
-one type and range, or raises an error that names the field.
+Descriptions are read from disks and may come from other people. A checksum only proves that a
+description is unchanged since it was written, not that it makes sense: a size may be negative or
+larger than any file, a name may point outside its folder, a number may be a list. Each method of
+`Field` returns a value of one type and range, or raises an error that names the field.
 """
 
 import base64
@@ -19,20 +19,20 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 MOST = 2**63 - 1
-"""The largest integer allowed in a description: the largest offset in a file."""
+"""The largest integer in a description, which is the largest offset in a file."""
 _MOST_DIMS = 32
 _NOTHING = object()
 
 
 class FieldError(ValueError):
-    """A field of a description is missing or invalid; the message begins with the field's name."""
+    """A description's field is missing or invalid; the message begins with the field's name."""
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-      ValueError: the text is not JSON, repeats a name within an object, or is nested too deeply.
+      ValueError: the text is not JSON, repeats a name in an object, or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
@@ -45,7 +45,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for n, name in enumerate(names) if name in names[:n])
-        raise FieldError(f"{_shown(twice)} is there twice")
+        raise FieldError(f"{_shown(twice)} appears twice")
     return fields
 
 
@@ -54,7 +54,7 @@ class Field:
     """A value in a description.
 
     Attributes:
-      value: the value as parsed from JSON.
+      value: value that the JSON parser returned.
       name: path of the value, such as "stores[0].leaves[1].offset"; "" is the description itself.
     """
 
@@ -62,62 +62,42 @@ class Field:
     name: str = ""
 
     def refuse(self, needed: str) -> NoReturn:
-        """Raise a FieldError that shows this field's value and says what is needed instead.
+        """Raise FieldError with this value and the needed value.
 
         Args:
-          needed: noun phrase for a valid value, such as "a list".
+          needed: description of a valid value, for the message.
         """
         raise FieldError(f"{self.name or 'it'} is {_shown(self.value)}, and {needed} is needed")
 
     def __getitem__(self, key: str) -> "Field":
-        """Return a field of this object.
+        """Return a field of an object.
 
         Raises:
-          FieldError: this value is not an object, or the field is missing or null.
+          FieldError: this value is not an object, or has no such field.
         """
         if (field := self.get(key)) is None:
             raise FieldError(f"{self._child(key)} is missing")
         return field
 
     def get(self, key: str) -> "Field | None":
-        """Return a field of this object, or None if the field is missing or null.
-
-        Raises:
-          FieldError: this value is not an object.
-        """
+        """Return a field of an object, or None if it is missing or null."""
         value = self._object().get(key, _NOTHING)
         return None if value is _NOTHING or value is None else Field(value, self._child(key))
 
     def fields(self) -> Iterator[tuple[str, "Field"]]:
-        """Yield (name, field) for each field of an object with arbitrary names.
-
-        Raises:
-          FieldError: this value is not an object, or a name is not valid UTF-8.
-        """
+        """Yield (name, field) for each field of an object with arbitrary names."""
         for key, value in self._object().items():
             Field(key, f"a name in {self.name or 'it'}").text()
             yield key, Field(value, self._child(key))
 
     def items(self) -> list["Field"]:
-        """Return the items of this list.
-
-        Raises:
-          FieldError: this value is not a list.
-        """
+        """Return the items of a list."""
         if not isinstance(self.value, list):
             self.refuse("a list")
         return [Field(value, f"{self.name}[{n}]") for n, value in enumerate(self.value)]
 
     def integer(self, least: int = 0, most: int = MOST) -> int:
-        """Return this integer.
-
-        Args:
-          least: smallest valid value.
-          most: largest valid value.
-
-        Raises:
-          FieldError: this value is not an integer, or is out of range.
-        """
+        """Return an integer from `least` to `most`."""
         if type(self.value) is not int or not least <= self.value <= most:
             span = (
                 f"{least}"
@@ -128,60 +108,37 @@ class Field:
         return self.value
 
     def integers(self, least: int = 0) -> tuple[int, ...]:
-        """Return this list of integers, one per dim of an array.
-
-        Args:
-          least: smallest valid integer.
-
-        Raises:
-          FieldError: this value is not a list of integers in range, or has more than 32 items.
-        """
+        """Return a list of integers, one per dim of an array."""
         items = self.items()
         if len(items) > _MOST_DIMS:
             self.refuse(f"a list of at most {_MOST_DIMS} integers")
         return tuple(item.integer(least) for item in items)
 
     def flag(self) -> bool:
-        """Return this boolean.
-
-        Raises:
-          FieldError: this value is not true or false.
-        """
+        """Return a bool."""
         if not isinstance(self.value, bool):
             self.refuse("true or false")
         return self.value
 
     def text(self) -> str:
-        """Return this text, which can be encoded in UTF-8 and so be printed or used as a name.
-
-        Raises:
-          FieldError: this value is not a text, or cannot be encoded.
-        """
+        """Return a string that is valid as a name and can be printed."""
         if not isinstance(self.value, str):
             self.refuse("a text")
         try:
             self.value.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair
+        except UnicodeEncodeError:  # half a surrogate pair
             self.refuse("a text of UTF-8")
         return self.value
 
     def inner_path(self) -> str:
-        """Return this path, which is below the folder of the description.
-
-        Raises:
-          FieldError: this value is not such a path; see `is_inner_path`.
-        """
+        """Return a path below the folder of the description."""
         path = self.text()
         if not is_inner_path(path):
             self.refuse("a path below the folder of the description")
         return path
 
     def data(self) -> bytes:
-        """Return the bytes that this base64 text encodes.
-
-        Raises:
-          FieldError: this value is not a text in base64.
-        """
+        """Return the bytes of a base64 text."""
         try:
             return base64.b64decode(self.text(), validate=True)
         except FieldError:
@@ -190,16 +147,13 @@ class Field:
             self.refuse("base64")
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the number of bytes of an array of this shape.
+        """Return the bytes of an array with this shape.
 
         Args:
-          itemsize: bytes per element.
-
-        Raises:
-          FieldError: this value is not a shape, or the array would have 2^63 bytes or more.
+          itemsize: bytes of one element.
         """
         shape = self.integers()
-        # A dim of 0 must not hide an overflow: numpy multiplies the remaining dims too.
+        # Skip dims of 0: numpy also multiplies the remaining dims.
         if math.prod(max(1, n) for n in shape) * itemsize > MOST:
             self.refuse("a shape of less than 2^63 bytes")
         return math.prod(shape) * itemsize
@@ -216,10 +170,7 @@ class Field:
 
 
 def is_inner_path(path: str) -> bool:
-    """Return whether a relative path stays below its folder.
-
-    Only the text of the path is checked; symbolic links are not resolved.
-    """
+    """Return whether a relative path stays below its folder; links are not resolved."""
     return (
         not os.path.isabs(path) and "\0" not in path and {"", ".", ".."}.isdisjoint(path.split("/"))
     )

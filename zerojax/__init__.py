@@ -1,4 +1,4 @@
-"""zerojax: train models whose state does not fit, with ZeRO expressed as sharding specs.
+"""zerojax: train models whose state does not fit in device memory, with ZeRO as sharding specs.
 
 mesh    = zj.make_mesh(fsdp=8)
 program = zj.build_train_step(model, optax.adamw(3e-4), zj.ZeroConfig(stage=3), mesh)
@@ -107,8 +107,9 @@ _HOME = {
     "probe": "zerojax.planner",
     "with_specs": "zerojax.models",
 }
-"""The module of each public name, imported when the name is first used: `zerojax --help` needs none
-of them.
+"""The module of each public name.
+
+Each module is imported when its name is first used, so `zerojax --help` imports none of them.
 """
 
 __version__ = "0.1.0"
@@ -163,7 +164,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take any name to be there
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
 
     def __getattr__(name: str) -> object:
         if name in _HOME:

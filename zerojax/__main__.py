@@ -1,4 +1,4 @@
-"""`python -m zerojax`."""
+"""Run the command line: `python -m zerojax`."""
 
 from zerojax.cli import main
 

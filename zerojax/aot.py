@@ -1,20 +1,19 @@
-"""Meshes of GPUs that this machine does not have: compile a step for a cluster on a laptop, and
-read collectives and memory.
+"""Compile a step for GPUs that this machine does not have, and read its collectives and memory.
 
     mesh = zj.aot.gpu_mesh("h200", hosts=8, gpus_per_host=8, fsdp=64)
     program = zj.build_train_step(model, tx, config, mesh)
     compiled = program.lower(abstract_batch).compile()
     compiled.memory_analysis().argument_size_in_bytes
 
-XLA compiles for a described chip as it would beside one, except that it cannot time kernels, so it
-does not tune them. A program that exceeds the chip's memory still compiles: compare bytes yourself.
-cuDNN's attention, `jax.nn.dot_product_attention(implementation="cudnn")`, compiles too, without the
-workspace that cuDNN may ask for.
+XLA compiles for a described chip as it would for a real one, except that it cannot time kernels and
+so does not tune them. A program that exceeds the chip's memory still compiles: compare the bytes
+yourself. cuDNN's attention, `jax.nn.dot_product_attention(implementation="cudnn")`, compiles too,
+but without the workspace that cuDNN may request.
 
-The chips are those of `zerojax.chips` whose die is in that table: `CHIPS` has their names.
+`CHIPS` holds the supported chips: the entries of `zerojax.chips.CHIPS` that describe their die.
 
-Needs `pip install zerojax[aot]`, and JAX_PLATFORMS=cpu in the environment of a machine without a
-driver, before JAX starts.
+Needs `pip install zerojax[aot]`. On a machine without a GPU driver, set JAX_PLATFORMS=cpu in the
+environment before JAX starts.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  it has no public face
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -40,17 +39,17 @@ from zerojax.sharding import make_mesh
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {name: chip for name, chip in ALL_CHIPS.items() if chip.die is not None}
 )
-"""Chips that can be compiled for, by name."""
+"""Chips that you can compile for, by name."""
 
 _CUDNN = (9, 10, 0)
-"""The version of cuDNN that chips are described with."""
+"""The cuDNN version in the description of every chip."""
 _LANE_BYTES = 1 << 28
-"""Bytes a second of a lane of PCIe's first generation, as XLA's driver counts.
+"""Bytes per second of one first-generation PCIe lane, as XLA's driver counts them.
 
-Each generation has twice as many.
+Each generation doubles the rate.
 """
 _ACCELERATED = ((9, 0), (10, 0), (12, 0))
-"""Compute capabilities with instructions of their own, "9.0a" and so on."""
+"""Compute capabilities with an architecture-specific instruction set, such as "9.0a"."""
 
 _LEVELS = frozenset(
     {
@@ -60,9 +59,9 @@ _LEVELS = frozenset(
         "memory_fitting_level",
     }
 )
-"""Options that are no flags of XLA: JAX sets them apart from these.
+"""Compile options that are not XLA flags: JAX sets them separately.
 
-The efforts are gone in jax 0.11.
+jax 0.11 no longer has the two efforts.
 """
 
 
@@ -70,7 +69,7 @@ def target_config(chip: str) -> str:
     """Return XLA's description of `chip` (a GpuTargetConfigProto in text form).
 
     Raises:
-      ValueError: an unknown chip.
+      ValueError: the chip is unknown.
     """
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is unknown: choose from {', '.join(CHIPS)}")
@@ -112,7 +111,8 @@ def target_config(chip: str) -> str:
         '  device_vendor: "NVIDIA Corporation"',
         f'  platform_version: "Compute Capability {major}.{minor}{"a" if accelerated else ""}"',
         f'  name: "{name}"',
-        '  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"',
+        '  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: '
+        '"13.0.0"',
         f'  dnn_version: "{".".join(map(str, _CUDNN))}" ecc_enabled: true',
     ]
     if described.nvlinks:
@@ -126,9 +126,15 @@ def target_config(chip: str) -> str:
 
 
 def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
-    """Return compile-only devices, host by host.
+    """Return compile-only devices, in the order of their hosts.
+
+    Args:
+      chip: name in `CHIPS`.
+      hosts: number of hosts.
+      gpus_per_host: number of devices on each host.
 
     Raises:
+      ValueError: the chip is unknown.
       RuntimeError: the CUDA plugin is missing, or JAX looked for a driver.
     """
     _answer_cudnn()
@@ -140,18 +146,18 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
         )
     except (RuntimeError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
         raise RuntimeError(
-            f"cannot describe {hosts} x {gpus_per_host} {chip} GPUs: {e}; install zerojax[aot], and set JAX_PLATFORMS=cpu "
-            "before JAX starts where there is no GPU driver"
+            f"cannot describe {hosts} x {gpus_per_host} {chip} GPUs: {e}; install zerojax[aot], "
+            "and set JAX_PLATFORMS=cpu before JAX starts if there is no GPU driver"
         ) from e
     return list(topology.devices)
 
 
 def _answer_cudnn() -> None:
-    """Let JAX trace cuDNN's attention for a described chip: it asks the machine for a GPU and its
-    cuDNN while it traces.
+    """Let JAX trace cuDNN's attention for a described chip.
 
-    Only where the mesh in scope is of such chips is the answer theirs. Everywhere else JAX asks the
-    machine, as before.
+    While tracing, JAX checks the machine's GPU and cuDNN version. These checks are answered for the
+    described chip, but only if the mesh in scope consists of described chips; otherwise they query
+    the machine as before.
     """
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda chip: _CUDNN[0] * 10000 + _CUDNN[1] * 100 + _CUDNN[2],
@@ -160,7 +166,7 @@ def _answer_cudnn() -> None:
     }
     for name, answer in answers.items():
         ask = getattr(fused_attention, name)
-        if not hasattr(ask, "__wrapped__"):  # once
+        if not hasattr(ask, "__wrapped__"):  # not yet wrapped
             setattr(fused_attention, name, _of_described(ask, answer))
 
 
@@ -186,8 +192,12 @@ def _version(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A program compiled for devices that are not there, with what `jax.stages.Compiled` offers
-    about it.
+    """A program compiled for devices that are not present.
+
+    It offers a part of `jax.stages.Compiled`'s methods.
+
+    Attributes:
+      executable: XLA's executable, which this machine cannot run.
     """
 
     executable: Any
@@ -197,29 +207,28 @@ class CompiledProgram:
         return self.executable.hlo_modules()[0].to_string()
 
     def memory_analysis(self) -> Any:
-        """Return the bytes of arguments, results and temporaries."""
+        """Return XLA's statistics: bytes per device of arguments, results and temporaries."""
         return self.executable.get_compiled_memory_stats()
 
 
 def compile_with_callbacks(
     lowered: jax.stages.Lowered, mesh: Mesh, options: Mapping[str, Any] | None
 ) -> CompiledProgram:
-    """Compile a program that calls back to Python, through the client of the devices that are not
-    there.
+    """Compile a program that calls back into Python, for devices that are not present.
 
-    JAX's own path hands that client the callbacks, which it cannot take; without them the program
-    compiles all the same.
+    JAX's own path passes the callbacks to the compile-only client, which rejects them. The program
+    compiles without them.
 
     Args:
-      lowered: the program.
-      mesh: of devices of a compile-only topology.
-      options: XLA's, by name.
+      lowered: lowered program.
+      mesh: mesh of compile-only devices.
+      options: XLA's compile options by name, or None.
     """
     size = mesh.size
     compile_options = xla_client.CompileOptions()
     build = compile_options.executable_build_options
     build.num_replicas, build.num_partitions = 1, size
-    # What JAX sets on its own path. Without it the program would not be partitioned over the mesh.
+    # JAX sets these on its own path. Without them the program would not be partitioned.
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
     given = dict(options or {})
@@ -234,8 +243,8 @@ def compile_with_callbacks(
 
 
 def is_there(mesh: Mesh) -> bool:
-    """Tell whether the devices of a mesh can run a program."""
-    # Devices of a compile-only topology know no memory kinds, so the sharding has none.
+    """Return whether the devices of a mesh can run a program."""
+    # Compile-only devices have no memory kinds, so a sharding over them has none either.
     return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind is not None
 
 
@@ -248,8 +257,19 @@ def gpu_mesh(
     fsdp: int = -1,
     tensor: int = 1,
 ) -> Mesh:
-    """Arrange `hosts` x `gpus_per_host` GPUs that are not there in a mesh; the axes are those of
-    `zerojax.make_mesh`.
+    """Return a mesh of `hosts` x `gpus_per_host` GPUs that need not be present.
+
+    Args:
+      chip: name in `CHIPS`.
+      hosts: number of hosts.
+      gpus_per_host: number of devices on each host.
+      data: size of the axis `data`, as in `zerojax.make_mesh`.
+      fsdp: size of the axis `fsdp`; -1 takes the remaining devices.
+      tensor: size of the axis `tensor`.
+
+    Raises:
+      ValueError: the chip is unknown, or the sizes do not fit the devices.
+      RuntimeError: the CUDA plugin is missing, or JAX looked for a driver.
     """
     return make_mesh(
         data=data, fsdp=fsdp, tensor=tensor, devices=gpu_devices(chip, hosts, gpus_per_host)

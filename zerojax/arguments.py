@@ -1,8 +1,8 @@
-"""Numbers on a command line: types for argparse that refuse everything a computation could stumble
-over, by name.
+"""Types for argparse: numbers in a range, with errors that say what is needed.
 
-`float` takes "nan", "inf" and 1e400, which is infinite. `int` takes numbers that no float holds.
-The types here take finite numbers of a range. argparse puts the option's name before what they say.
+`float` accepts "nan", "inf" and 1e400, which is infinite. `int` accepts integers that no float can
+represent. The types in this module accept only finite numbers in a range. argparse puts the
+option's name before their messages.
 """
 
 import argparse
@@ -10,28 +10,29 @@ import math
 from collections.abc import Callable
 
 MOST = 10**18
-"""The largest number that a command takes."""
+"""The largest number that a command accepts."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def count(text: str) -> int:
-    """Return a number such as "175B", "1T" or "7.5e9".
+    """Return the integer that a text such as "175B", "1T" or "7.5e9" stands for.
 
     Raises:
-      argparse.ArgumentTypeError: it is not a whole number from 1 to `MOST`.
+      argparse.ArgumentTypeError: the text is not a whole number from 1 to `MOST`.
     """
     scale = _UNITS.get(text[-1:].upper(), 1.0)
     digits = text[:-1] if text[-1:].upper() in _UNITS else text
     value = _float(digits) * scale
     if not 1 <= value <= MOST or value != int(value):
         raise argparse.ArgumentTypeError(
-            f"{_short(text)}: a whole number from 1 to {MOST:.0e}, such as 7.5e9, 175B or 1T, is needed"
+            f"{_short(text)}: a whole number from 1 to {MOST:.0e}, such as 7.5e9, 175B or 1T, "
+            "is needed"
         )
     return int(value)
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
-    """Return a type of whole numbers from `least` to `most`."""
+    """Return an argparse type for integers from `least` to `most`."""
 
     def integer(text: str) -> int:
         try:
@@ -50,7 +51,13 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 def number(
     least: float, most: float = float(MOST), *, above: bool = False
 ) -> Callable[[str], float]:
-    """Return a type of finite numbers from `least` to `most`; with `above`, more than `least`."""
+    """Return an argparse type for finite numbers from `least` to `most`, or above `least`.
+
+    Args:
+      least: smallest number.
+      most: largest number.
+      above: whether `least` itself is rejected.
+    """
 
     def real(text: str) -> float:
         value = _float(text)
@@ -65,7 +72,7 @@ def number(
 
 
 def _float(text: str) -> float:
-    """Return a number, or NaN, which lies in no range."""
+    """Return a finite number, or NaN, which is in no range."""
     try:
         value = float(text)
     except ValueError:

@@ -1,10 +1,10 @@
-"""GPUs by name: the one table of memory, products, links and dies that the planner, `zerojax.aot`
-and `zerojax.hlo` read.
+"""GPUs by name: one table of memory sizes, FLOP/s, links and dies.
 
-A figure is a vendor's, printed in the sheet that `Chip.sheet` names, but for two. `memory_bytes` is
-what `nvidia-smi` prints as the device's total. `allocatable_bytes` is that less `RESERVED_BYTES`,
-assumed for the driver and the context of one process. What programs attain of these peaks is
-assumed by `zerojax.hlo.RATES`.
+The planner, `zerojax.aot` and `zerojax.hlo` read it. The figures are the vendor's, printed in the
+sheet that `Chip.sheet` names, with two exceptions. `memory_bytes` is the total that `nvidia-smi`
+prints. `allocatable_bytes` is that total minus `RESERVED_BYTES`, an assumed amount for the driver
+and one process's context. `zerojax.hlo.RATES` holds the assumed fractions of these peaks that
+programs reach.
 
     chip = CHIPS["h100"]
     chip.peak["bf16"], chip.memory_rate, chip.link_rate
@@ -16,14 +16,16 @@ from types import MappingProxyType
 
 MIB = 2**20
 RESERVED_BYTES = 1536 * MIB
-"""Bytes of a device's memory that no program gets: of the driver, and of the context of one
-process. Assumed.
+"""Bytes of a device's memory that programs cannot use (assumed).
+
+They hold the driver and the context of one process.
 """
 LANES = 16
-"""Lanes of PCIe between a GPU and its host."""
+"""Number of PCIe lanes between a GPU and its host."""
 PCIE: Mapping[int, float] = MappingProxyType({3: 15.75e9, 4: 31.5e9, 5: 63e9})
-"""Bytes a second one way of `LANES`, by generation: 8, 16 and 32 GT/s a lane, of which 128 of 130
-bits are data.
+"""Bytes per second in one direction over `LANES`, by generation.
+
+The lanes run at 8, 16 and 32 GT/s, and 128 of every 130 bits are data.
 """
 _SHEET = "NVIDIA {} Tensor Core GPU data sheet ({})"
 _WITH_SPARSITY = "half of what it prints with sparsity"
@@ -31,16 +33,16 @@ _WITH_SPARSITY = "half of what it prints with sparsity"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Die:
-    """What XLA asks a driver about the die, to compile for it.
+    """A die's properties that XLA normally asks the driver for, needed to compile for it.
 
     Attributes:
-      cores: streaming multiprocessors.
-      clock_ghz: boost clock.
+      cores: number of streaming multiprocessors.
+      clock_ghz: boost clock in GHz.
       l2_bytes: bytes of the second-level cache.
-      shared_bytes: bytes of shared memory of a multiprocessor.
-      shared_bytes_of_block: the most of it that one block may take.
-      threads: resident threads of a multiprocessor.
-      fpus: float32 units of a multiprocessor.
+      shared_bytes: bytes of shared memory per multiprocessor.
+      shared_bytes_of_block: largest part of the shared memory that one block can use, in bytes.
+      threads: number of resident threads per multiprocessor.
+      fpus: number of float32 units per multiprocessor.
     """
 
     cores: int
@@ -57,20 +59,21 @@ class Chip:
     """One kind of GPU.
 
     Attributes:
-      name: that the project gives it, such as "h100".
-      device_kinds: what `jax.Device.device_kind` calls it. The first one is that of `zerojax.aot`.
+      name: this project's name for the chip, such as "h100".
+      device_kinds: values of `jax.Device.device_kind` for this chip; `zerojax.aot` uses the first.
       capability: compute capability, (major, minor).
-      memory_bytes: bytes of device memory, as `nvidia-smi` prints the total.
-      peak: FLOP/s of dense products by precision: those in 16 bits summed in float32, "fp32"
+      memory_bytes: bytes of device memory, the total that `nvidia-smi` prints.
+      peak: FLOP/s of dense products by precision. 16-bit products accumulate in float32; "fp32" is
         without tensor cores.
-      memory_rate: bytes a second of device memory.
-      pcie: generation of its `LANES` to the host.
-      nvlink: bytes a second to other devices, both ways together; None without NVLink.
-      nvlinks: links that carry it together.
-      devices_per_node: of the machine that it is commonly sold in.
-      sheet: where the vendor printed the figures.
-      detail: how the figures in 16 bits follow from it; empty where they stand there.
-      die: for compiling; None where nothing is compiled for it.
+      memory_rate: bandwidth of device memory in bytes per second.
+      pcie: PCIe generation of the `LANES` to the host.
+      nvlink: bandwidth to other devices in bytes per second, both directions together; None without
+        NVLink.
+      nvlinks: number of links that provide this bandwidth together.
+      devices_per_node: number of these GPUs in the machine that commonly holds them.
+      sheet: document in which the vendor printed the figures.
+      detail: how the 16-bit figures follow from the sheet; empty if the sheet prints them.
+      die: properties for compiling; None if `zerojax.aot` does not support the chip.
     """
 
     name: str
@@ -89,17 +92,17 @@ class Chip:
 
     @property
     def allocatable_bytes(self) -> int:
-        """Bytes of device memory that a program can get."""
+        """Bytes of device memory that a program can use."""
         return self.memory_bytes - RESERVED_BYTES
 
     @property
     def half_peak(self) -> float:
-        """FLOP/s of dense products in 16 bits, of bfloat16 where the chip has it."""
+        """FLOP/s of dense 16-bit products: bfloat16 if the chip supports it, else float16."""
         return self.peak["bf16"] if "bf16" in self.peak else self.peak["fp16"]
 
     @property
     def link_rate(self) -> float:
-        """Bytes a second one way between host memory and the device, as PCIe's lanes can carry."""
+        """PCIe bandwidth between host and device in bytes per second, in one direction."""
         return PCIE[self.pcie]
 
 
@@ -110,7 +113,7 @@ def _peak(half: float, single: float) -> Mapping[str, float]:
 def _die(
     cores: int, clock_ghz: float, l2_mib: int, shared_kib: int, threads: int, fpus: int = 128
 ) -> Die:
-    # A block may take what a multiprocessor has, but for 1 KiB that the system keeps.
+    # A block can use a multiprocessor's shared memory, except for 1 KiB that the system keeps.
     return Die(
         cores=cores,
         clock_ghz=clock_ghz,
@@ -122,7 +125,7 @@ def _die(
     )
 
 
-_HOPPER = _die(132, 1.98, 50, 228, 2048)  # H100 and H200 have the same one
+_HOPPER = _die(132, 1.98, 50, 228, 2048)  # H100 and H200 share it
 _ALL = (
     Chip(
         name="h200",
@@ -274,5 +277,5 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _ALL})
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip that JAX calls so, such as "NVIDIA H200"; None where the table has none."""
+    """Return the chip with JAX's name `device_kind`, such as "NVIDIA H200", or None if unknown."""
     return next((chip for chip in _ALL if device_kind in chip.device_kinds), None)

@@ -1,5 +1,4 @@
-"""The `zerojax` command: closed forms, predictions from compiled programs, figures of machines, and
-what a checkpoint holds.
+"""The `zerojax` command: memory formulas, predicted steps, machine figures and checkpoints.
 
     zerojax memory --params 7.5e9 --shards 64 --precision bf16
     zerojax memory --layers 48 --hidden 6144 --heads 64 --seq 2048 --shards 2 --tensor 8
@@ -14,9 +13,9 @@ what a checkpoint holds.
     zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
     zerojax export CHECKPOINTS OUT --format hf --like FOLDER --merge-lora
 
-What a command is given, or finds on the machine, may be wrong: it then prints one line and exits
-with status 2. With ZEROJAX_TRACEBACK=1 in the environment it raises the error instead. Any other
-error is a fault of the program's own, and always shows where it comes from.
+If an argument is wrong, or something on the machine is, the command prints one line and exits with
+status 2. With ZEROJAX_TRACEBACK=1 in the environment it raises the error instead. Any other
+exception is a bug and always shows its traceback.
 """
 
 import os
@@ -29,20 +28,24 @@ _TRACEBACK = "ZEROJAX_TRACEBACK"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the `zerojax` command.
+
+    Args:
+      arguments: command-line arguments without the program's name; None: use `sys.argv`.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parse(given)
-        from zerojax.commands import run  # imports what takes seconds
+        from zerojax.commands import run  # slow to import
 
         run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader such as `head` has read what it wanted
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is left would be written when Python ends
+        )  # Python flushes the remaining output when it exits
     except (ValueError, OSError, RuntimeError) as error:
-        # RecursionError is a RuntimeError, and a fault of the program's own.
+        # RecursionError is a RuntimeError, but always a bug.
         if os.environ.get(_TRACEBACK) or isinstance(error, RecursionError):
             raise
         print(f"zerojax {given[0] if given else ''}: {_one_line(error)}", file=sys.stderr)
@@ -50,5 +53,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return an error's message on one line; of an error without a message its kind."""
+    """Return an error's message on one line, or its type's name if it has no message."""
     return on_one_line(str(error)) or type(error).__name__

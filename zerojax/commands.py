@@ -1,4 +1,4 @@
-"""What each `zerojax` command does with its options, which `zerojax.options` parses."""
+"""The implementation of each `zerojax` command; `zerojax.options` parses their options."""
 
 import argparse
 import dataclasses
@@ -30,11 +30,15 @@ from zerojax.weights import export_orbax, export_safetensors
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run one command; it prints its result, and exits with status 1 if a checkpoint is not whole.
+    """Run one command and print its result.
+
+    Exits with status 1 if a checkpoint is incomplete.
+
+    Args:
+      options: parsed options, from `zerojax.options.parse`.
 
     Raises:
-      ValueError, OSError, RuntimeError: what a command was given, or found on the machine, is
-        wrong.
+      ValueError, OSError, RuntimeError: an option is wrong, or something on the machine is.
     """
     commands = {
         "memory": _memory,
@@ -52,14 +56,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _bench_io(options: argparse.Namespace) -> None:
-    """Measure the disk of a folder."""
+    """Measure the disk that holds a folder."""
     print(
         disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds)
     )
 
 
 def _probe(options: argparse.Namespace) -> None:
-    """Measure this machine, and write its figures to a file if one is named."""
+    """Measure this machine, and write its figures to a file if `--out` names one."""
     found = probe(options.swap_dir)
     if options.out is not None:
         found.save(options.out)
@@ -67,7 +71,7 @@ def _probe(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    """Print what a checkpoint holds."""
+    """Print a checkpoint's contents."""
     parser: argparse.ArgumentParser = options.parser
     try:
         report = inspect(options.folder, verify=options.verify)
@@ -79,10 +83,10 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    """Write the weights of a checkpoint in another format."""
+    """Write a checkpoint's weights in another format."""
     jax.config.update(
         "jax_platforms", "cpu"
-    )  # Orbax asks JAX for its processes, which would take memory of GPUs
+    )  # Orbax asks JAX for its processes, which would allocate GPU memory
     folder = (
         options.folder if options.step is None else os.path.join(options.folder, str(options.step))
     )
@@ -93,7 +97,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _export_folder(folder: str, options: argparse.Namespace) -> None:
-    """Write what `zerojax export` was asked for; errors are those of the functions of the formats."""
+    """Export a folder in the requested format; raises the errors of the export functions."""
     if options.format == "hf":
         export_hf(
             folder,
@@ -111,9 +115,7 @@ def _export_folder(folder: str, options: argparse.Namespace) -> None:
 
 
 def _as_options(message: str) -> str:
-    """Return a message of an export with its arguments, and the functions for other formats, as
-    options.
-    """
+    """Replace the API names in an export's message by the command's options."""
     for name, option in (
         ("zerojax.export_hf(merge_lora=True)", "--format hf --merge-lora"),
         ("merge_lora=True", "--merge-lora"),
@@ -126,7 +128,7 @@ def _as_options(message: str) -> str:
 
 
 def _simulation(options: argparse.Namespace) -> Simulation:
-    """Predict the step that `zerojax simulate` was given.
+    """Predict the step of the program that `zerojax simulate` was given.
 
     Raises:
       ValueError: the program, its thunks or a rate cannot be used.
@@ -152,24 +154,27 @@ def _read_text(path: str) -> str:
     """Return the text of a file.
 
     Raises:
-      ValueError: it is no text, or no regular file, whose end would never come.
-      OSError: it cannot be read.
+      ValueError: the path is not a regular file (reading a pipe might never end), or holds no text.
+      OSError: the file cannot be read.
     """
     if not path or "\0" in path:
         raise ValueError(f"PROGRAM={path!r}: the name of a file or of a folder is needed")
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(
-            f"{path} is no regular file: the text of a compiled program is needed, compiled.as_text()"
+            f"{path} is not a regular file: the text of a compiled program is needed, "
+            "compiled.as_text()"
         )
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: what compiled.as_text() returns is needed") from error
+        raise ValueError(
+            f"{path} is not text: the result of compiled.as_text() is needed"
+        ) from error
 
 
 def _memory(options: argparse.Namespace) -> None:
-    """Print the model states of each device, and what a transformer keeps for backward."""
+    """Print the model states per device, and a transformer's saved activations."""
     if options.params is None:
         num_params = (
             transformer_params(options.layers, options.hidden)
@@ -177,11 +182,12 @@ def _memory(options: argparse.Namespace) -> None:
         )
     else:
         num_params = options.params
-    # Each device of a tensor group has its part of the parameters: over these ZeRO shards.
+    # Each device of a tensor group has a part of the parameters; ZeRO shards that part.
     part = -(-num_params // options.tensor)
     if options.tensor > 1:
         print(
-            f"{num_params:,} parameters, of which each of {options.tensor} devices of `tensor` has {part:,}"
+            f"{num_params:,} parameters; each of the {options.tensor} devices of `tensor` has "
+            f"{part:,}"
         )
     print(
         memory_table(part, options.shards, options.precision, options.moments, options.microbatches)
@@ -198,13 +204,14 @@ def _memory(options: argparse.Namespace) -> None:
 
 
 def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
-    """Return one line for each mode: what a layer and all of them keep, and the same by Korthikanti
-    et al.
+    """Return one line per mode with the bytes that one layer and all layers keep.
+
+    The right half of each line is the same by Korthikanti et al.
 
     Args:
-      shape: of the transformer.
-      modes: of `zerojax.activations.MODES`.
-      itemsize: bytes of an activation.
+      shape: sizes of the transformer.
+      modes: modes to list, from `zerojax.activations.MODES`.
+      itemsize: bytes of one activation element.
     """
     s = shape
     split = (
@@ -215,8 +222,10 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
         else ""
     )
     rows = [
-        f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, tensor {s.tensor}{split}",
-        f"{'mode':>10} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
+        f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, "
+        f"tensor {s.tensor}{split}",
+        f"{'mode':>10} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; "
+        "right: Korthikanti et al.",
     ]
     for mode in modes:
         options = {
@@ -238,11 +247,21 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
 def memory_table(
     num_params: int, shards: int, precision: str, moments: int, num_microbatches: int
 ) -> str:
-    """Return one line for each stage."""
+    """Return one line per ZeRO stage: GiB per device of each state, and elements sent per step.
+
+    Args:
+      num_params: number of parameters that are sharded.
+      shards: number of devices that share the state.
+      precision: key of `zerojax.precision.PRECISIONS`.
+      moments: bytes of optimizer state per parameter.
+      num_microbatches: number of microbatches per step.
+    """
     per_param = state_bytes(precision, moments=moments, num_microbatches=num_microbatches)
     rows = [
-        f"{num_params:,} parameters over {shards} devices, {precision}: {per_param.total} bytes each before sharding",
-        f"{'stage':>5} {'params':>10} {'grads':>10} {'master':>10} {'opt_state':>10} {'total':>10}   GiB a device; sent a step",
+        f"{num_params:,} parameters over {shards} devices, {precision}: {per_param.total} "
+        "bytes each before sharding",
+        f"{'stage':>5} {'params':>10} {'grads':>10} {'master':>10} {'opt_state':>10} "
+        f"{'total':>10}   GiB a device; sent a step",
     ]
     for stage in STAGES:
         state = model_state_bytes(num_params, stage, shards, per_param)

@@ -1,7 +1,7 @@
-"""What differs between the supported versions of jax and jaxlib, in one place.
+"""Differences between the supported versions of jax and jaxlib, in one place.
 
-`zerojax.jaxprs` knows the names of primitives and of their parameters, and
-`pallas_kernels.registers` those of Pallas.
+`zerojax.jaxprs` knows the names and parameters of primitives, and `pallas_kernels.registers` knows
+Pallas's.
 """
 
 import functools
@@ -13,39 +13,42 @@ from typing import Any
 logger = logging.getLogger("zerojax")
 
 GPU_JAXLIB = (0, 11, 1)
-"""The first jaxlib whose XLA slices host memory at the right address on a GPU
-(`host_offload.device.self_test`).
+"""The first jaxlib whose XLA slices host memory at the right address on a GPU.
+
+`host_offload.device.self_test` tests for the bug.
 """
 
 
 def jax_version() -> tuple[int, ...]:
-    """Return the version of jax as numbers.
+    """Return jax's version as a tuple of integers.
 
-    JAX is not imported: the command line reads versions, too.
+    This does not import JAX: the command line reads versions too.
     """
     return version_numbers(importlib.metadata.version("jax"))
 
 
 def jaxlib_version() -> tuple[int, ...]:
-    """Return the version of jaxlib as numbers: (0, 12, 0) for "0.12.0rc1" and "0.12.0.1"."""
+    """Return jaxlib's version as integers: (0, 12, 0) for "0.12.0rc1" and for "0.12.0.1"."""
     return version_numbers(importlib.metadata.version("jaxlib"))
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version."""
+    """Return the first three numbers of a version string."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def check_gpu_version(platform: str, *, runs: bool) -> None:
-    """Check that the installed jaxlib may run steps on a platform. CPUs take any supported jaxlib.
+    """Check that the installed jaxlib can run steps on a platform.
+
+    Every supported jaxlib runs on CPUs.
 
     Args:
       platform: "cpu" or "gpu".
-      runs: whether the devices are present. Otherwise the program is only compiled, and a warning
-        is logged once.
+      runs: whether the devices are present. If not, the program is only compiled, and a warning is
+        logged once.
 
     Raises:
-      RuntimeError: the devices are GPUs that are present, and jaxlib is older than `GPU_JAXLIB`.
+      RuntimeError: the devices are GPUs, they are present, and jaxlib is older than `GPU_JAXLIB`.
     """
     if platform == "cpu" or jaxlib_version() >= GPU_JAXLIB:
         return
@@ -54,12 +57,12 @@ def check_gpu_version(platform: str, *, runs: bool) -> None:
     fault = "on a GPU its XLA reads and writes host memory at wrong addresses (openxla/xla 46231)"
     if runs:
         raise RuntimeError(
-            f"jaxlib {installed} cannot train on GPUs: {fault}. Install jax {needed} or newer, which needs Python 3.12 or "
-            f"newer: pip install -U 'jax[cuda13]>={needed}'"
+            f"jaxlib {installed} cannot train on GPUs: {fault}. Install jax {needed} or newer, "
+            f"which needs Python 3.12 or newer: pip install -U 'jax[cuda13]>={needed}'"
         )
     _warn_once(
-        f"jaxlib {installed} compiles programs for GPUs that must not run: {fault}. jaxlib {needed} and newer compile programs "
-        "that may"
+        f"jaxlib {installed} compiles programs for GPUs that must not run: {fault}. Programs "
+        f"compiled by jaxlib {needed} or newer may run"
     )
 
 
@@ -69,37 +72,38 @@ def _warn_once(text: str) -> None:
 
 
 def streams_of(version: str) -> str:
-    """Return how the XLA of a jaxlib assigns asynchronous operations to streams
-    (`zerojax.hlo.simulate`).
+    """Return how a jaxlib version's XLA assigns asynchronous operations to streams.
 
-    "turns": to four streams in turn, so that loads wait for stores; before 0.12. "direction": each
-    direction of the link has a stream of its own.
+    The result is an argument of `zerojax.hlo.simulate`. "turns" (before 0.12): to four streams in
+    turn, so loads wait for stores. "direction": each direction of the host link has its own stream.
     """
     return "turns" if version_numbers(version) < (0, 12) else "direction"
 
 
 def most_link_groups() -> int:
-    """Return into how many groups at most a record's arrays are split that cross the link beside
-    backward's products.
+    """Return the most groups into which a record's arrays are split during backward.
 
-    Simulated for a Llama of 6.7 B with `opt_state` on the host of one H200, milliseconds a step of
-    16K and 32K tokens:
+    A group crosses the host link while backward's products run. Simulated milliseconds per step of
+    16K and 32K tokens, for a Llama of 6.7 B with `opt_state` on the host of one H200:
 
-        groups      2           3           4           5           6           8           10          12
-        jax 0.12                            1983, 3221  1935, 3008  1991, 2955  2042, 3055  2000, 2962  2106, 3100
-        jax 0.11.2  3118, 3894  2983, 3733  2679, 3410  2693, 3383  2623, 3209  2251, 3117  2173, 3115  2274, 3180
+        groups           2           3           4           5           6
+        jax 0.12                           1983, 3221  1935, 3008  1991, 2955
+        jax 0.11.2  3118, 3894  2983, 3733  2679, 3410  2693, 3383  2623, 3209
 
-    Before 0.12 loads wait for stores (`streams_of`): the smaller a group is, the shorter is the
-    wait.
+        groups           8          10          12
+        jax 0.12    2042, 3055  2000, 2962  2106, 3100
+        jax 0.11.2  2251, 3117  2173, 3115  2274, 3180
+
+    Before 0.12 loads wait for stores (`streams_of`), so smaller groups mean shorter waits.
     """
     return 6 if jax_version() >= (0, 12) else 10
 
 
 def num_update_groups() -> int:
-    """Return into how many groups a record's arrays are split in an update after backward, which
-    has no products.
+    """Return the number of groups into which a record's arrays are split in a separate update.
 
-    Simulated as in `most_link_groups`, with clip_norm, milliseconds a step of 16K tokens:
+    An update after backward has no products to overlap with. Simulated as in `most_link_groups`,
+    with clip_norm; milliseconds per step of 16K tokens:
 
         groups      2     3     4     6     10    20
         jax 0.12    2960  2960  3002  3026  2960  3534
@@ -109,8 +113,9 @@ def num_update_groups() -> int:
 
 
 def compiler_level(kind: Any, level: Any) -> Any:
-    """Return an optimization level as the compile options take it; jax 0.11 and newer also take
-    names such as "O1".
+    """Return an optimization level in the form that jaxlib's compile options accept.
+
+    jax 0.11 and newer also accept names such as "O1".
     """
     names = getattr(kind, "CompilerEffortLevel", None)
     return level if names is None else names(level).value

@@ -1,8 +1,8 @@
-"""What the user chooses: one frozen dataclass, validated once.
+"""The user's choices: one frozen dataclass, validated once.
 
-A field is data for the builder, not a switch: the stage is a row of `zerojax.sharding.STAGES`, the
-precision a row of `zerojax.precision.PRECISIONS`, and a tier a place. What this version does not
-build yet is refused here, by name.
+Each field is data for the builder, not a switch: a stage is a row of `zerojax.sharding.STAGES`, a
+precision is a row of `zerojax.precision.PRECISIONS`, and a tier is a place. `require_built` rejects
+valid combinations that are not supported.
 """
 
 import dataclasses
@@ -65,14 +65,14 @@ class Segment:
     """Contiguous layers of a LayeredModel that keep, offload or recompute in the same way.
 
     Attributes:
-      num_layers: how many.
-      activations: what happens to the residuals of these layers, as `ZeroConfig.activations` of all
-        layers.
-      saved_names: as `ZeroConfig.saved_names`, of these layers.
-      offloaded_names: as `ZeroConfig.offloaded_names`, of these layers.
+      num_layers: number of layers in the segment.
+      activations: what happens to the residuals of these layers, as in `ZeroConfig.activations`.
+      saved_names: values of these layers to keep on the device, as in `ZeroConfig.saved_names`.
+      offloaded_names: values of these layers to keep in pinned host memory, as in
+        `ZeroConfig.offloaded_names`.
 
     Raises:
-      ValueError: an unknown value, fewer layers than 1, or a name in both tuples.
+      ValueError: unknown value, num_layers below 1, or a name in both tuples.
     """
 
     num_layers: int
@@ -82,17 +82,20 @@ class Segment:
     offloaded_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check the fields and convert them to plain Python values."""
         count = as_integer(self.num_layers)
         if count is None or count < 1:
             raise ValueError(
-                f"num_layers={shown(self.num_layers)} of a Segment: an integer of at least 1 is needed"
+                f"num_layers={shown(self.num_layers)} of a Segment: an integer of at least 1 "
+                "is needed"
             )
         object.__setattr__(self, "num_layers", count)
         activations = as_string(self.activations)
         if activations not in _ACTIVATIONS:
             choices = ", ".join(map(repr, _ACTIVATIONS))
             raise ValueError(
-                f"activations={shown(self.activations)} of a Segment is unknown: choose from {choices}"
+                f"activations={shown(self.activations)} of a Segment is unknown: choose from "
+                f"{choices}"
             )
         object.__setattr__(self, "activations", activations)
         _check_names(self)
@@ -106,87 +109,90 @@ class ZeroConfig:
     """How a train step is partitioned, and where its bytes live.
 
     Attributes:
-      stage: what is sharded over the mesh axis `fsdp`: 0 nothing, 1 the optimizer state, 2 and the
-        gradients, 3 and the parameters.
-      params: tier of the parameters. Off the device it needs a LayeredModel and stage 3.
-      grads: tier of the gradients, from backward to update. With update="in_backward" they are
-        never stored.
+      stage: what is sharded over the mesh axis `fsdp`. 0: nothing. 1: the optimizer state. 2: the
+        gradients too. 3: the parameters too.
+      params: tier of the parameters. Tiers off the device need a LayeredModel and stage 3.
+      grads: tier of the gradients between backward and update. With update="in_backward" gradients
+        are never stored.
       opt_state: tier of the optimizer state and the float32 master weights.
       opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and
-        masters stay on the device while the rest are in `opt_state`'s tier. Needs a LayeredModel
-        and update_on="device".
+        masters stay on the device; the remaining layers use the tier in `opt_state`. Needs a
+        LayeredModel and update_on="device".
       activations: what happens to a layer's residuals between forward and backward. "everything"
-        keeps all that JAX keeps, and computes nothing again. "save" keeps the layer's input and the
-        results of products, look-ups, loops and kernels, and computes again what elementwise
-        equations, norms and random masks made of these. "selective" also computes the inner part of
-        attention again. "remat" keeps the layer's input and computes all else again. The name of a
-        tier stores the layer's input there and computes all else again. `program.kept` lists what
-        is kept. A tuple of `zerojax.Segment`, first layer first: contiguous layers of a
-        LayeredModel, each segment in its own way.
-      saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the
-        device besides; "#2" is the value with the number 2 in `program.kept`, of those that "save"
-        keeps.
-      offloaded_names: likewise, kept in pinned host memory.
-      partition_activations: what a layer of a LayeredModel keeps from forward to backward, and
-        `tensor` does not split already, rests split over it, in every mode and tier, and is
-        gathered for backward (ZeRO-R's Pa; arXiv:1910.02054, section 6.1). Means nothing where
-        tensor is 1.
-      sequence_parallel: the stream x[B, T, H] of a LayeredModel rests split over `tensor` in dim 1,
-        and is whole for products alone whose weights `tensor` splits (arXiv:2205.05198). Means
-        nothing where tensor is 1.
-      tensor_overlap: with sequence_parallel, gathers and scatters of x become rings of permutes,
-        each beside a part of its product (`zerojax.activations.rings`). No GPU has timed it.
-      precision: dtype of compute and of gathers. Master weights stay float32, and moments as
-        `moments` says; "fp16" scales its loss.
-      moments: dtype in which the optimizer's moments rest, in every tier; the update itself is
-        float32. "bfloat16" rounds them stochastically and halves their bytes
+        keeps all residuals that JAX keeps and recomputes nothing. "save" keeps the layer's input
+        and the results of products, look-ups, loops and kernels, and recomputes elementwise
+        operations, norms and random masks. "selective" also recomputes the inner part of attention.
+        "remat" keeps the layer's input and recomputes everything else. A tier's name ("pinned_host"
+        or "nvme") stores the layer's input in that tier and recomputes everything else.
+        `program.kept` lists the saved activations. A tuple of `zerojax.Segment` gives each group of
+        contiguous layers of a LayeredModel, first layer first, its own choice.
+      saved_names: additional values to keep on the device, named in the block by
+        `jax.ad_checkpoint.checkpoint_name`. "#2" is value number 2 in `program.kept`, counted among
+        the values that "save" keeps.
+      offloaded_names: additional values to keep in pinned host memory, named as in `saved_names`.
+      partition_activations: split a LayeredModel's saved activations over the mesh axis `tensor`,
+        unless `tensor` splits them already, and gather them for backward. Applies to every mode and
+        tier (ZeRO-R's Pa; arXiv:1910.02054, section 6.1). Has no effect if `tensor` has size 1.
+      sequence_parallel: split the stream x[B, T, H] of a LayeredModel over `tensor` in dim 1, and
+        gather it only for products whose weights `tensor` splits (arXiv:2205.05198). Has no effect
+        if `tensor` has size 1.
+      tensor_overlap: with sequence_parallel, replace gathers and scatters of x by rings of
+        permutes, each overlapped with a part of its product (`zerojax.activations.rings`). Not yet
+        timed on a GPU.
+      precision: dtype of compute and of gathers. Master weights stay float32, and `moments` sets
+        the dtype of the moments. "fp16" scales the loss.
+      moments: dtype in which the optimizer's moments are stored, in every tier; the update itself
+        runs in float32. "bfloat16" rounds the moments stochastically and halves their bytes
         (`zerojax.optim.moments`).
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
-        "float32" with compute in 16 bits: the products that make gradients return float32, and
-        gradients rest so until the update; gathers stay in 16 bits.
-      reduce_every: when gradients are summed across devices. None: "microbatch", each where it is
-        made. "step" (LayeredModel): each device keeps whole sums of its own over microbatches, and
-        they are reduced once, in float32; in a streamed step a layer's at the end of its turn.
-        Equal values and 1/M of the bytes, for whole float32 gradients in memory until then.
-      num_microbatches: gradient accumulation steps inside the train step; divides each device's
-        batch.
-      clip_norm: largest global gradient norm, exact across shards. None: no clipping. Gradients
-        that the optimizer never uses, those of frozen weights, do not count.
-      update: when a layer's optimizer runs. None: after_backward. "in_backward" runs it as soon as
-        the layer's gradient is there; after a gradient that is not finite it skips the layers that
-        are left.
-      update_on: where the optimizer runs when `opt_state` is off the device.
-      delayed_update: with update_on="host", the optimizer works on a step's gradients while the
-        next step computes, whose parameters are therefore one update old (ZeRO-Offload, section
-        5.2). Not with the nvme tier.
-      prefetch_distance: layers fetched ahead of their use, by the tiers off the device. 0: none.
-      gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at
-        the price of one more gathered layer.
-      link_groups: in how many groups the arrays of a layer's record are loaded and stored, one
-        group up while another goes down, where the link to the host works in both directions at
-        once. None: by a table of predicted steps; `zerojax.autotune` predicts which number is
-        fastest for a model. At most as many as there are arrays.
-      cuda_graphs: whether XLA puts the operations of a step that moves host memory into CUDA graphs
+        With 16-bit compute, "float32" makes the products that compute gradients return float32, and
+        gradients stay float32 until the update; gathers stay in 16 bits.
+      reduce_every: when gradients are summed across devices. None or "microbatch": once per
+        microbatch, where the gradient is computed. "step" (LayeredModel only): each device
+        accumulates full gradients over its microbatches, and they are reduced once, in float32; a
+        streamed step reduces each layer's gradients at the end of the layer's tick. "step" gives
+        equal values and sends 1/num_microbatches of the bytes, but full float32 gradients stay in
+        memory until the reduction.
+      num_microbatches: number of gradient accumulation steps inside the train step; must divide
+        each device's batch.
+      clip_norm: largest global gradient norm, computed exactly across shards. None: no clipping.
+        Gradients that the optimizer never uses (frozen weights) do not count.
+      update: when a layer's optimizer runs. None: "after_backward". "in_backward" updates each
+        layer as soon as its gradient is computed; after a non-finite gradient it skips the
+        remaining layers.
+      update_on: where the optimizer runs if `opt_state` is off the device.
+      delayed_update: with update_on="host", the host updates with one step's gradients while the
+        device computes the next step, whose parameters are therefore one update old (ZeRO-Offload,
+        section 5.2). Not supported with the nvme tier.
+      prefetch_distance: number of layers fetched ahead of use from tiers off the device. 0: no
+        prefetch.
+      gather_ahead: at stage 3, gather the next layer of a LayeredModel while the current layer
+        computes. Costs memory for one more gathered layer.
+      link_groups: number of groups into which the arrays of a layer's record are split for
+        transfer: one group is loaded while another is stored, if the host link works in both
+        directions at the same time. At most the number of arrays. None: taken from a table of
+        predicted steps; `zerojax.autotune` predicts the fastest number for a model.
+      cuda_graphs: let XLA put the operations of a step that moves host memory into CUDA graphs
         where it can. By default they run on streams, where copies overlap with products. In a graph
         they run one after another: on an H200 a step took 1.64 times as long. A step that keeps
-        everything on the device is compiled as XLA sees fit.
-      device_budget_bytes: most bytes that records in flight, gathered parameters among them, may
-        take on a device: `program.operations(batch).peak_bytes`. None: no limit.
-      min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence
-        threshold).
-      swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it
-        stands for.
-      io: reader of the nvme tier.
-      loss_scaling: dynamic loss scaling, read by precision="fp16" alone.
+        everything on the device always uses XLA's default.
+      device_budget_bytes: most bytes per device for records in flight, including gathered
+        parameters: `program.operations(batch).peak_bytes`. None: no limit.
+      min_shard_bytes: size in float32 bytes below which a parameter stays replicated (ZeRO's
+        persistence threshold).
+      swap_dir: folder of the nvme tier: a str or an os.PathLike, stored as a str.
+      io: disk reader of the nvme tier.
+      loss_scaling: settings of dynamic loss scaling; only precision="fp16" uses them.
       frozen: tier of the weights that the model freezes (`Model.frozen`), which a step reads and
-        never writes. None: that of the parameters. Off the device it needs a LayeredModel and stage
-        3.
-      frozen_dtype: dtype in which frozen floating weights rest, decoded where they are used. None:
-        the compute dtype. "int8": 1.02 bytes an element, in blocks of 256; "nf4": 0.52, in blocks
-        of 64. Vectors and leaves that no block divides stay in the compute dtype.
+        never writes. None: the tier of the parameters. Tiers off the device need a LayeredModel and
+        stage 3.
+      frozen_dtype: dtype in which frozen floating-point weights are stored; they are decoded where
+        they are used. None: the compute dtype. "int8": 1.02 bytes per element, in blocks of 256.
+        "nf4": 0.52 bytes per element, in blocks of 64. Vectors, and leaves whose size is not a
+        multiple of the block, stay in the compute dtype.
 
     Raises:
-      ValueError: an unknown field, or a value or combination that cannot work.
+      ValueError: unknown field, or a value or combination that cannot work.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -222,7 +228,8 @@ class ZeroConfig:
     frozen_dtype: Literal["int8", "nf4"] | None = None
 
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
-        # A dataclass answers an unknown keyword with a TypeError that names no alternative.
+        """Return an instance; reject positional values and unknown fields by name."""
+        # A dataclass raises a TypeError for an unknown keyword, which suggests no alternative.
         if values:
             raise ValueError(
                 f"ZeroConfig takes its fields by name, such as stage={shown(values[0])}"
@@ -250,37 +257,37 @@ class ZeroConfig:
         axes: Any = None,
         **fixed: Any,
     ) -> "ZeroConfig":
-        """Return the config of `zerojax.plan`: the fastest that fits a machine.
+        """Return the fastest config that fits a machine, as chosen by `zerojax.plan`.
 
         Args:
           model: a Model or a LayeredModel.
           tx: an optax transformation.
           mesh: a device mesh, as for `build_train_step`.
-          batch: a tree of arrays or ShapeDtypeStructs, the batch of one step.
-          machine: a `zerojax.Machine`, or the name of one; None: the machine that this process runs
-            on.
+          batch: a tree of arrays or ShapeDtypeStructs with the shapes of one step's batch.
+          machine: a `zerojax.Machine` or a machine's name. None: the machine that runs this
+            process.
           axes: names of the mesh's axes, as for `build_train_step`.
-          **fixed: fields of the config that stay as they are.
+          **fixed: fields of the config that the planner must not change.
 
         Raises:
           PlanError: no config fits.
-          ValueError: an argument cannot be used.
+          ValueError: an argument is invalid.
         """
-        # By name, and not before it is needed: the planner stands above this module, and takes time
-        # to import.
+        # Imported here because the planner imports this module, and takes time to import.
         plan = importlib.import_module("zerojax.planner").plan
         return plan(model, tx, mesh, batch, machine, fixed=fixed, axes=axes).config
 
     def __post_init__(self) -> None:
+        """Validate the fields and convert them to plain Python values."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if (number := as_integer(value)) is not None:  # one of numpy among them
+            if (number := as_integer(value)) is not None:  # numpy integers too
                 value = number
                 object.__setattr__(self, name, value)
             elif (text := as_string(value)) is not None:
                 value = text
                 object.__setattr__(self, name, value)
-            # By type too: True equals 1, and 2.0 equals 2.
+            # Compare types too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
                 raise ValueError(
                     f"{name}={shown(value)} is unknown: choose from {', '.join(map(repr, choices))}"
@@ -298,17 +305,20 @@ class ZeroConfig:
         choices = ", ".join(map(repr, _ACTIVATIONS))
         if not isinstance(chosen, tuple) or not all(isinstance(one, Segment) for one in chosen):
             raise ValueError(
-                f"activations={shown(chosen)} is unknown: choose from {choices}, or a tuple of zerojax.Segment"
+                f"activations={shown(chosen)} is unknown: choose from {choices}, or a tuple of "
+                "zerojax.Segment"
             )
         if not chosen:
             raise ValueError(
-                f"activations=() has no segment: choose from {choices}, or give segments of all layers"
+                f"activations=() has no segment: choose from {choices}, or give segments for "
+                "all layers"
             )
         for name in ("saved_names", "offloaded_names"):
             if names := getattr(self, name):
                 raise ValueError(
-                    f"{name}={names!r} with {len(chosen)} segments as activations: each segment has its own; give them to "
-                    f"those that are to keep them, as in zerojax.Segment({chosen[0].num_layers}, {name}={names!r})"
+                    f"{name}={names!r} with {len(chosen)} segments as activations: each segment "
+                    "has its own; set them on the segments that should keep the values, as in "
+                    f"zerojax.Segment({chosen[0].num_layers}, {name}={names!r})"
                 )
 
     def _check_numbers(self) -> None:
@@ -332,7 +342,8 @@ class ZeroConfig:
             path = as_path(self.swap_dir)
             if path is None:
                 raise ValueError(
-                    f"swap_dir={shown(self.swap_dir)}: a folder's path is needed, a str or an os.PathLike of one"
+                    f"swap_dir={shown(self.swap_dir)}: a folder's path is needed, a str or an "
+                    "os.PathLike of one"
                 )
             object.__setattr__(self, "swap_dir", path)
         for name in _FLAGS:
@@ -343,8 +354,8 @@ class ZeroConfig:
         fraction = as_number(self.opt_state_device_fraction)
         if fraction is None or not 0 <= fraction < 1:
             raise ValueError(
-                f"opt_state_device_fraction={shown(self.opt_state_device_fraction)}: a number from 0 to below 1 is needed; "
-                "opt_state='device' keeps all"
+                f"opt_state_device_fraction={shown(self.opt_state_device_fraction)}: a number "
+                "from 0 to below 1 is needed; opt_state='device' keeps all state on the device"
             )
         object.__setattr__(self, "opt_state_device_fraction", fraction)
         if self.clip_norm is not None:
@@ -354,46 +365,53 @@ class ZeroConfig:
     def _check_combinations(self) -> None:
         if self.update == "in_backward" and self.clip_norm is not None:
             raise ValueError(
-                f"update='in_backward' with clip_norm={self.clip_norm}: the global norm is known only after the backward "
-                "pass; use update='after_backward', or clip_norm=None"
+                f"update='in_backward' with clip_norm={self.clip_norm}: the global norm is known "
+                "only after the backward pass; use update='after_backward', or clip_norm=None"
             )
         if self.update == "in_backward" and self.precision == "fp16":
             raise ValueError(
-                "update='in_backward' with precision='fp16': an overflow must skip the whole update, and is known only after "
-                "the backward pass; use precision='bf16', or update='after_backward'"
+                "update='in_backward' with precision='fp16': an overflow must skip the whole "
+                "update, and is known only after the backward pass; use precision='bf16', or "
+                "update='after_backward'"
             )
         if self.delayed_update and (self.update_on != "host" or self.update == "in_backward"):
             raise ValueError(
-                "delayed_update=True needs update_on='host' and update='after_backward': what is delayed is the host's update"
+                "delayed_update=True needs update_on='host' and update='after_backward': it "
+                "delays the host's update"
             )
         if self.delayed_update and self.precision == "fp32" and self.params == "device":
             raise ValueError(
-                "delayed_update=True with precision='fp32' and params='device': the host has no weights of its own to update; "
-                "use params='pinned_host', or precision='bf16'"
+                "delayed_update=True with precision='fp32' and params='device': the host has no "
+                "weights of its own to update; use params='pinned_host', or precision='bf16'"
             )
         if self.opt_state_device_fraction and (
             self.opt_state == "device" or self.update_on == "host"
         ):
             raise ValueError(
-                f"opt_state_device_fraction={self.opt_state_device_fraction} splits an opt_state that is off the device and "
-                f"updated on it; got opt_state={self.opt_state!r}, update_on={self.update_on!r}"
+                f"opt_state_device_fraction={self.opt_state_device_fraction} splits an opt_state "
+                f"that is off the device and updated on it; got opt_state={self.opt_state!r}, "
+                f"update_on={self.update_on!r}"
             )
         if self.tensor_overlap and not self.sequence_parallel:
             raise ValueError(
-                "tensor_overlap=True with sequence_parallel=False: it runs beside products what sequence parallelism gathers "
-                "and scatters, which is nothing here; set sequence_parallel=True, or tensor_overlap=False"
+                "tensor_overlap=True with sequence_parallel=False: there are no gathers and "
+                "scatters of sequence parallelism to overlap; set sequence_parallel=True, or "
+                "tensor_overlap=False"
             )
         if self.gather_ahead and self.stage != 3:
             raise ValueError(
-                f"gather_ahead=True needs stage=3, got stage={self.stage}: below it parameters are whole"
+                f"gather_ahead=True needs stage=3, got stage={self.stage}: below stage 3 "
+                "parameters are not sharded"
             )
         if self.params != "device" and self.stage != 3:
             raise ValueError(
-                f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole"
+                f"params={self.params!r} needs stage=3, got stage={self.stage}: below stage 3 "
+                "parameters are not sharded"
             )
         if (tier := frozen_tier(self)) != "device" and self.stage != 3:
             raise ValueError(
-                f"frozen={tier!r} needs stage=3, got stage={self.stage}: below it parameters are whole"
+                f"frozen={tier!r} needs stage=3, got stage={self.stage}: below stage 3 "
+                "parameters are not sharded"
             )
         if self.update_on == "host" and self.opt_state == "device":
             raise ValueError(
@@ -403,19 +421,21 @@ class ZeroConfig:
             raise ValueError("the nvme tier needs a folder: set swap_dir")
         if self.reduce_every == "step" and self.reduce_dtype not in (None, "float32"):
             raise ValueError(
-                f"reduce_every='step' with reduce_dtype={self.reduce_dtype!r}: what a device sums over microbatches is float32 "
-                "and is reduced as such; use reduce_dtype='float32' or None"
+                f"reduce_every='step' with reduce_dtype={self.reduce_dtype!r}: gradients are "
+                "summed over microbatches in float32 and reduced in float32; use "
+                "reduce_dtype='float32' or None"
             )
         compute = PRECISIONS[self.precision].compute_dtype
         if self.reduce_dtype is not None and self.reduce_dtype not in (compute, "float32"):
             raise ValueError(
-                f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients are made in {compute}; "
-                f"choose {' or '.join(sorted({repr(compute), repr('float32')}))}"
+                f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients "
+                f"are computed in {compute}; choose "
+                f"{' or '.join(sorted({repr(compute), repr('float32')}))}"
             )
 
 
 def _check_names(chosen: Segment | ZeroConfig) -> None:
-    """Raise ValueError unless the names of values to keep are tuples of names, each in one of them."""
+    """Raise ValueError unless both fields are tuples of names, and no name is in both."""
     for name in ("saved_names", "offloaded_names"):
         value = getattr(chosen, name)
         if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
@@ -424,12 +444,13 @@ def _check_names(chosen: Segment | ZeroConfig) -> None:
             )
     if both := sorted(set(chosen.saved_names) & set(chosen.offloaded_names)):
         raise ValueError(
-            f"saved_names and offloaded_names both hold {both}: a value is kept in one place"
+            f"saved_names and offloaded_names both hold {both}: a value can be kept in one "
+            "place only"
         )
 
 
 def activations_of(config: ZeroConfig) -> tuple[Activations, ...]:
-    """Return what happens to the residuals of each segment, or of all layers."""
+    """Return what happens to the residuals: one entry per segment, or one entry for all layers."""
     chosen = config.activations
     return (
         tuple(segment.activations for segment in chosen) if isinstance(chosen, tuple) else (chosen,)
@@ -442,30 +463,32 @@ def frozen_tier(config: ZeroConfig) -> Tier:
 
 
 def reduces_in_float32(config: ZeroConfig) -> bool:
-    """Tell whether gradients are made and reduced in float32 while compute is in 16 bits."""
+    """Return whether gradients are computed and reduced in float32 while compute is in 16 bits."""
     in_float32 = config.reduce_dtype == "float32" or config.reduce_every == "step"
     return in_float32 and PRECISIONS[config.precision].compute_dtype != "float32"
 
 
 def reduces_once(config: ZeroConfig) -> bool:
-    """Tell whether several microbatches are summed on each device before gradients are reduced."""
+    """Return whether each device sums several microbatches before gradients are reduced."""
     return config.reduce_every == "step" and config.num_microbatches > 1
 
 
 def grads_in_float32(config: ZeroConfig) -> bool:
-    """Tell whether gradients rest in float32: they are reduced in it, or summed in it over
-    microbatches.
+    """Return whether gradients are stored in float32.
+
+    They are if they are reduced in float32, or summed in float32 over microbatches.
     """
     return config.num_microbatches > 1 or reduces_in_float32(config)
 
 
 def streams(config: ZeroConfig) -> bool:
-    """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each
-    fetched and released.
+    """Return whether a LayeredModel runs as the streamed step.
+
+    The streamed step loops explicitly over the layers, and fetches and releases each of them.
     """
     off_device = {config.params, config.grads, config.opt_state, frozen_tier(config)} != {"device"}
-    # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier,
-    # needs the explicit loops.
+    # Autodiff of the full loss can save or recompute without explicit loops. Choosing single
+    # values, or a tier, needs them.
     keeps_by_choice = (
         config.activations not in ("everything", "save", "remat")
         or config.saved_names
@@ -478,9 +501,7 @@ def streams(config: ZeroConfig) -> bool:
 
 
 def moves_host_memory(config: ZeroConfig) -> bool:
-    """Tell whether a step moves anything between the device and host memory, on its way to a disk
-    included.
-    """
+    """Return whether a step moves data between device and host memory, for the disk tier too."""
     kept = config.activations if isinstance(config.activations, tuple) else (config,)
     tiers = {
         config.params,
@@ -493,7 +514,7 @@ def moves_host_memory(config: ZeroConfig) -> bool:
 
 
 def uses_disk(config: ZeroConfig) -> bool:
-    """Tell whether anything rests on disk."""
+    """Return whether any records are stored on disk."""
     return "nvme" in (
         config.params,
         config.grads,
@@ -504,24 +525,21 @@ def uses_disk(config: ZeroConfig) -> bool:
 
 
 def calls_host(config: ZeroConfig) -> bool:
-    """Return whether a compiled step calls back into Python, to swap with a disk or to update on
-    the host.
-    """
+    """Return whether a compiled step calls back into Python, for disk access or host updates."""
     return uses_disk(config) or config.update_on == "host"
 
 
 def updates_by_parts(config: ZeroConfig) -> bool:
-    """Tell whether the optimizer is applied to a layer or a leaf at a time, and so must be
-    elementwise.
-    """
+    """Return whether the optimizer runs on one layer or leaf at a time, so must be elementwise."""
     return {config.params, config.grads, config.opt_state} != {
         "device"
     } or config.update == "in_backward"
 
 
 def require_built(config: ZeroConfig) -> None:
-    """Raise NotImplementedError, by name, for a setting that is valid and that this version does
-    not build.
+    """Raise NotImplementedError for a valid combination of settings that is not supported.
+
+    The message names the settings.
     """
     if config.delayed_update and uses_disk(config):
         tiers = [
@@ -530,7 +548,8 @@ def require_built(config: ZeroConfig) -> None:
         tiers += [("activations", tier) for tier in activations_of(config)]
         name = next(name for name, tier in tiers if tier == "nvme")
         raise NotImplementedError(
-            f"delayed_update=True is not built in this version with {name}='nvme': use delayed_update=False, or 'pinned_host'"
+            f"delayed_update=True is not supported with {name}='nvme': use "
+            "delayed_update=False, or 'pinned_host'"
         )
     kept = config.activations if isinstance(config.activations, tuple) else (config,)
     names = [
@@ -546,23 +565,25 @@ def require_built(config: ZeroConfig) -> None:
         numbers := [n for n in everything.offloaded_names if number_of(n) is not None]
     ):
         raise NotImplementedError(
-            f"activations='everything' is not built in this version with offloaded_names={numbers!r}: the values that it keeps "
-            "have no numbers; mark them by jax.ad_checkpoint.checkpoint_name, or use activations='save'"
+            f"activations='everything' is not supported with offloaded_names={numbers!r}: the "
+            "values that it keeps have no numbers; name them by "
+            "jax.ad_checkpoint.checkpoint_name, or use activations='save'"
         )
     if config.tensor_overlap and names:
         raise NotImplementedError(
-            f"tensor_overlap=True is not built in this version with values named by number, {', '.join(map(repr, names))}: "
-            "what rings keep depends on the mode; mark the values by jax.ad_checkpoint.checkpoint_name, or leave tensor_overlap"
+            "tensor_overlap=True is not supported with values named by number, "
+            f"{', '.join(map(repr, names))}: the values that rings keep depend on the mode; name "
+            "the values by jax.ad_checkpoint.checkpoint_name, or set tensor_overlap=False"
         )
 
 
 def number_of(name: str) -> int | None:
-    """Return the number of a value that is named by it, "#2", or None."""
+    """Return the number in a value's name such as "#2", or None for any other name."""
     return int(name[1:]) if re.fullmatch(r"#[0-9]+", name) else None
 
 
 def whole_layers(config: ZeroConfig) -> str | None:
-    """Return the setting with which a streamed step moves whole layers, tiles included, or None."""
+    """Return the setting that makes a streamed step move full layers, including tiles, or None."""
     if config.stage != 3:
         return f"stage={config.stage}"
     for name, tiled in (
@@ -576,7 +597,7 @@ def whole_layers(config: ZeroConfig) -> str | None:
 
 
 def reason(config: ZeroConfig) -> str:
-    """Return the setting that makes the optimizer run by parts."""
+    """Return the setting that makes the optimizer run on one layer or leaf at a time."""
     for name in ("opt_state", "params", "grads"):
         if (tier := getattr(config, name)) != "device":
             return f"{name}={tier!r}"
@@ -603,6 +624,7 @@ def check_unlayered(config: ZeroConfig) -> None:
     for name, without in needs.items():
         if (value := getattr(config, name)) not in without:
             raise ValueError(
-                f"{name}={value!r} works layer by layer, and the layers of a Model are not known: use {name}={without[0]!r}, "
-                "or give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
+                f"{name}={value!r} works layer by layer, and the layers of a Model are not known: "
+                f"use {name}={without[0]!r}, or give a LayeredModel (zerojax.from_flax(embed=..., "
+                "block=..., head=..., num_layers=...))"
             )

@@ -1,16 +1,16 @@
 """A traced function that acts on each element by itself, run on arrays of other shapes.
 
-An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then hold for each
-element, wherever that is: in a stack of layers `[L, D, F]`, in a tile, in some rows of an
-embedding, in the shard that the host updates. What the optimizer decides from shapes (a mask by
-number of dims, a label by size) is in the trace, and so it is the same everywhere.
+An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then apply to each
+element wherever it is stored: in a stack of layers `[L, D, F]`, in a tile, in some rows of an
+embedding, in the shard that the host updates. Decisions that depend on shapes (a mask by number of
+dims, a label by size) are part of the trace, so they are the same everywhere.
 
     u[D, F] = mul g[D, F] 0.1            on a stack   u[L, D, F] = mul g[L, D, F] 0.1
-    z[D, F] = broadcast_in_dim 0.0       a number for all elements; it takes the shape of what it meets
+    z[D, F] = broadcast_in_dim 0.0       one number for all elements; it takes the operands' shape
 
-There are three kinds of values. One that depends on a leaf has the shape of the leaf as it is
-given. An array that depends on no leaf has equal elements, and is kept as one number. Scalars are
-scalars. `zerojax.optim.elementwise` proves that there are no others.
+There are three kinds of values. A value that depends on a leaf has the shape of the given leaf. An
+array that depends on no leaf has equal elements and is kept as one number. Scalars stay scalars.
+`zerojax.optim.elementwise` proves that no other kinds occur.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class _Even:
     """An array whose elements are all equal.
 
     Attributes:
-      value: one of them.
-      shape: as traced.
+      value: the scalar that every element equals.
+      shape: shape in the trace.
     """
 
     value: Any
@@ -47,8 +47,9 @@ class ElementProgram:
     """A traced function of parameter leaves that acts on each element by itself.
 
     Attributes:
-      program: its equations.
-      leaf_of: the leaf on which each slot depends; None or missing: no leaf.
+      program: the traced equations.
+      leaf_of: index of the leaf on which each slot depends; None or missing if it depends on no
+        leaf.
     """
 
     program: FlatJaxpr
@@ -57,13 +58,14 @@ class ElementProgram:
     def __call__(
         self, inputs: Mapping[int, Any], wanted: Sequence[Ref], shapes: Sequence[Shape | None]
     ) -> list[Any]:
-        """Return some results.
+        """Return the wanted results, computed for leaves of any shape.
 
         Args:
-          inputs: by slot, those that the results need. Leaves may have another shape than the
-            traced one.
-          wanted: the results.
-          shapes: for each result the shape of its leaf as it is given; None: it depends on no leaf.
+          inputs: input values by slot, at least the inputs of the wanted results. Leaves may have a
+            different shape than in the trace.
+          wanted: results to compute.
+          shapes: for each result, the shape of its leaf in `inputs`; None if the result depends on
+            no leaf.
         """
         slots: dict[int, Any] = dict(inputs)
         for i in self.program.live(wanted):
@@ -85,7 +87,7 @@ class ElementProgram:
         values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
         name = i.eqn.primitive.name
         if any(self._has_leaf(ref) for ref in i.ins):
-            if name in FILLS:  # of a leaf: the same shape as before
+            if name in FILLS:  # filling a leaf's shape from a leaf changes nothing
                 return [values[0]]
             return bind(i.eqn, self._operands(i, values))
         if _keeps_even(i, values):
@@ -95,8 +97,9 @@ class ElementProgram:
         return bind(i.eqn, [_whole(value) for value in values])
 
     def _operands(self, i: Instruction, values: Sequence[Any]) -> list[Any]:
-        """Return the operands of an equation on a leaf: what had the leaf's shape in the trace has
-        its shape now.
+        """Return the operands of an equation on a leaf.
+
+        Operands that had the leaf's shape in the trace are broadcast to its present shape.
         """
         shape = next(
             jnp.shape(v) for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref)
@@ -110,9 +113,7 @@ class ElementProgram:
 
 
 def _keeps_even(i: Instruction, values: Sequence[Any]) -> bool:
-    """Return whether an equation on no leaf makes an array of equal elements, one for one from its
-    operands.
-    """
+    """Return whether an equation without leaves maps equal elements to equal elements."""
     name = i.eqn.primitive.name
     if i.has_jaxpr or name not in POINTWISE | FILLS or not _shape_of(i.eqn.outvars[0]):
         return False
@@ -135,18 +136,18 @@ def _shape_of(var: Any) -> Shape:
 
 
 def _one(value: Any) -> Any:
-    """Return one of the equal elements of a value."""
+    """Return one of a value's equal elements."""
     if isinstance(value, _Even):
         return value.value
     if not jnp.shape(value):
         return value
     if not math.prod(jnp.shape(value)):
         return jnp.zeros((), value.dtype)
-    # A constant is read now: as an operand all of it would be in the program.
+    # Read a constant now: as an operand, the full array would become part of the program.
     elements = value if isinstance(value, Tracer) else np.asarray(value)
     return elements.reshape(-1)[0]
 
 
 def _whole(value: Any) -> Any:
-    """Return a value that depends on no leaf in the shape that it was traced with."""
+    """Return a value that depends on no leaf, in its traced shape."""
     return jnp.broadcast_to(value.value, value.shape) if isinstance(value, _Even) else value

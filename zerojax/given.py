@@ -1,9 +1,8 @@
-"""Values as users give them, made into Python's own: numbers of numpy and JAX, flags, and paths
-with `~`.
+"""Convert user-supplied values to plain Python: numbers, flags, strings and paths.
 
-A whole number may be an `int`, a numpy integer, or an array of shape () that holds one. A finite
-number may also be a float of any of these kinds. A bool is no number. The functions return Python's
-`int`, `float`, `bool` or `str`, which JSON can hold.
+An integer may be an `int`, a numpy integer, or a numpy or JAX array of shape () that holds one. A
+finite number may also be a float of any of these kinds. A bool is not a number. The functions
+return Python's `int`, `float`, `bool` or `str`, which JSON can represent.
 """
 
 import math
@@ -14,18 +13,19 @@ import numpy as np
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MOST_SHOWN = 100
-"""Characters of a value in an error."""
+"""Most characters of a value that an error message shows."""
 
 
 def as_integer(value: object) -> int | None:
-    """Return a whole number as an `int`; None for anything else, a float or a bool among them."""
+    """Return an integer as an `int`; None for anything else, including floats and bools."""
     plain = _plain(value)
     return plain if isinstance(plain, int) and not isinstance(plain, bool) else None
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number as a `float`; None for anything else, NaN, infinity and a bool among
-    them.
+    """Return a finite number as a `float`; None for anything else.
+
+    NaN, infinity and bools give None.
     """
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
@@ -38,35 +38,34 @@ def as_number(value: object) -> float | None:
 
 
 def as_int_or_float(value: object) -> int | float | None:
-    """Return a finite number as an `int` if it is of a whole kind, else as a `float`; None for
-    anything else.
+    """Return a finite number as an `int` if its type is integral, else as a `float`.
+
+    Anything else gives None.
     """
     whole = as_integer(value)
     return as_number(value) if whole is None else whole
 
 
 def as_flag(value: object) -> bool | None:
-    """Return True or False, of Python or of numpy, as a `bool`; None for anything else."""
+    """Return a Python or numpy bool as a `bool`; None for anything else."""
     plain = _plain(value)
     return plain if isinstance(plain, bool) else None
 
 
 def as_string(value: object) -> str | None:
-    """Return a string, of Python or of numpy, as a `str`; None for anything else, an enum's member
-    among them.
-    """
+    """Return a Python or numpy string as a `str`; None for anything else, such as enum members."""
     plain = _plain(value)
     return plain if type(plain) is str else None
 
 
 def in_float32(number: float, least: float = _SMALLEST, most: float = _LARGEST) -> float | None:
-    """Return a number that lies in a range once it is rounded to float32; None: it does not.
+    """Return a number if its float32 rounding is in a range, clamped to the range; None if not.
 
     Args:
-      number: finite. 3.4028235e38 is float32's largest number as it is commonly written, and above
-        it in float64.
-      least: the smallest that is allowed, which float32 holds.
-      most: the largest that is allowed, which float32 holds.
+      number: finite number. For example 3.4028235e38, the usual decimal form of float32's largest
+        number, is above it in float64.
+      least: smallest allowed value, exact in float32.
+      most: largest allowed value, exact in float32.
     """
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(np.float32(number))
@@ -74,10 +73,10 @@ def in_float32(number: float, least: float = _SMALLEST, most: float = _LARGEST) 
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: its `repr`, the middle of a long one left out."""
+    """Return a value's `repr` for an error message, shortened in the middle if it is long."""
     try:
         text = repr(value)
-    except Exception:  # Python refuses to print an int of thousands of digits
+    except Exception:  # for example, Python refuses to print an int of thousands of digits
         return f"a value of type {type(value).__name__} that cannot be printed"
     if len(text) <= _MOST_SHOWN:
         return text
@@ -85,16 +84,16 @@ def shown(value: object) -> str:
 
 
 def whole_number(name: str, value: object, least: int, otherwise: str = "") -> int:
-    """Return a whole number as an `int`.
+    """Return an integer as an `int`.
 
     Args:
-      name: of the argument.
-      value: as given.
-      least: the smallest value that is allowed.
-      otherwise: what else the argument may be, for the error: ", or None for ..".
+      name: name of the argument, for the error.
+      value: value that the user gave.
+      least: smallest allowed value.
+      otherwise: other allowed values, appended to the error: ", or None for ..".
 
     Raises:
-      ValueError: it is no whole number, or too small.
+      ValueError: the value is not an integer, or is too small.
     """
     number = as_integer(value)
     if number is None or number < least:
@@ -105,24 +104,28 @@ def whole_number(name: str, value: object, least: int, otherwise: str = "") -> i
 
 
 def positive_number(name: str, value: object, otherwise: str = "") -> float:
-    """Return a finite number above 0 as a `float`; arguments as `whole_number`.
+    """Return a finite number above 0 as a `float`.
+
+    Args:
+      name: name of the argument, for the error.
+      value: value that the user gave.
+      otherwise: other allowed values, appended to the error: ", or None for ..".
 
     Raises:
-      ValueError: it is no number, not finite or not positive, or would be so in float32.
+      ValueError: the value is not a number, or it is not finite and positive in float32.
     """
     number = as_number(value)
     held = None if number is None else in_float32(number)
     if held is None:
         raise ValueError(
-            f"{name}={shown(value)}: a positive finite number that float32 holds is needed{otherwise}"
+            f"{name}={shown(value)}: a positive finite number that float32 holds is "
+            f"needed{otherwise}"
         )
     return held
 
 
 def as_path(value: object) -> str | None:
-    """Return a path as a `str`, `~` and `~user` replaced by the home folder; None for anything that
-    names no file.
-    """
+    """Return a path as a `str`, with `~` and `~user` expanded; None if it cannot name a file."""
     if not isinstance(value, str | os.PathLike):
         return None
     path = os.fspath(value)
@@ -132,11 +135,9 @@ def as_path(value: object) -> str | None:
 
 
 def _plain(value: Any) -> object:
-    """Return a numpy scalar, or an array of shape (), as Python's own value, and anything else as
-    it is.
-    """
+    """Return a numpy scalar or array of shape () as a Python value, and anything else unchanged."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.getmaskarray(value).any():
-        return value  # it holds no number, and its `item` would be 0
+        return value  # a masked value is not a number, but its `item` is 0
     is_scalar = isinstance(value, np.generic) or (
         hasattr(value, "dtype") and getattr(value, "shape", None) == ()
     )
@@ -144,5 +145,5 @@ def _plain(value: Any) -> object:
         return value
     try:
         return value.item()
-    except Exception:  # an array that is traced, or deleted, has no value: what is wrong with it is that it is no number
+    except Exception:  # a traced or deleted array has no value, so it is not a number
         return value

@@ -1,6 +1,4 @@
-"""What a step reports: float32 scalars, replicated, by name; and beside them what the model's loss
-reports.
-"""
+"""Metrics that a step reports: replicated float32 scalars by name, plus the loss function's own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,14 +16,19 @@ def step_metrics(
     skipped: jax.Array,
     loss_scale: LossScale | None,
 ) -> dict[str, jax.Array]:
-    """Return the metrics of one step.
+    """Return the metrics of one step, as replicated float32 scalars.
 
-    Returns:
-      "loss": mean over the batch. "grad_norm": before clipping, of the gradients that the optimizer
-        uses; not finite where
-      one of these is not. "grads_finite": 1 if that norm is finite in float32, else 0.
-      "skipped_steps": updates skipped so far, this one included. "loss_scale": the scale this step
-        used (fp16 only).
+    "loss" is the mean over the batch. "grad_norm" is the norm before clipping of the gradients that
+    the optimizer uses; it is not finite if one of these gradients is not. "grads_finite" is 1 if
+    that norm is finite in float32, else 0. "skipped_steps" counts the updates skipped so far,
+    including this one. "loss_scale" (fp16 only) is the scale that this step used.
+
+    Args:
+      loss: mean loss.
+      grad_norm: global gradient norm before clipping.
+      finite: whether that norm is finite.
+      skipped: number of updates skipped so far.
+      loss_scale: state of loss scaling in this step, or None.
     """
     metrics = {
         "loss": loss.astype(jnp.float32),
@@ -38,26 +41,31 @@ def step_metrics(
     return metrics
 
 
-_PREFIX = "swap_"  # of the metrics of the disk
+_PREFIX = "swap_"  # prefix of the disk's metrics
 OURS = ("loss", "grad_norm", "grads_finite", "skipped_steps", "loss_scale", "learning_rate")
 
 
 def with_own(metrics: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics of a step or an evaluation, and those of the model's own beside them.
+    """Return the metrics of a step or evaluation together with the loss function's own metrics.
+
+    Args:
+      metrics: metrics by name.
+      own: metrics that the model's loss returned, by name.
 
     Raises:
-      ValueError: the model takes a name that is used.
+      ValueError: the loss function uses a reserved name.
     """
     if wrong := sorted(name for name in own if name in OURS or name.startswith(_PREFIX)):
         raise ValueError(
-            f"the loss returns metrics {wrong}, whose names are those of the step itself ({', '.join(OURS)}, {_PREFIX}...): "
-            "give them other names"
+            f"the loss returns metrics {wrong}, but these names are reserved for the step "
+            f"({', '.join(OURS)}, {_PREFIX}...): give them other names"
         )
     return {**metrics, **own}
 
 
 def evaluation(loss: jax.Array, own: Mapping[str, Any]) -> Any:
-    """Return what an evaluation returns: the loss, f32[], or a dict of it and the model's own
-    metrics if there are any.
+    """Return an evaluation's loss, f32[], or a dict of the loss and the model's own metrics.
+
+    The result is a dict only if the model has metrics of its own.
     """
     return with_own({"loss": loss}, own) if own else loss

@@ -1,6 +1,6 @@
 """The options of the `zerojax` command.
 
-Nothing is imported here that takes time: `--help` and errors of options are printed at once.
+This module imports nothing slow, so `--help` and errors in options are printed immediately.
 """
 
 import argparse
@@ -14,29 +14,35 @@ from zerojax.hlo import CALLBACKS, GRAPHS, RATES, STREAMS, Rates
 from zerojax.vocabulary import EXPORT_DTYPES, EXPORT_FORMATS, MODES, PRECISION_NAMES
 
 WRONG = 2
-"""Exit status where something that was given is wrong, as argparse has it. 1: a checkpoint is not
-whole.
+"""Exit status for a wrong argument, as in argparse.
+
+Status 1 means that a checkpoint is incomplete.
 """
 
 
 def on_one_line(message: str) -> str:
-    """Return a message on one line that every stream can take: an argument may hold bytes that are
-    not UTF-8.
+    """Return a message on one line that every stream can encode.
+
+    An argument may contain bytes that are not UTF-8; they are escaped.
     """
     return " ".join(message.split()).encode(errors="backslashreplace").decode()
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of the commands are: without the usage."""
+    """A parser that prints its errors on one line, without the usage, as the commands do."""
 
     def error(self, message: str) -> NoReturn:
+        """Print an error on one line and exit."""
         self.exit(
             WRONG, f"{self.prog}: {on_one_line(message)} ({self.prog} --help lists the options)\n"
         )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command and its options, or exit with what is wrong with them.
+    """Return the parsed command and its options; exit with a message if they are wrong.
+
+    Args:
+      arguments: command-line arguments without the program's name.
 
     Raises:
       ValueError: an option cannot be used.
@@ -52,20 +58,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> OneLineParser:
-    """Return the parser of all commands; each sets `parser` to its own."""
+    """Return the parser of all commands; parsed options hold the command's parser."""
     parser = OneLineParser(
         prog="zerojax",
-        description="ZeRO in JAX: model states and collectives, compiled programs, disks, and checkpoints",
+        description="ZeRO in JAX: model states and collectives, compiled programs, disks, "
+        "and checkpoints",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     states = commands.add_parser(
         "memory",
-        help="model states on each device, and elements moved a step, by ZeRO stage; and a transformer's activations",
+        help="model states per device and elements sent per step, by ZeRO stage, and a "
+        "transformer's activations",
     )
     states.add_argument(
         "--params",
         type=count,
-        help="parameters of the model, such as 7.5e9; without it 12 L h^2, and V h with --vocab",
+        help="number of parameters, such as 7.5e9; default: 12 L h^2, plus V h with --vocab",
     )
     states.add_argument(
         "--shards",
@@ -78,27 +86,29 @@ def _parser() -> OneLineParser:
         "--moments",
         type=whole(0, 1000),
         default=8,
-        help="bytes of optimizer state for one parameter; Adam: 8",
+        help="bytes of optimizer state per parameter; Adam has 8",
     )
     states.add_argument("--microbatches", type=whole(1), default=1)
     shape = states.add_argument_group(
-        "activations", "of a GPT; --layers, --hidden, --heads and --seq go together"
+        "activations",
+        "sizes of a GPT; --layers, --hidden, --heads and --seq must be given together",
     )
     for name, what in (
         ("layers", "L"),
         ("hidden", "h"),
         ("heads", "a"),
-        ("seq", "s, tokens of a sequence"),
+        ("seq", "s, tokens per sequence"),
     ):
         shape.add_argument(f"--{name}", type=whole(1), help=what)
     shape.add_argument(
-        "--vocab", type=whole(1), help="V, of a token embedding that is the head's matrix, too"
+        "--vocab", type=whole(1), help="V, rows of a token embedding that is tied to the head"
     )
     shape.add_argument(
         "--batch",
         type=whole(1),
         default=1,
-        help="b, sequences on the devices of one tensor group: of a microbatch with save and remat, of a step with selective",
+        help="b, sequences per tensor group: in a microbatch with save and remat, in a step with "
+        "selective",
     )
     shape.add_argument(
         "--tensor",
@@ -107,48 +117,53 @@ def _parser() -> OneLineParser:
         help="t, devices that share a layer's products (the mesh axis tensor)",
     )
     shape.add_argument(
-        "--sequence-parallel", action="store_true", help="the stream is split over them, too"
+        "--sequence-parallel", action="store_true", help="split the stream over --tensor too"
     )
     shape.add_argument(
         "--partition-activations",
         action="store_true",
-        help="what is kept of the stream is split over them",
+        help="split the stream's saved activations over --tensor",
     )
     shape.add_argument(
         "--fused-attention",
         action="store_true",
-        help="attention is one kernel, which keeps no scores",
+        help="compute attention in one kernel, which keeps no scores",
     )
     shape.add_argument(
         "--activations",
         choices=MODES,
-        help="what a layer keeps; without it, a line for each. A tier keeps what remat does, there",
+        help="activations that a layer keeps; default: one line per choice. A tier keeps the same "
+        "as remat",
     )
     simulation = commands.add_parser(
         "simulate",
-        help="predict a step from its compiled program: seconds, idle compute, bytes over the link to the host, waits",
+        help="predict a step from its compiled program: seconds, idle compute, bytes over the host "
+        "link, waits",
     )
     simulation.add_argument(
         "program",
-        help="text of compiled.as_text(), or the folder of one program that XLA dumped to (xla_dump_to)",
+        help="text file with the result of compiled.as_text(), or the folder of one program's XLA "
+        "dump (xla_dump_to)",
     )
-    simulation.add_argument("--thunks", help="that folder, where the program is given as text")
+    simulation.add_argument(
+        "--thunks", help="folder of the XLA dump, if the program is a text file"
+    )
     simulation.add_argument(
         "--rates",
         choices=list(RATES),
         default="h200",
-        help="assumed ones, by name; those below go before",
+        help="assumed rates, by name; the options below override single rates",
     )
     for field in dataclasses.fields(Rates):
         is_flops = field.name.startswith(("products", "attention"))
         unit = (
             "seconds"
             if field.name.endswith("_seconds")
-            else "FLOPs a second"
+            else "FLOPs per second"
             if is_flops
-            else "bytes a second"
+            else "bytes per second"
         )
-        what = f"{unit}, {getattr(RATES['h200'], field.name):g} of an H200; zerojax.hlo.Rates tells of what"
+        what = f"{unit}, {getattr(RATES['h200'], field.name):g} for an H200; see zerojax.hlo.Rates"
         simulation.add_argument(
             f"--{field.name.replace('_', '-')}", type=number(0, 1e24), help=what
         )
@@ -159,21 +174,21 @@ def _parser() -> OneLineParser:
         "--kernels",
         choices=["exclusive", "beside"],
         default="exclusive",
-        help="that move host memory",
+        help="how kernels that move host memory run",
     )
     simulation.add_argument(
         "--graphs",
         choices=list(GRAPHS),
         default="in_turn",
-        help="how copies in CUDA graphs are made; "
-        + "; ".join(f"{k}: {v}" for k, v in GRAPHS.items()),
+        help="how copies in CUDA graphs run; " + "; ".join(f"{k}: {v}" for k, v in GRAPHS.items()),
     )
     simulation.add_argument(
         "--callbacks",
         choices=list(CALLBACKS),
         default="plain",
-        help="what those of the program do: update of update_on='host', delayed of delayed_update, nvme of a state on disk, "
-        "nvme_update of both; plain ones wait until the device has done all",
+        help="what the program's callbacks do. update: update_on='host'; delayed: delayed_update; "
+        "nvme: state on disk; nvme_update: update_on='host' with state on disk; plain: wait "
+        "until the device has finished all work",
     )
     disk = commands.add_parser(
         "bench-io",
@@ -181,39 +196,40 @@ def _parser() -> OneLineParser:
     )
     disk.add_argument(
         "folder",
-        help="an existing folder, such as a swap_dir; only a small file with the settings found stays",
+        help="an existing folder, such as a swap_dir; a small file with the best settings remains "
+        "in it",
     )
     disk.add_argument(
         "--gib",
         type=number(0, 1e6, above=True),
         default=1.0,
-        help="GiB that each reader writes and reads in a round",
+        help="GiB that each reader writes and reads per round",
     )
     disk.add_argument(
-        "--rounds", type=whole(1, 1000), default=3, help="the median of so many is shown"
+        "--rounds", type=whole(1, 1000), default=3, help="number of rounds; the median is shown"
     )
     machines = commands.add_parser(
-        "machines", help="the figures of machines that have a name, or of a TOML file, and sources"
+        "machines", help="figures of named machines or of a TOML file, with their sources"
     )
     machines.add_argument(
         "name",
         nargs="*",
-        help="of a machine, or a path that ends with .toml; without it all that have a name",
+        help="a machine's name, or a path that ends with .toml; default: all named machines",
     )
     measured = commands.add_parser(
-        "probe", help="measure this machine in less than a minute: devices, link, host, and a disk"
+        "probe",
+        help="measure this machine in less than a minute: devices, host link, host, and a disk",
     )
     measured.add_argument(
         "--swap-dir",
-        help="an existing folder of the disk; only a small file with the settings found stays",
+        help="an existing folder on the disk; a small file with the best settings remains in it",
     )
-    measured.add_argument(
-        "--out", help="a TOML file for the figures, for zerojax.machine; it is replaced"
-    )
+    measured.add_argument("--out", help="TOML file to write or replace, for zerojax.machine")
     _add_plan_command(commands)
     checkpoints = commands.add_parser(
         "inspect",
-        help="what a checkpoint holds, and whether it is whole: exit status 0, or 1 if it is not, 2 if it is none",
+        help="a checkpoint's contents; exit status 0 if it is complete, 1 if not, 2 if it is not a "
+        "checkpoint",
     )
     checkpoints.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
     checkpoints.add_argument(
@@ -221,32 +237,38 @@ def _parser() -> OneLineParser:
     )
     weights = commands.add_parser(
         "export",
-        help="the weights of a checkpoint: in Orbax's own format, as a safetensors file, or as a Hugging Face or PEFT folder",
+        help="write a checkpoint's weights in Orbax's format, as a safetensors file, or as a "
+        "Hugging Face or PEFT folder",
     )
     weights.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
-    weights.add_argument("out", help="what to write; nothing may be there")
+    weights.add_argument("out", help="path to write, which must not exist")
     weights.add_argument("--format", choices=EXPORT_FORMATS, required=True)
     weights.add_argument(
         "--dtype",
         choices=EXPORT_DTYPES,
-        help="without it float32, and of --format hf that of --like",
+        help="default: float32; with --format hf, the dtype of --like",
     )
     weights.add_argument(
-        "--like", help="of hf and peft: the folder that the weights were imported from"
+        "--like", help="with hf and peft: the folder that the weights were imported from"
     )
     weights.add_argument(
-        "--merge-lora", action="store_true", help="of hf: add adapters to the weights beside them"
+        "--merge-lora", action="store_true", help="with hf: merge adapters into the weights"
     )
     weights.add_argument(
-        "--shard-bytes", type=number(1), default=5e9, help="of hf: most bytes of one file"
+        "--shard-bytes",
+        type=number(1),
+        default=5e9,
+        help="with hf: largest size of one file, in bytes",
     )
     weights.add_argument(
         "--ema",
         action="store_true",
-        help="the averages that zerojax.Ema keeps of the weights instead of these",
+        help="export the weight averages of zerojax.Ema instead of the weights",
     )
     weights.add_argument(
-        "--step", type=whole(0), help="of a directory; without it, its newest whole step"
+        "--step",
+        type=whole(0),
+        help="step to export from a directory; default: its newest complete step",
     )
     for command in commands.choices.values():
         command.set_defaults(parser=command)
@@ -254,47 +276,52 @@ def _parser() -> OneLineParser:
 
 
 def _add_plan_command(commands: Any) -> None:
-    """Add the command to a parser's."""
+    """Add the `plan` command to a group of commands."""
     parser = commands.add_parser(
         "plan",
-        help="which config of a transformer fits a machine and is fastest there, what it needs, and how long a step takes",
+        help="the fastest config of a transformer that fits a machine, with its needs and the time "
+        "per step",
     )
     parser.add_argument(
-        "--params", type=count, help="parameters, such as 1T or 175B; without it L 12 h^2, and V h"
+        "--params",
+        type=count,
+        help="number of parameters, such as 1T or 175B; default: L 12 h^2 + V h",
     )
     for name, what in (
         ("layers", "L"),
         ("hidden", "h"),
         ("heads", "a"),
-        ("seq", "T, tokens of a sequence"),
+        ("seq", "T, tokens per sequence"),
     ):
         parser.add_argument(f"--{name}", type=count, required=True, help=what)
     parser.add_argument(
         "--batch",
         type=count,
         required=True,
-        help="b, sequences of a step on the devices of one tensor group",
+        help="b, sequences per step and tensor group",
     )
     for name, what in (
         ("vocab", "V"),
-        ("mlp", "f, the MLP's width; 4 h"),
-        ("kv-heads", "heads of keys and values; a"),
+        ("mlp", "f, the MLP's width; default: 4 h"),
+        ("kv-heads", "heads of keys and values; default: a"),
     ):
         parser.add_argument(f"--{name}", type=count, help=what)
     parser.add_argument("--gated", action="store_true", help="the MLP has three matrices (SwiGLU)")
     parser.add_argument(
         "--machine",
         required=True,
-        help="a name of `zerojax machines`, or a TOML file of `zerojax probe`",
+        help="a name that `zerojax machines` lists, or a TOML file that `zerojax probe` wrote",
     )
-    parser.add_argument("--nodes", type=count, help="instead of the machine's")
-    parser.add_argument("--devices-per-node", type=count, help="likewise")
+    parser.add_argument("--nodes", type=count, help="number of nodes; default: the machine's")
+    parser.add_argument(
+        "--devices-per-node", type=count, help="default: the devices per node of the machine"
+    )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIGURE=VALUE",
-        help="a figure of the machine: host_bytes=2e12",
+        help="override a figure of the machine, such as host_bytes=2e12",
     )
     parser.add_argument(
         "--tensor", type=count, default=1, help="devices that share a layer's products"
@@ -303,43 +330,46 @@ def _add_plan_command(commands: Any) -> None:
     parser.add_argument(
         "--precision",
         choices=PRECISION_NAMES,
-        help="bf16, or fp16 where the machine has no products in bf16",
+        help="default: bf16, or fp16 if the machine does not support bf16",
     )
     parser.add_argument(
         "--fix",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="a field of ZeroConfig that stays. VALUE is a Python literal (3, 0.5, True, None, \"('a', 'b')\"), or a word "
-        "without quotes (pinned_host)",
+        help="fix a field of ZeroConfig. VALUE is a Python literal (3, 0.5, True, None, \"('a', "
+        "'b')\"), or a word without quotes (pinned_host)",
     )
     parser.add_argument(
         "--min-disk-days",
         type=number(0, 1e9, above=True),
-        help="days that the disks have to last, by their TBW",
+        help="days that the disks must last, by their TBW rating",
     )
     parser.add_argument(
         "--round-moments",
         action="store_true",
-        help="moments in bfloat16 may be chosen, which round what is trained",
+        help="allow moments in bfloat16, whose rounding changes the training",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="a table of the configs that were beaten, and of each stage and tier",
+        help="print a table of the slower configs, and of each stage and tier",
     )
     parser.add_argument(
         "--validate",
         action="store_true",
-        help="compile the step for the machine's GPUs, which need not be here",
+        help="compile the step for the machine's GPUs, which need not be present",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the plan there")
-    parser.add_argument("--html", metavar="FILE", help="likewise, a page with pictures")
+    parser.add_argument("--json", metavar="FILE", help="JSON file to write the plan to")
+    parser.add_argument(
+        "--html", metavar="FILE", help="HTML file to write the plan to, with pictures"
+    )
 
 
 def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Shape | None":
-    """Return the transformer of `zerojax memory`, or None without one; exit if options do not go
-    together.
+    """Return the transformer of `zerojax memory`, or None if none is given.
+
+    Exits with an error if the options do not fit together.
     """
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "heads", "seq")}
     missing = [f"--{name}" for name, n in sizes.items() if n is None]
@@ -350,7 +380,7 @@ def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Sha
     )
     if missing and (len(missing) < len(sizes) or asked):
         given = [f"--{name}" for name, n in sizes.items() if n is not None] + asked
-        what = "activations are those of a transformer, whose"
+        what = "activations need a transformer, whose"
         parser.error(f"{', '.join(given)}: {what} {', '.join(missing)} must be given too")
     if missing and options.params is None:
         parser.error("--params, or --layers, --hidden, --heads and --seq, must be given")
@@ -368,19 +398,19 @@ class Shape:
     """Sizes of a transformer, and how `tensor` splits it.
 
     Attributes:
-      layers: L.
-      hidden: h.
-      heads: a.
-      seq: s, tokens of a sequence.
-      vocab: V, or 0 without an embedding.
-      batch: b, sequences on the devices of one tensor group.
-      tensor: t, devices that share a layer's products.
-      sequence_parallel: the stream is split over them, too.
-      partition_activations: what is kept of it is.
-      fused_attention: attention is one kernel.
+      layers: L, number of layers.
+      hidden: h, width of the stream.
+      heads: a, number of attention heads.
+      seq: s, tokens per sequence.
+      vocab: V, rows of the embedding; 0 without an embedding.
+      batch: b, sequences per tensor group.
+      tensor: t, number of devices that share a layer's products.
+      sequence_parallel: whether the stream is split over `tensor` too.
+      partition_activations: whether the stream's saved activations are split over `tensor`.
+      fused_attention: whether attention is one kernel.
 
     Raises:
-      ValueError: they do not divide.
+      ValueError: the sizes do not divide.
     """
 
     layers: int
@@ -395,9 +425,11 @@ class Shape:
     fused_attention: bool = False
 
     def __post_init__(self) -> None:
+        """Check that the sizes divide."""
         if self.hidden % self.heads:
             raise ValueError(
-                f"--hidden {self.hidden} does not divide by --heads {self.heads}: heads of equal width are needed"
+                f"--hidden {self.hidden} does not divide by --heads {self.heads}: heads of "
+                "equal width are needed"
             )
         if self.vocab % self.tensor:
             fits = -(-self.vocab // self.tensor) * self.tensor
@@ -406,7 +438,8 @@ class Shape:
             )
         if self.heads % self.tensor:
             raise ValueError(
-                f"--heads {self.heads} do not divide by --tensor {self.tensor}: a device has whole heads"
+                f"--heads {self.heads} do not divide by --tensor {self.tensor}: heads cannot "
+                "be split between devices"
             )
         flags = [
             f"--{name.replace('_', '-')}"
@@ -415,39 +448,43 @@ class Shape:
         ]
         if flags and self.tensor == 1:
             raise ValueError(
-                f"{flags[0]} splits the sequence over the devices of --tensor: give 2 or more of them"
+                f"{flags[0]} splits the sequence over the devices of --tensor: give 2 or more "
+                "of them"
             )
         if flags and self.seq % self.tensor:
             fits = -(-self.seq // self.tensor) * self.tensor
             raise ValueError(
-                f"--seq {self.seq} does not divide by --tensor {self.tensor}: pad the sequences to {fits}"
+                f"--seq {self.seq} does not divide by --tensor {self.tensor}: pad the "
+                f"sequences to {fits}"
             )
 
 
 def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with what is wrong with the options of an export, if anything is."""
+    """Exit with an error if the options of an export do not fit together."""
     needs_like = options.format in ("hf", "peft")
     if needs_like and options.like is None:
         parser.error(
-            f"--format {options.format} needs --like, the folder that the weights were imported from"
+            f"--format {options.format} needs --like, the folder that the weights were "
+            "imported from"
         )
     if options.like is not None and not needs_like:
-        parser.error(f"--like is of --format hf and peft, and this is {options.format}")
+        parser.error(f"--like needs --format hf or peft, got {options.format}")
     if options.merge_lora and options.format != "hf":
-        parser.error(f"--merge-lora is of --format hf, and this is {options.format}")
+        parser.error(f"--merge-lora needs --format hf, got {options.format}")
     if options.ema and needs_like:
-        parser.error(f"--ema is of --format orbax and safetensors, and this is {options.format}")
+        parser.error(f"--ema needs --format orbax or safetensors, got {options.format}")
 
 
 def _check_out(path: str) -> None:
-    """Raise ValueError unless `zerojax.machine` would read a file that can be written there: before
-    a minute is spent.
+    """Raise ValueError unless the path is a .toml file that can be written.
+
+    Checking first avoids a failure after a minute of measuring.
     """
     if not path.endswith(".toml"):
-        raise ValueError(f"--out {path}: the name of a machine's file ends with .toml")
+        raise ValueError(f"--out {path}: the name of a machine's file must end with .toml")
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for a reader
         raise ValueError(
-            f"--out {path}: it cannot be written, because it is there and no regular file"
+            f"--out {path}: it cannot be written, because it exists and is not a regular file"
         )
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):

@@ -1,16 +1,16 @@
 """Dtypes of a train step, and dynamic loss scaling.
 
-    precision   params, gathers, grads   master weights, moments      loss scaling
-    fp32        float32                  the parameters themselves    none
-    bf16        bfloat16                 float32                      none (float32's exponent range)
-    fp16        float16                  float32                      dynamic
+    precision  params, gathers, grads  master weights, moments    loss scaling
+    fp32       float32                 the parameters themselves  none
+    bf16       bfloat16                float32                    none (float32's exponent range)
+    fp16       float16                 float32                    dynamic
 
-Moments may also rest in bfloat16, whatever the precision: see `zerojax.optim.moments`.
+Moments may also be stored in bfloat16, with any precision: see `zerojax.optim.moments`.
 
-Mixed precision as in Micikevicius et al. (arXiv:1710.03740) and section 3.1 of ZeRO. With a loss
-scale S the derivative of S * loss is taken in float16, and divided by S in float32. A non-finite
+Mixed precision follows Micikevicius et al. (arXiv:1710.03740) and section 3.1 of ZeRO. With a loss
+scale S, the derivative of S * loss is computed in float16 and divided by S in float32. A non-finite
 gradient means that S was too large: the update is skipped, and S backs off at the `hysteresis`-th
-overflow since it last changed; after `growth_interval` good steps in a row S grows.
+overflow since it last changed. After `growth_interval` good steps in a row S grows.
 """
 
 import dataclasses
@@ -26,7 +26,13 @@ from zerojax.given import as_integer, as_number, in_float32, shown
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtype names of one precision."""
+    """Dtype names of one precision.
+
+    Attributes:
+      compute_dtype: dtype of compute, gathers and gradients.
+      has_master: whether parameters have float32 masters.
+      scales_loss: whether the loss is scaled dynamically.
+    """
 
     compute_dtype: str
     has_master: bool
@@ -53,16 +59,17 @@ class LossScaling:
     """Dynamic loss scaling for float16.
 
     Attributes:
-      initial: the first scale.
-      growth_factor: the scale is multiplied by it after `growth_interval` finite steps in a row.
-      backoff_factor: the scale is multiplied by it when an overflow exhausts the hysteresis.
-      growth_interval: steps.
-      hysteresis: overflows it takes to back off; restored when the scale grows or backs off.
-      least: the scale never falls below it.
-      most: the scale never grows above it.
+      initial: first scale.
+      growth_factor: factor applied to the scale after `growth_interval` finite steps in a row.
+      backoff_factor: factor applied to the scale when an overflow exhausts the hysteresis.
+      growth_interval: number of finite steps in a row before the scale grows.
+      hysteresis: number of overflows before the scale backs off; the count restarts when the scale
+        grows or backs off.
+      least: smallest scale.
+      most: largest scale.
 
     Raises:
-      ValueError: a field is no finite number, float32 or int32 cannot hold it, or not least <=
+      ValueError: a field is not a finite number, does not fit float32 or int32, or not least <=
         initial <= most.
     """
 
@@ -75,37 +82,39 @@ class LossScaling:
     most: float = 2.0**24
 
     def __post_init__(self) -> None:
+        """Check the fields and convert them to plain Python numbers."""
         for name in ("least", "initial", "most"):
             self._take(name, _SMALLEST, _LARGEST)
         if not self.least <= self.initial <= self.most:
             raise ValueError(
-                f"loss scaling needs least <= initial <= most, got least={self.least}, initial={self.initial}, most={self.most}"
+                f"loss scaling needs least <= initial <= most, got least={self.least}, "
+                f"initial={self.initial}, most={self.most}"
             )
-        # The float32 beside 1: a factor nearer to 1 would be 1 in float32, and the scale would
-        # stand still.
+        # The limits are the float32 numbers next to 1: a factor closer to 1 would round to 1, and
+        # the scale would never change.
         self._take("growth_factor", 1 + _EPSILON, _LARGEST)
         self._take("backoff_factor", _SMALLEST, 1 - _EPSILON / 2)
         for name in ("growth_interval", "hysteresis"):
             count = as_integer(getattr(self, name))
             if count is None or not 1 <= count <= _LARGEST_COUNT:
                 raise ValueError(
-                    f"{name}={shown(getattr(self, name))} of a LossScaling: an integer from 1 to {_LARGEST_COUNT} is needed, "
-                    "since it is counted in int32"
+                    f"{name}={shown(getattr(self, name))} of a LossScaling: an integer from 1 to "
+                    f"{_LARGEST_COUNT} is needed, since it is counted in int32"
                 )
             object.__setattr__(self, name, count)
 
     def _take(self, name: str, least: float, most: float) -> None:
-        """Keep a field as a float.
+        """Convert a field to a float.
 
         Raises:
-          ValueError: it is no finite number in the range that float32 holds.
+          ValueError: the field is not a finite number in the range that float32 holds.
         """
         number = as_number(getattr(self, name))
         held = None if number is None else in_float32(number, least, most)
         if held is None:
             raise ValueError(
-                f"{name}={shown(getattr(self, name))} of a LossScaling: a number from {least:.9g} to {most:.9g} is needed, "
-                "since the scale is a float32"
+                f"{name}={shown(getattr(self, name))} of a LossScaling: a number from {least:.9g} "
+                f"to {most:.9g} is needed, since the scale is a float32"
             )
         object.__setattr__(self, name, held)
 
@@ -124,17 +133,23 @@ def init_loss_scale(config: LossScaling) -> LossScale:
 
 
 def update_loss_scale(config: LossScaling, state: LossScale, finite: jax.Array) -> LossScale:
-    """Return the state after a step whose gradients were all finite, or not."""
-    # The step at hand counts: `good_steps` does not include it yet.
+    """Return the state after a step.
+
+    Args:
+      config: settings of loss scaling.
+      state: state before the step.
+      finite: whether all gradients of the step were finite, bool[].
+    """
+    # Add 1 for the current step, which `good_steps` does not include yet.
     grows = finite & (state.good_steps + 1 >= config.growth_interval)
-    # Patience counts the overflow at hand too: at 1, this one exhausts it.
+    # Patience includes the current overflow: at 1, this overflow exhausts it.
     backs_off = ~finite & (state.patience <= 1)
     grown = jnp.minimum(state.scale * config.growth_factor, config.most)
     reduced = jnp.maximum(state.scale * config.backoff_factor, config.least)
     spent = state.patience - jnp.where(finite, 0, 1)
     return LossScale(
         scale=jnp.where(grows, grown, jnp.where(backs_off, reduced, state.scale)),
-        # An overflow that is forgiven also interrupts the run of good steps.
+        # A tolerated overflow also interrupts the run of good steps.
         good_steps=jnp.where(finite & ~grows, state.good_steps + 1, 0),
         patience=jnp.where(grows | backs_off, config.hysteresis, spent).astype(jnp.int32),
     )

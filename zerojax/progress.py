@@ -1,19 +1,19 @@
-"""Long work tells how far it is, to whoever wants to show it; to nobody by default.
+"""Progress of long operations, reported to an optional display.
 
     with working("restore", total=num_records) as advance:      # where the work is done
         for record in records:
             ...
             advance(1)
 
-    with shown_by(show):                                        # where it is to be seen: `zerojax.reporting` draws bars
+    with shown_by(show):       # where it is displayed: `zerojax.reporting` draws bars
         state = ckpt.restore(program)
 
-A program reports `init` and its first step (`compile`), a checkpointer what it verifies and
-restores, imports their records, exports their tensors, and `zerojax.data.tokenize` the records of a
-file.
+A program reports `init` and its first step (`compile`); a checkpointer reports the records that it
+verifies and restores; imports report records, exports report tensors, and `zerojax.data.tokenize`
+reports the records of a file.
 
-Who shows it is a variable of the context, so work knows nothing of bars, and the threads that write
-checkpoints beside the steps show none.
+The display is a context variable, so the working code needs no knowledge of bars, and the threads
+that write checkpoints during the steps show none.
 """
 
 import contextlib
@@ -26,11 +26,19 @@ Advance = Callable[[int], None]
 
 
 class Show(Protocol):
-    """Shows a piece of work for as long as its context lasts; the context's value is called with
-    each progress made.
+    """Displays an operation while its context lasts.
+
+    The context's value is called with the amount of each progress.
     """
 
-    def __call__(self, what: str, total: int | None) -> AbstractContextManager[Advance]: ...
+    def __call__(self, what: str, total: int | None) -> AbstractContextManager[Advance]:
+        """Return the context in which one operation is displayed.
+
+        Args:
+          what: name of the operation, such as "restore".
+          total: number of pieces; None if unknown.
+        """
+        ...
 
 
 _SHOW: contextvars.ContextVar[Show | None] = contextvars.ContextVar("zerojax_show", default=None)
@@ -42,7 +50,7 @@ def _unseen(count: int) -> None:
 
 @contextlib.contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Let `show` see the work that is done in this context."""
+    """Display the operations in this context by `show`."""
     token = _SHOW.set(show)
     try:
         yield
@@ -52,11 +60,11 @@ def shown_by(show: Show) -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(what: str, total: int | None = None) -> Iterator[Advance]:
-    """Yield a function that is told what was done.
+    """Yield a function to call with the number of pieces just done.
 
     Args:
-      what: is done: "init", "compile", "restore".
-      total: pieces of it; None where they are not seen from here, as inside of a compiled program.
+      what: name of the operation: "init", "compile", "restore".
+      total: number of pieces; None if unknown, as inside a compiled program.
     """
     show = _SHOW.get()
     if show is None:

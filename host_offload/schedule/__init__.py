@@ -1,4 +1,4 @@
-"""A step as a list of operations, and what is read off it: pure functions and data."""
+"""A step as a list of operations, and the facts derived from it: pure functions and data."""
 
 from host_offload.schedule.build import EndLeaf as EndLeaf
 from host_offload.schedule.build import EndsMove as EndsMove

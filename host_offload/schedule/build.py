@@ -1,20 +1,20 @@
-"""Write a step as operations, and say what to change where it does not fit a budget of bytes.
+"""Write a step as operations, and suggest a change if it exceeds a budget of bytes.
 
 A phase follows from the order in which it visits the layers, and from the kinds that it fetches,
-reads and writes; only kinds off the device count. Everything else follows from the rule of the ring
+reads and writes; only kinds off the device count. The rule of the ring gives the rest
 (`host_offload.schedule.schedule`):
 
-    takes       the layers visited whose record is off the device, in order
+    takes       the visited layers whose record is off the device, in order
     slots       take number c empties slot c mod distance
     preload     the first `distance` takes, before tick 0
     fetch[t]    take t + distance, into the slot that take t has just emptied
 
-What a tick does changes at few ticks: where the ring runs out, where layers begin whose state stays
-on the device, and at both ends. Between them all indices are linear in the tick, so a phase is a
-few loops however many layers it has.
+The operations of a tick change at only a few ticks: where the ring runs out, at the first layer
+whose state stays on the device, and at both ends. Between these ticks all indices are linear in the
+tick, so a phase is a few loops for any number of layers.
 
-Bytes in flight never fall as the distance grows, so the largest distance that fits a budget is
-found by bisection.
+Bytes in flight never decrease with the distance, so bisection finds the largest distance that fits
+a budget.
 """
 
 import bisect
@@ -42,24 +42,27 @@ from host_offload.tiers import TIERS
 
 
 class HasPeak(Protocol):
-    """A schedule or a step, with the most bytes that it has in flight on a device."""
+    """A schedule or a step that knows its peak of bytes in flight."""
 
     @property
-    def peak_bytes(self) -> int: ...
+    def peak_bytes(self) -> int:
+        """The most bytes in flight per device."""
+        ...
 
 
 class EndsMove(NamedTuple):
-    """Leaves that are no stack of layers and are updated beside a phase whose stores are late.
+    """Unstacked leaves that are updated during a phase with late stores.
 
     Attributes:
-      leaves: HEAD, whose gradients are complete before backward: one record; HEAD_PIECES, others of
-        the head, of which each of the first ticks updates a piece; LATE_ENDS, which are updated
-        when the layers are: groups, one after the other; or END_PIECES, which are updated after
-        those in pieces: leaves, one after the other.
-      num_bytes: of each of them on one device: of all that an update loads and stores of a record,
-        group or piece.
-      counts: in how many pieces each is updated; of HEAD_PIECES all in as many.
-      loaded: bytes of each that are loaded; by default those that are stored.
+      leaves: HEAD: leaves whose gradients are complete before backward, as one record. HEAD_PIECES:
+        larger leaves of the head; each of the first ticks updates a piece. LATE_ENDS: leaves that
+        are updated after the last layer, in groups. END_PIECES: leaves that are updated last, one
+        after another, each in pieces.
+      num_bytes: bytes per device that the update of each record, group or piece stores (and loads,
+        unless `loaded` is given).
+      counts: number of pieces of each leaf; all leaves of HEAD_PIECES have the same number.
+      loaded: bytes per device that the update of each record, group or piece loads; by default
+        `num_bytes`.
     """
 
     leaves: str
@@ -69,16 +72,15 @@ class EndsMove(NamedTuple):
 
 
 class EndLeaf(NamedTuple):
-    """A leaf that is no stack of layers, or all such leaves together.
+    """An unstacked leaf, or all unstacked leaves together.
 
     Attributes:
-      name: of its records: "params.<name>" and the like.
-      tiers: by kind of "params", "frozen" and "opt_state", where it rests; the device where a kind
-        is missing.
-      sizes: bytes on one device, as `record_bytes` of `build_schedule`.
-      frozen: it is not trained.
-      num_pieces: in which the device updates it.
-      is_beside: it is updated beside a phase whose stores are late (`EndsMove`).
+      name: suffix of its records' names, such as "params.<name>".
+      tiers: tier of "params", "frozen" and "opt_state"; a missing kind is on the device.
+      sizes: bytes per device by kind, as in `record_bytes` of `build_schedule`.
+      frozen: whether the leaf is frozen.
+      num_pieces: number of pieces in which the device updates the leaf.
+      is_beside: whether the leaf is updated during a phase with late stores (`EndsMove`).
     """
 
     name: str
@@ -93,11 +95,12 @@ class HostUpdate(NamedTuple):
     """How callbacks update records on the host.
 
     Attributes:
-      stashes: gradients wait on the host, from the tick of backward that makes them.
-      is_delayed: they wait for the next step, and backward takes over what was made of those of the
-        step before.
-      takes_weights: weights on the device are their own masters, and go down with the gradients.
-      gives_params: new parameters come up to the device.
+      stashes: whether gradients wait on the host, from the tick of backward that computes them.
+      is_delayed: whether gradients wait for the next step; backward then loads the parameters that
+        the previous step's gradients produced.
+      takes_weights: whether the weights on the device are their own masters, and are stored
+        together with the gradients.
+      gives_params: whether new parameters are loaded to the device.
     """
 
     stashes: bool = False
@@ -123,34 +126,36 @@ def build_schedule(
     budget_bytes: int | None = None,
     first_layer: int = 0,
 ) -> Schedule:
-    """Build the schedule of a train step.
+    """Return the schedule of a train step over equal layers.
 
     Args:
-      num_layers: equal layers of the stack.
+      num_layers: number of equal layers of the stack.
       distance: ticks between the fetch of a record and its use; may exceed num_layers.
-      tiers: kind -> tier, of KINDS and TIERS; kinds that are missing are on the device.
+      tiers: tier in TIERS by kind in KINDS; missing kinds are on the device.
       update: when a layer's optimizer runs, "after_backward" or "in_backward".
-      gather_ahead: take and gather the next layer while one computes; two layers are then whole at
-        once.
-      master: parameters have float32 masters, which rest and move with opt_state; without, an
-        update reads the parameters.
-      device_layers: opt_state of layers below this one stays on the device.
-      stores_late: how many ticks after its update a record is stored by what updates, backward or
-        update; at most num_layers.
-      ends: leaves that are no stack of layers, updated beside a phase whose stores are late.
+      gather_ahead: whether to take and gather the next layer while the current layer computes; two
+        layers are then gathered at the same time.
+      master: whether parameters have float32 masters, stored and moved with opt_state; without them
+        an update reads the parameters.
+      device_layers: number of the first layer whose opt_state is in its tier; the opt_state of
+        lower layers stays on the device.
+      stores_late: number of ticks between a record's update and its store, in the phase that
+        updates (backward or update); at most num_layers.
+      ends: unstacked leaves that are updated during a phase with late stores.
       host: how callbacks update records on the host; None: the device updates them.
-      regathers: devices update shards of parameters that each of them has whole, and gather them
-        after it.
-      record_bytes: bytes of one layer on one device, by kind as they rest (params: its shard).
-        Besides there are "gathered", its parameters whole; "derivative", its gradient whole, beside
-        the shards; for an update on the host "handed", "weights" and "made"; and "<kind>_on_disk",
-        what a record takes on the disk, by default as much as elsewhere. Others are 0.
-      budget_bytes: the most bytes that may be in flight on a device.
-      first_layer: number of the first layer in its stack, where these are a run of its layers.
+      regathers: whether devices update shards of replicated parameters and gather them afterwards.
+      record_bytes: bytes of one layer per device, by kind as stored (params: the device's shard).
+        More keys are "gathered", the layer's gathered parameters; "derivative", its unsharded
+        gradient, in addition to the shards; "handed", "weights" and "made" for an update on the
+        host; and "<kind>_on_disk", a record's size on disk, by default the kind's own size. Missing
+        keys are 0.
+      budget_bytes: most bytes in flight per device; None for no limit.
+      first_layer: number of the first layer in its stack, if the layers are a part of a stack.
 
     Raises:
-      ValueError: impossible sizes, unknown names, or more bytes in flight than the budget. The
-        message then gives the largest distance that fits, if possible with the same gather_ahead.
+      ValueError: a size is invalid, a name is unknown, or more bytes are in flight than the budget.
+        In the last case the message gives the largest distance that fits, with the same
+        gather_ahead if possible.
     """
     _check_int("num_layers", num_layers, 1)
     _check_int("distance", distance, 0)
@@ -217,8 +222,9 @@ def build_schedule(
             )
         if schedule.peak_bytes > budget_bytes:
             raise ValueError(
-                f"budget_bytes={budget_bytes}: prefetch_distance={distance} with gather_ahead={gather_ahead} puts "
-                f"{schedule.peak_bytes} bytes in flight on a device, {schedule.peak_bytes - budget_bytes} more; "
+                f"budget_bytes={budget_bytes}: prefetch_distance={distance} with "
+                f"gather_ahead={gather_ahead} puts {schedule.peak_bytes} bytes in flight on a "
+                f"device, {schedule.peak_bytes - budget_bytes} more; "
                 + advise(build, distance, (True, False) if gather_ahead else (False,), budget_bytes)
             )
     return schedule
@@ -230,13 +236,13 @@ def advise(
     gather_ahead: Sequence[bool],
     budget_bytes: int,
 ) -> str:
-    """Return a change of the schedule that makes it fit a budget, as a clause for an error message.
+    """Return a change that makes a schedule fit a budget, as a clause of an error message.
 
     Args:
-      build: builds the schedule of a prefetch distance and a `gather_ahead`.
-      distance: the distance that does not fit.
-      gather_ahead: choices in order of preference, the one that does not fit first.
-      budget_bytes: most bytes in flight on a device.
+      build: function that builds the schedule of a prefetch distance and a `gather_ahead`.
+      distance: prefetch distance that does not fit.
+      gather_ahead: choices in order of preference, beginning with the choice that does not fit.
+      budget_bytes: most bytes in flight per device.
     """
     for ahead in gather_ahead:
         fits = (
@@ -262,20 +268,20 @@ def build_ends(
     host: HostUpdate | None = None,
     whole: Mapping[str, int] | None = None,
 ) -> dict[str, Phase]:
-    """Return what a step does with unstacked leaves, as phases by name, in the order in which they
-    run.
+    """Return the operations on unstacked leaves, as phases by name in the order in which they run.
 
-        embed           parameters are loaded, once a step, and gathered; the first layer's input
-        head            the loss and its derivative
-        embed_backward  the embedding's derivative, and the reduction of all these gradients
-        ends            the update, unless it is beside another phase: leaf by leaf on the device, at once on the host
+        embed           load and gather the parameters, once a step; compute the first layer's input
+        head            compute the loss and its derivative
+        embed_backward  compute the embedding's derivative; reduce all these gradients
+        ends            update: leaf by leaf on the device, all leaves in one tick on the host;
+                        leaves that are updated during another phase are left out
 
     Args:
-      leaves: in the order in which they are loaded and updated.
-      master: see `build_schedule`.
+      leaves: unstacked leaves, in the order in which they are loaded and updated.
+      master: whether parameters have float32 masters, stored and moved with opt_state.
       host: how callbacks update records on the host; None: the device updates them.
-      whole: bytes of the parameters of "embed" and "head" while they are gathered; 0 if they are
-        not.
+      whole: bytes per device of the gathered parameters of "embed" and "head"; 0 if they are not
+        gathered.
     """
     embed, ends, called = list[Op](), list[Loop](), list[Op]()
     for leaf in leaves:
@@ -306,7 +312,7 @@ def build_ends(
     reduce = Op("reduce", Record("grads", "ends"), 0, "network")
     ops = {
         "embed": [*embed, gathers["embed"], computes["embed"]],
-        # The head is gathered a second time for its derivative.
+        # The head is gathered again for its derivative.
         "head": [gathers["head"], gathers["head"], computes["head"]],
         "embed_backward": [gathers["embed"], computes["embed"], reduce],
     }
@@ -321,8 +327,9 @@ def build_ends(
 def _called_of_end(
     leaf: EndLeaf, host: HostUpdate, needs: Sequence[str], updated: Sequence[str]
 ) -> list[Op]:
-    """Return what callbacks do to update a leaf on the host, which needs and writes records of some
-    kinds.
+    """Return the callbacks' operations that update a leaf on the host.
+
+    The update reads the kinds in `needs` and writes the kinds in `updated`.
     """
 
     def op(verb: str, kind: str, lane: str, lag: int = 0) -> Op:
@@ -344,13 +351,13 @@ def _called_of_end(
 
 
 def _size_in(lane: str, kind: str, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of a record in a lane: on the disk it has a size of its own."""
+    """Return the bytes of a record in a lane; a record may have another size on disk."""
     size = sizes.get(kind, 0)
     return sizes.get(kind + ON_DISK, size) if lane in ("read", "write") else size
 
 
 def _moved_of_end(leaf: EndLeaf, kinds: Sequence[str], verb: str) -> list[Op]:
-    """Return the operations that load a leaf's records of some kinds, or store them."""
+    """Return the operations that load or store a leaf's records of some kinds."""
     ops = list[Op]()
     for kind in (kind for kind in kinds if leaf.tiers.get(kind, "device") != "device"):
         record = Record(kind, leaf.name)
@@ -363,8 +370,9 @@ def _moved_of_end(leaf: EndLeaf, kinds: Sequence[str], verb: str) -> list[Op]:
 
 
 def _in_pieces(loads: Sequence[Op], stores: Sequence[Op], count: int, tick: int) -> Iterator[Loop]:
-    """Yield loops that update a leaf: as one, or in pieces of which each is stored while the next
-    one is loaded.
+    """Yield the loops that update a leaf.
+
+    With several pieces, each piece is stored while the next is loaded.
     """
     if count == 1:
         yield Loop(tick, 1, 1, (*loads, *stores))
@@ -380,14 +388,14 @@ def _in_pieces(loads: Sequence[Op], stores: Sequence[Op], count: int, tick: int)
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """How a phase visits the layers, and what it does with their records.
+    """The order in which a phase visits the layers, and the kinds of records that it moves.
 
     Attributes:
-      name: of the phase.
-      order: the layers, in the order in which they are visited.
-      fetches: kinds that it reads ahead.
-      reads: kinds that it reads in the tick that uses them.
-      writes: kinds that it writes.
+      name: name of the phase.
+      order: layers in the order in which they are visited.
+      fetches: kinds read ahead.
+      reads: kinds read in the tick that uses them.
+      writes: kinds written.
     """
 
     name: str
@@ -434,8 +442,8 @@ class _Writer:
     def _passes(self) -> list[_Pass]:
         upward, downward, away, host = (self.layers,), (self.layers[::-1],), self._away, self.host
         forward = _Pass("forward", upward, away("params", "frozen"), (), away("activations"))
-        # Callbacks write what they update where it rests: but for parameters, that is no business
-        # of the device.
+        # Callbacks write updated records to their tiers themselves; the device only takes part
+        # for parameters.
         updates, taken = (
             away("params") if host else away("opt_state", "params"),
             away("params", "frozen", "activations"),
@@ -450,11 +458,10 @@ class _Writer:
             return [forward, backward]
         needs = () if host else away("grads", "opt_state", *([] if self.master else ["params"]))
         if self.stores_late:
-            # A record is loaded in the tick that updates it, while the one before it is stored:
-            # nothing else is waited for.
+            # Each tick loads the record that it updates while the previous record is stored, so
+            # prefetching would gain nothing.
             return [forward, backward, _Pass("update", upward, (), needs, updates)]
-        # Rolled: the layers whose state is on the device come last, so that fetches begin with the
-        # first tick.
+        # Visit the layers whose state is on the device last, so fetches begin with the first tick.
         split = max(0, self.device_layers - self.layers.start)
         order = tuple(part for part in (self.layers[split:], self.layers[:split]) if part)
         return [forward, backward, _Pass("update", order, needs, (), updates)]
@@ -462,18 +469,19 @@ class _Writer:
     # --- which kinds move -------------------------------------------------------------------------
 
     def _away(self, *kinds: str) -> tuple[str, ...]:
-        """Return those of some kinds that rest off the device for some layer."""
+        """Return the `kinds` that are off the device for some layer."""
         return tuple(self._off(kinds, self.layers.stop - 1))
 
     def _off(self, kinds: Iterable[str], layer: int) -> list[str]:
-        """Return those of some kinds of which a layer's record is off the device: all, but
-        opt_state of the first layers.
+        """Return the `kinds` of a layer's record that are off the device.
+
+        These are all kinds with a tier off the device, except opt_state for the first layers.
         """
         moving = [kind for kind in kinds if self.tiers[kind] != "device"]
         return [kind for kind in moving if kind != "opt_state" or layer >= self.device_layers]
 
     def _num_takes(self, each: _Pass, is_ahead: bool) -> int:
-        """Return how many ticks take a record that is off the device: the first ones."""
+        """Return the number of (first) ticks that take a record that is off the device."""
         if set(each.fetches) <= {"opt_state"}:
             return len(self.layers[max(0, self.device_layers - self.layers.start) :]) * len(
                 each.fetches
@@ -483,7 +491,7 @@ class _Writer:
     # --- loops ------------------------------------------------------------------------------------
 
     def _loops(self, each: _Pass) -> Iterator[Loop]:
-        """Yield the loops of a phase; those that go on as one are joined by the caller."""
+        """Yield the loops of a phase; the caller merges loops that continue each other."""
         num_ticks, step, distance = len(self.layers), each.order[0].step, self.distance
         is_ahead = self.gather_ahead and each.name != "update"
         num_takes = self._num_takes(each, is_ahead)
@@ -505,8 +513,8 @@ class _Writer:
         for move in ends:
             if move.leaves == HEAD:
                 yield Loop(-1, 1, step, tuple(self._update_of_ends(move, 0, makes=False)))
-        # What a tick does changes here: in its own layer, in the one that it gathers, and in the
-        # one that it fetches.
+        # The ticks whose operations differ from the previous tick's: for their own layer, for the
+        # layer that they gather, or for the layer that they fetch.
         borders, ahead = {len(each.order[0]), self._first_on_device(each)}, distance + is_ahead
         turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {
             num_takes - distance
@@ -529,14 +537,12 @@ class _Writer:
             yield from self._drain(each, lag, ends, num_ticks, step)
 
     def _first_on_device(self, each: _Pass) -> int:
-        """Return the first tick whose layer's state rests in another tier than that of the tick
-        before it.
-        """
+        """Return the first tick whose layer has its state in another tier than its predecessor."""
         num = max(0, self.device_layers - self.layers.start)
         return num if each.order[0].step == 1 else len(self.layers) - num
 
     def _lag(self, each: _Pass) -> int:
-        """Return how many ticks after its update a phase stores a record; 0 if it stores none late."""
+        """Return the number of ticks by which a phase's stores are late."""
         is_updating = each.name == ("backward" if self.in_backward else "update") and bool(
             each.writes
         )
@@ -585,21 +591,20 @@ class _Writer:
             if move.leaves == HEAD and tick == 0:
                 ops.append(self._store_of_ends(move, 0))
             if move.leaves == HEAD_PIECES:
-                piece = move.counts[0] - 1 - tick  # the last one first, as layers
+                piece = move.counts[0] - 1 - tick  # last to first, like the layers
                 ops += self._update_of_ends(move, piece, makes=False) if piece >= 0 else []
                 ops += self._piece_stored(move, tick, lag)
         return ops
 
     def _piece_stored(self, move: EndsMove, tick: int, lag: int) -> list[Op]:
-        """Return the store of the piece of the head that was updated `lag` ticks before, if there
-        is one.
-        """
+        """Return the store of the head's piece that was updated `lag` ticks earlier, if any."""
         piece = move.counts[0] - 1 - (tick - lag)
         return [self._store_of_ends(move, piece, lag)] if 0 <= piece < move.counts[0] else []
 
     def _kept_ahead(self, each: _Pass, is_ahead: bool) -> int:
-        """Return the bytes that a layer which was gathered a tick ago still has: whole, and what
-        its gather has not used up.
+        """Return the bytes that a layer still holds from its gather in the previous tick.
+
+        They are its gathered parameters, and the records that its gather has not used up.
         """
         used = ["activations"] if self.master or not self.in_backward else ["activations", "params"]
         if not is_ahead:
@@ -609,7 +614,7 @@ class _Writer:
         )
 
     def _called(self, each: _Pass, layer: int, host: HostUpdate) -> list[Op]:
-        """Return what callbacks of an update on the host do in a tick of backward or update."""
+        """Return the operations of a host update's callbacks in a tick of backward or update."""
         updating = each.name == ("backward" if self.in_backward or host.is_delayed else "update")
         hands = updating if not host.stashes else each.name == "backward"
         ops, on_disk = list[Op](), [kind for kind, tier in self.tiers.items() if tier == "nvme"]
@@ -624,7 +629,7 @@ class _Writer:
         if host.is_delayed:
             ops.append(Op("host_update", Record("opt_state"), layer, "host", 0, -len(self.layers)))
         else:
-            # Without masters the parameters are what is updated.
+            # Without masters the parameters themselves are updated.
             needs = (
                 ["grads"] * host.stashes
                 + ["params"] * (not self.master)
@@ -643,11 +648,12 @@ class _Writer:
             ops.append(self._op("load", "made", layer, "up"))
         return ops
 
-    # --- leaves that are no stack of layers -------------------------------------------------------
+    # --- unstacked leaves -------------------------------------------------------------------------
 
     def _update_of_ends(self, move: EndsMove, number: int, makes: bool) -> list[Op]:
-        """Return the load and the update of a record, group or piece; `makes`: beside what was
-        loaded.
+        """Return the load and the update of a record, group or piece.
+
+        With `makes`, the updated record needs memory in addition to the loaded record.
         """
         n = number if len(move.num_bytes) > 1 else 0
         record, size = Record("opt_state", move.leaves), move.num_bytes[n]
@@ -664,7 +670,10 @@ class _Writer:
     def _drain(
         self, each: _Pass, lag: int, ends: Sequence[EndsMove], num_ticks: int, step: int
     ) -> Iterator[Loop]:
-        """Yield the loops after the last layer: they store the records of the last `lag` layers."""
+        """Yield the loops after the last layer, which store the records of the last `lag` layers.
+
+        They also update the remaining unstacked leaves.
+        """
         pieces = [move for move in ends if move.leaves == HEAD_PIECES]
         pending = list[Op]()
         tick = num_ticks
@@ -688,7 +697,7 @@ class _Writer:
                     self._update_of_ends(move, n, makes=True),
                     self._store_of_ends(move, n),
                 )
-                # `num_bytes` is of a piece.
+                # `num_bytes` counts one piece.
                 whole = [
                     op._replace(number=0, num_bytes=count * op.num_bytes) for op in (*load, store)
                 ]
@@ -704,8 +713,9 @@ class _Writer:
         return Op(verb, Record(kind), layer, lane, _size_in(lane, kind, self.sizes), lag)
 
     def _loads(self, verb: str, kinds: Sequence[str], layer: int, lag: int) -> list[Op]:
-        """Return what brings a record to the device, by "fetch" or "load": off the disk first,
-        where it rests there.
+        """Return the operations ("fetch" or "load") that bring a layer's records to the device.
+
+        Records on disk are read first.
         """
         ops = list[Op]()
         for kind in self._off(kinds, layer):
@@ -716,7 +726,7 @@ class _Writer:
         return ops
 
     def _stores(self, each: _Pass, layer: int, lag: int = 0) -> list[Op]:
-        """Return what takes a record off the device, and to the disk where it rests there."""
+        """Return the operations that store a layer's records, and write nvme records to disk."""
         ops = list[Op]()
         for kind in self._off(each.writes, layer):
             ops.append(self._op("store", kind, layer, "down", lag))
@@ -740,5 +750,5 @@ def _check_int(name: str, value: object, least: int, most: int | None = None) ->
 def _check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     if unknown := sorted(set(names) - set(known), key=str):
         raise ValueError(
-            f"{what} has {', '.join(map(repr, unknown))}: known are {', '.join(known)}"
+            f"{what} has unknown {', '.join(map(repr, unknown))}: choose from {', '.join(known)}"
         )

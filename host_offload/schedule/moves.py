@@ -1,18 +1,17 @@
-"""Which records a train step moves between disk and buffers, in which order, and how early each
-read may start: pure functions.
+"""The order of a train step's reads and writes on disk, and how early each read can start.
 
-A step is a fixed sequence of **moves**, repeated: it follows from the `Schedule`. A read may start
-early, but not before the last write of its record that precedes it,
+These are pure functions. A step is a fixed, repeated sequence of **moves** that follows from the
+`Schedule`. A read can start early, but not before the last preceding write of its record,
 
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
-with the sequence repeated, since the next step follows this one: the first layers of the next
-forward are read while this step ends, but only records whose update has been handed over. Of each
-kind only the next `distance` reads may start, or the buffers would fill with records that are
-needed last.
+The sequence repeats because the next step follows this one: the first layers of the next forward
+are read while this step ends, but only records whose update has been handed over. For each kind
+only the next `distance` reads can start, or the buffers would fill with records that are needed
+last.
 
-A `Window` follows one device through the sequence. Callbacks of a program may come in another order
-where nothing orders them (two kinds read in one tick), so a move is looked for among the next few.
+A `Window` follows one device through the sequence. A program's callbacks can run in a different
+order if nothing orders them (two kinds read in one tick), so a move is searched among the next few.
 A move that is not found there is carried out all the same: the sequence decides what to read early,
 never what is correct.
 """
@@ -35,9 +34,9 @@ class Move(NamedTuple):
     """One record read from disk, or written to it.
 
     Attributes:
-      kind: of the record.
-      layer: index of the record among those of its kind.
-      writes: whether it is written.
+      kind: name of the records.
+      layer: index of the record among the records of its kind.
+      writes: whether the record is written instead of read.
     """
 
     kind: str
@@ -51,15 +50,16 @@ def moves_of(
     phases: Collection[str] | None = None,
     names: Mapping[str, tuple[str, str]] | None = None,
 ) -> tuple[Move, ...]:
-    """Return the moves of a step, or of some phases of it.
+    """Return the moves of a step, or of some of its phases, in order.
 
     Args:
-      steps: everything that the step does.
-      kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that
-        is not on the device, and those of "activations" from the first layer of their schedule.
-      phases: names of the phases wanted; all by default.
-      names: of each schedule of layers, by name: that of the stack by which its records are called
-        (`layers_kind`), and that of its records of activations, where several runs of a stack's
+      steps: plan of the full step.
+      kinds: names of the records on disk. Records of "opt_state" are counted from the first layer
+        whose state is off the device, and records of "activations" from the first layer of their
+        schedule.
+      phases: names of the wanted phases; all by default.
+      names: for each schedule of layers by name, the stack's name in the names of its records
+        (`layers_kind`), and the name of its records of activations if several runs of a stack's
         layers have their own.
     """
     moves: list[Move] = []
@@ -70,7 +70,7 @@ def moves_of(
 
 
 def _kind(part: Part, names: Mapping[str, tuple[str, str]], record: Record) -> str:
-    """Return the name of the records on disk of which one is moved."""
+    """Return the on-disk name of the records to which a record belongs."""
     if part.stack is None:
         return f"{record.kind}.{record.leaves}"
     if part.group:
@@ -84,10 +84,11 @@ def _kind(part: Part, names: Mapping[str, tuple[str, str]], record: Record) -> s
 
 
 def _moves_of_phase(phase: Phase, name: Callable[[Record], str]) -> Iterator[Move]:
-    """Yield the moves of a phase, whose records are called `name(record)`, in the order in which it
-    makes them.
+    """Yield the moves of a phase in order.
+
+    `name(record)` returns the on-disk name of a record.
     """
-    # A layer whose optimizer state is on the device has no record of it.
+    # A layer whose optimizer state stays on the device has no record on disk.
     before = {"opt_state": phase.device_layers, "activations": phase.first_layer}
     for _, ops in phase.ticks():
         for op in ops:
@@ -104,12 +105,14 @@ def _moves_of_phase(phase: Phase, name: Callable[[Record], str]) -> Iterator[Mov
 
 
 def ready_after(moves: Sequence[Move]) -> np.ndarray:
-    """Return for each move of two rounds the last move before it that writes its record: int64[2n],
-    -1 where there is none.
+    """Return the last preceding write of each move's record, for two rounds: int64[2n], -1 if none.
+
+    Args:
+      moves: the n moves of one step.
     """
     last_write: dict[tuple[str, int], int] = {}
     after = np.full(2 * len(moves), -1, np.int64)
-    # Two rounds, because the write that a read has to wait for may be one of the step before.
+    # Two rounds, because a read may have to wait for a write of the previous step.
     for i in range(2 * len(moves)):
         move = moves[i % len(moves)]
         record = (move.kind, move.layer)
@@ -120,24 +123,33 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
 
 
 def horizon_of(moves: Sequence[Move], distance: int) -> int:
-    """Return how many of the next moves are searched, for reads to start and for a move that was
-    made.
-    """
+    """Return how many of the next moves are searched for a finished move and for reads to start."""
     kinds = {move.kind for move in moves}
-    # The moves of `distance + 2` ticks, a read and a write of each kind, and some to spare.
+    # The moves of `distance + 2` ticks, with a read and a write per kind, and a reserve.
     return min(len(moves), 2 * (distance + 2) * (len(kinds) + 1))
 
 
 class Window:
-    """The position of one device in a sequence of moves."""
+    """The position of one device in a sequence of moves.
+
+    Attributes:
+      moves: the moves of one step.
+      distance: number of records of each kind that are read ahead.
+      position: index of the first move that has not been made.
+    """
 
     def __init__(self, moves: Sequence[Move], distance: int) -> None:
-        """Start before the first move; `distance` records of a kind are read ahead."""
+        """Start before the first move.
+
+        Args:
+          moves: the moves of one step.
+          distance: number of records of each kind that are read ahead.
+        """
         self.moves, self.distance = tuple(moves), distance
         self._after = ready_after(
             self.moves
-        ).tolist()  # a list: callbacks read single numbers of it
-        # Places of the reads in two rounds: half of the moves are writes, which nobody reads ahead.
+        ).tolist()  # a list, because callbacks read single numbers
+        # Indices of the reads in two rounds; writes, which are half of the moves, are skipped.
         self._reads = [
             i for i in range(2 * len(self.moves)) if not self.moves[i % len(self.moves)].writes
         ]
@@ -146,7 +158,7 @@ class Window:
         self.position = 0
 
     def restarted(self) -> "Window":
-        """Return a window before the first of the same moves."""
+        """Return a window over the same moves, before the first of them."""
         window = copy.copy(self)
         window._done, window.position = [False] * len(self.moves), 0
         return window
@@ -157,23 +169,20 @@ class Window:
         for i in range(self.position, min(self.position + self._horizon, n)):
             if moves[i] == move and not done[i]:
                 done[i] = True
-                # Moves may come in another order: the position stays before the first that is
-                # missing.
+                # Moves can be made out of order: the position stays at the first missing move.
                 while self.position < n and done[self.position]:
                     self.position += 1
                 return True
         return False
 
     def ahead(self, waiting: Collection[tuple[str, int]]) -> list[Move]:
-        """Return the reads to start now, in order: of the next `distance` reads of each kind, those
-        that may start.
+        """Return the reads to start now, in order, among the next `distance` reads of each kind.
 
-        A later read that may start must not take the buffer of an earlier one that may not start
-        yet: what a loop writes last, the next loop often reads first.
+        A later read that is ready must not take the buffer of an earlier read that is not ready
+        yet: the records that a loop writes last are often read first by the next loop.
 
         Args:
-          waiting: (kind, layer) of the records that were read, or are being read, and are not used
-            yet.
+          waiting: (kind, layer) of records that have been or are being read, and are not used yet.
         """
         moves, done, after, n = self.moves, self._done, self._after, len(self.moves)
         reads: list[Move] = []
@@ -183,7 +192,7 @@ class Window:
             count[kind] = count.get(kind, 0) + 1
         coming: dict[
             str, int
-        ] = {}  # reads of each kind that were passed: a later one would take their buffers
+        ] = {}  # reads passed so far, by kind: a later read would take their buffers
         places = self._reads
         for at in range(
             bisect.bisect_left(places, position),
@@ -192,11 +201,11 @@ class Window:
             i = places[at]
             move = moves[i % n]
             kind, layer, _ = move
-            # From n on these are moves of the next step, of which none has been made.
+            # Moves from n on belong to the next step, and none of them has been made.
             if (i < n and done[i]) or coming.get(kind, 0) == distance:
                 continue
             coming[kind] = coming.get(kind, 0) + 1
-            write = after[i]  # that the read must see: has it been handed over?
+            write = after[i]  # the write that the read must wait for
             is_written = write < position or (write < n and done[write])
             if is_written and (kind, layer) not in records and count.get(kind, 0) < distance:
                 records.add((kind, layer))

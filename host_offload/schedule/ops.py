@@ -1,36 +1,36 @@
-"""A step as a list of operations: the one place where its order is written.
+"""A step as a list of operations: the only place that defines its order.
 
     phase    one pass over the layers of a stack: loops, one after the other
-    loop     trips that do the same, each with the next layer
-    op       one thing that a trip does with one record
+    loop     iterations with the same operations, each with the next layer
+    op       one operation of an iteration, on one record
 
-What a step computes, moves and holds is read off this list: the compiled loops, the moves of the
-disk, bytes in flight and over the link, seconds, tables and pictures.
+Everything that a step computes, moves and holds is derived from this list: the compiled loops, the
+moves on disk, bytes in flight and over the host link, seconds, tables and pictures.
 
-An operation has a **verb** and runs in a **lane**, which does one thing after another:
+An operation has a **verb** and runs in a **lane**. A lane runs one operation after another:
 
     verb         lane      what it does
-    fetch        up        loads a record for a later tick, or for this tick if nothing is read ahead
+    fetch        up        loads a record for a later tick, or for this tick without prefetch
     load         up        loads a record for this tick, from host memory to the device
     store        down      stores a record, from the device to host memory
-    store        host      stores a record that the host updated: it stays in host memory, and nothing crosses the link
-    read         read      reads a record from the disk into a buffer in host memory, before `fetch` or `load`
-    write        write     writes a record from a buffer in host memory to the disk, after `store`
-    gather       network   makes a record whole on each device
+    store        host      stores a record that the host updated; nothing crosses the link
+    read         read      reads a record from disk into a host buffer, before `fetch` or `load`
+    write        write     writes a record from a host buffer to disk, after `store`
+    gather       network   gathers a record on each device
     tiles        compute   runs a loop over the tiles of a group, `inner`, as part of the layer
-    compute      compute   forward, or the derivative, for all microbatches
+    compute      compute   computes forward or the derivative, for all microbatches
     reduce       network   reduces a gradient to shards
     update       compute   runs the optimizer on the device
     host_update  host      runs the optimizer on the host
-    host_read    read      reads a record from the disk into the buffer where the host updates it
-    host_write   write     writes a record from that buffer to the disk
+    host_read    read      reads a record from disk into the buffer in which the host updates it
+    host_write   write     writes a record from that buffer to disk
 
-Ticks number the trips of a phase. Tick t >= 0 computes the t-th layer that the phase visits; ticks
-before 0 fill the ring, and ticks after the last layer store what is left. The **lag** of an
-operation is the number of ticks by which it follows the tick that computes with its record: -2 for
-a record that is fetched two ticks ahead, 1 for a record that is stored a tick late. A `host_update`
-with a negative lag has no tick of its own: with a delayed update the host has updated since the
-step began, and the tick waits until it is done with the record.
+Ticks number the iterations of a phase. Tick t >= 0 computes the t-th layer that the phase visits;
+ticks before 0 fill the ring, and ticks after the last layer store the remaining records. The
+**lag** of an operation is the number of ticks by which it follows the tick that computes with its
+record: -2 for a record that is fetched two ticks ahead, 1 for a record that is stored one tick
+late. A `host_update` with a negative lag has no tick of its own: with a delayed update the host has
+been updating since the step began, and the tick waits until the host has finished the record.
 """
 
 import dataclasses
@@ -38,27 +38,25 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
-"""Kinds of records that rest somewhere from one step, or one phase, to the next."""
+"""Kinds of records that are stored from one step, or one phase, to the next."""
 LANES: tuple[str, ...] = ("compute", "network", "up", "down", "read", "write", "host")
 MOVES: tuple[str, ...] = ("up", "down", "read", "write")
-"""Lanes in which records cross the link to host memory, or go to and from the disk."""
+"""Lanes in which records cross the host link, or move to or from the disk."""
 LAYERS = "layers"
-"""`Record.leaves` of a layer's one record."""
+"""`Record.leaves` of a layer's record."""
 EVERY_LEAF = "every_leaf"
-"""`Record.leaves` of all parameters, where an optimizer updates them as one tree."""
+"""`Record.leaves` of all parameters, if the optimizer updates them as one tree."""
 HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES = "head", "head_pieces", "late_ends", "end_pieces"
-"""`Record.leaves` of leaves that are no stack of layers, where they are updated beside backward or
-update.
-"""
+"""`Record.leaves` of unstacked leaves that are updated during backward or update."""
 
 
 class Record(NamedTuple):
-    """What an operation works on.
+    """The data that an operation works on.
 
     Attributes:
-      kind: one of KINDS, or "layer": what a tick computes; "gathered": a layer's parameters, whole
-        on each device; "handed", "weights": the gradient and the float32 weights that an update on
-        the host is given; "made": the parameters that an update on the host returns.
+      kind: one of KINDS, or "layer": a tick's computation; "gathered": a layer's gathered
+        parameters; "handed" and "weights": the gradient and the float32 weights that are sent to an
+        update on the host; "made": the parameters that an update on the host returns.
       leaves: LAYERS, the name of a group of tiles, or the name of unstacked leaves.
     """
 
@@ -67,18 +65,18 @@ class Record(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One operation of a trip.
+    """One operation of a loop's iteration.
 
     Attributes:
-      verb: what is done.
-      record: to what.
-      number: of the record among those of its kind, in the first trip of the loop: the number of a
-        layer or tile.
-      lane: where.
-      num_bytes: bytes of the record on one device, which cross the link or the disk, or which the
-        device holds. 0 if the operation adds none, or if they are unknown.
-      lag: ticks from the one that computes with the record to this one.
-      inner: of "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; else None.
+      verb: name of the operation.
+      record: record that it works on.
+      number: index of the record among the records of its kind (of a layer or tile), in the loop's
+        first iteration.
+      lane: lane in which it runs.
+      num_bytes: bytes of the record per device that cross the host link or move to or from the
+        disk, or that the device holds. 0 if the operation adds none, or if they are unknown.
+      lag: ticks from the tick that computes with the record to this operation.
+      inner: for "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; else None.
     """
 
     verb: str
@@ -90,20 +88,23 @@ class Op(NamedTuple):
     inner: Any = None
 
     def moved(self, number: int) -> "Op":
-        """Return the operation with a record so many further. A planner asks for very many."""
+        """Return the operation on the record `number` further.
+
+        It avoids the overhead of `_replace`, because a planner calls it very often.
+        """
         verb, record, first, lane, num_bytes, lag, inner = self
         return tuple.__new__(Op, (verb, record, first + number, lane, num_bytes, lag, inner))
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Trips that do the same operations, each with the next layer.
+    """Iterations with the same operations, each with the next layer.
 
     Attributes:
-      start: tick of the first trip.
-      trips: how many there are.
-      step: what a trip adds to the number of each operation: 1 or -1.
-      ops: of the first trip, in order.
+      start: tick of the first iteration.
+      trips: number of iterations.
+      step: change of each operation's number per iteration: 1 or -1.
+      ops: operations of the first iteration, in order.
     """
 
     start: int
@@ -113,11 +114,11 @@ class Loop:
 
     @property
     def stop(self) -> int:
-        """The tick after the last trip."""
+        """The tick after the last iteration."""
         return self.start + self.trips
 
     def at(self, tick: int) -> tuple[Op, ...]:
-        """Return the operations of a tick."""
+        """Return the operations of a tick, in order."""
         moved = self.step * (tick - self.start)
         return tuple([op.moved(moved) for op in self.ops])
 
@@ -128,9 +129,7 @@ class Loop:
 
 
 def joined(loops: Iterable[Loop]) -> tuple[Loop, ...]:
-    """Return loops, of which those that go on where the one before them ends are one with it where
-    their trips do the same.
-    """
+    """Return the loops, merging each with its successor if that continues its operations."""
     found: list[Loop] = []
     for loop in loops:
         last = found[-1] if found else None

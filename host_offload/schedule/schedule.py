@@ -1,73 +1,75 @@
-"""Which layer is fetched, taken, computed and stored at each tick of a train step: phases and their
-tables, as data.
+"""Phases of a train step as data: the layer that each tick fetches, takes, computes and stores.
 
 A step over L equal layers is two or three passes, its **phases**, of L **ticks** each. One tick
-computes one layer. Where they are a part of a stack, layers have the numbers that they have in the
-stack, from `first_layer` on; here that is 0:
+computes one layer. If the layers are a part of a stack, they keep their numbers in the stack, which
+start at `first_layer`; here it is 0:
 
     forward   0 .. L-1   the layer's output from its input
-    backward  L-1 .. 0   its gradients, the layer being computed again
-    update    0 .. L-1   its parameters, once all gradients are known (they may have to be scaled by their norm)
+    backward  L-1 .. 0   its gradients; the layer is recomputed
+    update    0 .. L-1   its parameters, once all gradients are known (their norm may scale them)
 
-With update="in_backward" a backward tick also updates its layer and there is no third phase.
+With update="in_backward" a backward tick also updates its layer, and there is no third phase.
 
 Records (the params, frozen params, grads, opt_state or activations of one layer) whose tier is not
 "device" move while the step runs. `host_offload.schedule.build` writes each phase as a list of
-operations (`host_offload.schedule.ops`), which the compiled step follows, so an order is data and
+operations (`host_offload.schedule.ops`), which the compiled step follows, so the order is data and
 not code. Tick t of a loop does, in this order:
 
-    take     consume[t], out of ring slot use_slot[t]; forward and backward gather it: W[D_fsdp, F] -> W[D, F]
-    fetch    fetch[t], which lands in fetch_slot[t]: that slot has just been emptied, so use_slot[t] = fetch_slot[t]
-    compute  layer[t], on what was taken
-    store    store[t] = layer[t], what this tick computed
+    take     consume[t], out of ring slot use_slot[t];
+             forward and backward gather it: W[D_fsdp, F] -> W[D, F]
+    fetch    fetch[t], into fetch_slot[t]; that slot has just been emptied,
+             so fetch_slot[t] = use_slot[t]
+    compute  layer[t], on the record that was taken
+    store    store[t] = layer[t], the results of this tick
 
-The **ring** has `distance` = d slots. Take number c empties slot c mod d, and the fetch of the same
+The **ring** has `distance` = d slots. Take number c empties slot c mod d, and the fetch in the same
 tick refills that slot with the record of take c + d. So a record is taken exactly d ticks after its
-fetch, which can hide behind the computation of d ticks, and nothing in a slot is overwritten before
-it is taken. The first d records are fetched before tick 0 (`preload`), the last d takes fetch
-nothing, and a loop leaves its ring empty. With fewer takes than d all are preloaded. With d = 0
-there is no ring: fetch[t] is what tick t itself takes, and waits for.
+fetch, the fetch can overlap with the computation of d ticks, and no slot is overwritten before it
+is taken. The first d records are fetched before tick 0 (`preload`), the last d ticks fetch nothing,
+and a loop leaves its ring empty. With fewer takes than d, all records are preloaded. With d = 0
+there is no ring: fetch[t] is the record that tick t itself takes and waits for.
 
-Without `gather_ahead` a tick takes the layer that it computes: consume = layer, one layer is whole
-at a time, and its gather is waited for. With `gather_ahead` tick t takes and gathers layer[t+1]
-while it computes layer[t]: two layers are whole, `first` = layer[0] is taken before tick 0, and the
-last tick takes nothing.
+Without `gather_ahead` a tick takes the layer that it computes: consume = layer, only one layer is
+gathered at a time, and the tick waits for its gather. With `gather_ahead` tick t takes and gathers
+layer[t+1] while it computes layer[t]: two layers are gathered, `first` = layer[0] is taken before
+tick 0, and the last tick takes nothing.
 
-Dependencies: a computation waits for its take, a take for the fetch of d ticks ago, a fetch for the
-take from its slot. A fetch waits for no store of its own loop: a loop reads a record before it
-writes it, and reads no record that it has written. What an earlier loop wrote is complete before a
-later one begins.
+Dependencies: a computation waits for its take, a take for the fetch d ticks earlier, and a fetch
+for the take from its slot. A fetch never waits for a store of its own loop: a loop reads a record
+before it writes it, and never reads a record that it has written. The writes of an earlier loop are
+complete before a later loop begins.
 
-    phase     reads ahead (`fetches`)       reads in the tick (`reads`)   writes (`writes`)
-    forward   params, frozen                                              activations
-    backward  params, frozen, activations                                 grads
-      or      params, frozen, activations   opt_state                     opt_state, params (update in backward)
-    update    grads, opt_state, params*                                   opt_state, params
+    phase     reads ahead (`fetches`)      reads in the tick (`reads`)  writes (`writes`)
+    forward   params, frozen                                            activations
+    backward  params, frozen, activations                               grads
+      or      params, frozen, activations  opt_state                    opt_state, params
+    update    grads, opt_state, params*                                 opt_state, params
 
-Only kinds off the device count. params*: where parameters have no float32 masters beside them, they
-are themselves what is updated. The optimizer state of layers 0 .. device_layers-1 may stay on the
-device (a fractional offload): the update phase visits these layers last, and fetches nothing for
-them unless another kind is off the device. In backward the optimizer state is read in the tick that
-uses it: that copy hides behind the tick's own derivative, and so takes no slot.
+The second row of backward is for update="in_backward". Only kinds off the device count. params*:
+only if parameters have no float32 masters, because then the parameters themselves are updated. The
+optimizer state of layers 0 .. device_layers-1 may stay on the device (a fractional offload): the
+update phase visits these layers last, and fetches nothing for them unless another kind is off the
+device. In backward the optimizer state is read in the tick that uses it: that copy overlaps with
+the tick's own derivative, and so takes no slot.
 
-**Late stores.** What is updated may be stored some ticks later: with a lag of 1, tick t stores what
-tick t - 1 updated, store[t] = layer[t-1], in the other direction than its loads, and in backward
-beside its own products. The first tick then stores nothing, and the record of the last one is
-stored after the loop (`drain`). Such an update phase has no ring: a tick loads the record that it
-updates.
+**Late stores.** Updated records may be stored some ticks late. With a lag of 1, tick t stores the
+records that tick t - 1 updated, store[t] = layer[t-1]: the stores use the opposite direction of the
+link to the tick's loads, and in backward overlap with the tick's products. The first tick then
+stores nothing, and the record of the last tick is stored after the loop (`drain`). An update phase
+with late stores has no ring: each tick loads the record that it updates.
 
-**Ends.** Leaves that are no stack of layers are updated beside such a phase. What only the head
-uses has its gradient before backward, in whose first tick nothing else is stored: it is loaded
-before the loop, and stored in that tick. Of those that are larger than a record each of the first
-ticks loads and updates a piece, which the next tick stores. The others have their gradients after
-the last tick: they are loaded while its record is drained, in groups, of which each is stored while
-the next one is loaded. Those that are larger than a record come after that, in pieces: one is
-stored while the next one is loaded.
+**Ends.** Unstacked leaves are updated during a phase with late stores. The gradients of leaves that
+only the head uses are complete before backward, whose first tick stores nothing else: these leaves
+are loaded before the loop and stored in that tick. If they are larger than a record, each of the
+first ticks loads and updates one piece, and the next tick stores it. The gradients of the remaining
+leaves are complete after the last tick: these leaves are loaded while the last tick's record is
+drained, in groups, and each group is stored while the next is loaded. Leaves larger than a record
+follow in pieces: one piece is stored while the next is loaded.
 
 An update on the host stores gradients, and loads new parameters, by callbacks in the ticks that
-make them.
+compute the gradients.
 
-All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
+All ticks count equally here. A schedule bounds layers and bytes; seconds have to be measured.
 """
 
 import dataclasses
@@ -93,8 +95,8 @@ from host_offload.schedule.timeline import Box, Lane, Strip, draw_html, draw_svg
 
 UPDATES = ("after_backward", "in_backward")
 ON_DISK = "_on_disk"
-"""Ends the names of sizes that a record takes on the disk, padding included: "params_on_disk"."""
-# The names that `record_bytes` may hold.
+"""Suffix of the names of on-disk record sizes, which include padding: "params_on_disk"."""
+# The valid keys of `record_bytes`.
 SIZES = (
     "gathered",
     "derivative",
@@ -114,15 +116,18 @@ _ENDS = {
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Phase:
-    """One pass of a train step over layers: T = num_layers ticks. Arrays are int32 and read-only;
-    -1 means none.
+    """One pass of a train step over T layers, one per tick.
+
+    Arrays are int32 and read-only; -1 means none.
 
     Attributes:
-      name: "forward", "backward" or "update"; where there are several stacks, "<stack>/<name>".
-      loops: its operations, in order (`host_offload.schedule.ops`).
-      device_layers: opt_state of the layers below this one is on the device, whatever its tier.
-      first_layer: the lowest layer, from which records of activations are counted.
-      leaves: what is done meanwhile leaf by leaf, where the layers are not what is updated.
+      name: "forward", "backward" or "update"; "<stack>/<name>" if there are several stacks.
+      loops: operations, in order (`host_offload.schedule.ops`).
+      device_layers: number of the first layer whose opt_state is in its tier; the opt_state of
+        lower layers is on the device.
+      first_layer: number of the lowest layer, from which records of activations are counted.
+      leaves: operations that update leaf by leaf during the phase, if the optimizer does not update
+        layer by layer; else None.
     """
 
     name: str
@@ -132,7 +137,7 @@ class Phase:
     leaves: "Phase | None" = None
 
     def ticks(self) -> Iterator[tuple[int, tuple[Op, ...]]]:
-        """Yield the number and the operations of each tick, before the loop, in it and after it."""
+        """Yield the number and operations of each tick, before, in and after the main loops."""
         for loop in self.loops:
             yield from loop
 
@@ -165,9 +170,7 @@ class Phase:
         return self._kinds("store")
 
     def _column(self, wanted: Callable[[Op], bool]) -> np.ndarray:
-        """Return the index of an operation in each tick of the main loops: int32[T], -1 where a
-        tick has none.
-        """
+        """Return the record number of the wanted operation per main tick: int32[T], -1 if none."""
         columns: list[Any] = [np.zeros(0, np.int32)]
         for loop in self.main:
             first = next(
@@ -182,7 +185,7 @@ class Phase:
 
     @functools.cached_property
     def _firsts(self) -> list[Loop]:
-        """The loop that fetches and gathers the layer of tick 0 before it, if any."""
+        """The loop that fetches and gathers tick 0's layer before tick 0, if any."""
         return [loop for loop in self.loops if loop.stop <= 0 and any(map(_is_gather, loop.ops))]
 
     @functools.cached_property
@@ -197,13 +200,14 @@ class Phase:
 
     @functools.cached_property
     def layer(self) -> np.ndarray:
-        """int32[T], the layer computed, or updated."""
+        """int32[T], the layer that each tick computes or updates."""
         return self._column(_is_main)
 
     @functools.cached_property
     def consume(self) -> np.ndarray:
-        """int32[T], the layer whose record is taken, from the ring or not, and gathered in forward
-        and backward.
+        """int32[T], the layer whose record each tick takes.
+
+        The record is taken from the ring if there is one. Forward and backward gather it.
         """
         return self._column(_is_gather) if self._gathers else self.layer
 
@@ -223,13 +227,14 @@ class Phase:
 
     @functools.cached_property
     def first(self) -> int:
-        """The layer fetched and taken before tick 0, outside of the ring (gather_ahead), else -1."""
+        """The layer fetched and taken before tick 0, outside the ring (gather_ahead), else -1."""
         return next((op.number for loop in self._firsts for op in loop.ops), -1)
 
     @functools.cached_property
     def preload(self) -> np.ndarray:
-        """int32[n], layers fetched before tick 0, each into the next slot of the ring; not empty if
-        the phase has a ring.
+        """int32[n], layers fetched before tick 0, each into the next slot of the ring.
+
+        It is empty if the phase has no ring.
         """
         found = [
             op.number
@@ -242,7 +247,7 @@ class Phase:
 
     @functools.cached_property
     def use_slot(self) -> np.ndarray:
-        """int32[T], the ring slot that a tick takes from; -1 where the ring has nothing for it."""
+        """int32[T], the ring slot that each tick takes from; -1 if it uses no slot."""
         num_slots, num_ticks = len(self.preload), len(self.layer)
         num_takes = (num_slots + int((self.fetch >= 0).sum())) if num_slots else 0
         return int32(
@@ -251,13 +256,14 @@ class Phase:
 
     @functools.cached_property
     def fetch_slot(self) -> np.ndarray:
-        """int32[T], the ring slot that `fetch` fills, after the take of the same tick."""
+        """int32[T], the ring slot that `fetch` fills, after the take in the same tick."""
         return int32(np.where(self.fetch >= 0, self.use_slot, -1))
 
     @functools.cached_property
     def drain(self) -> np.ndarray:
-        """int32[n], layers whose `writes` are written after the last tick: as many as stores are
-        ticks late.
+        """int32[n], layers whose `writes` are written after the last tick.
+
+        Their number is the number of ticks by which stores are late.
         """
         found = [
             op.number for loop in self._after for _, ops in loop for op in ops if _is_late_store(op)
@@ -266,14 +272,17 @@ class Phase:
 
     @property
     def stores_late(self) -> int:
-        """How many ticks after its update a record is stored."""
+        """The number of ticks between a record's update and its store."""
         return max(
             (op.lag for loop in self._after for op in loop.ops if _is_late_store(op)), default=0
         )
 
     def ticks_of(self, leaves: str, verb: str) -> list[int]:
-        """Return the ticks in which leaves that are no stack of layers are loaded, updated or
-        stored.
+        """Return the ticks in which unstacked leaves are loaded, updated or stored.
+
+        Args:
+          leaves: name of the leaves in `Record.leaves`.
+          verb: "load", "update" or "store".
         """
         ticks = (
             t
@@ -284,9 +293,7 @@ class Phase:
         return list(dict.fromkeys(ticks))
 
     def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
-        """Return those of some kinds that are off the device for a layer: all, or all but
-        opt_state.
-        """
+        """Return the `kinds` that are off the device for a layer: all, or all but opt_state."""
         return (
             kinds
             if layer >= self.device_layers
@@ -294,23 +301,25 @@ class Phase:
         )
 
     def kinds_of(self, tick: int) -> tuple[str, ...]:
-        """Return those of `fetches` that are off the device for the layer of `tick`: all, or all
-        but opt_state.
+        """Return the `fetches` that are off the device for the layer of a tick.
+
+        These are all kinds, or all but opt_state.
         """
         return self.off_device(self.fetches, int(self.layer[tick]))
 
     # --- bytes ------------------------------------------------------------------------------------
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
-        """Return the bytes that cross some lanes of a device, with those of the loops over tiles in
-        each tick.
+        """Return the bytes per device that cross some lanes, including loops over tiles.
 
         Args:
-          *lanes: "up", "down", "read" or "write".
-          called: count only what callbacks move, or only what they do not; None: everything.
+          *lanes: "up" (host memory to device), "down" (device to host memory), "read" (from disk)
+            or "write" (to disk).
+          called: True counts only bytes that callbacks move, False only the remaining bytes, None
+            all bytes.
 
         Raises:
-          ValueError: no lane is given, or one in which no record moves.
+          ValueError: no lane is given, or records never move in a given lane.
         """
         if not lanes or any(lane not in MOVES for lane in lanes):
             known, wrong = ", ".join(map(repr, MOVES)), ", ".join(map(repr, lanes))
@@ -338,9 +347,9 @@ class Phase:
         return total
 
     def in_flight(self) -> np.ndarray:
-        """Return the bytes in flight on a device in each tick 0 ..
+        """Return the bytes in flight per device in ticks 0 .. T-1: int64[T].
 
-        T-1: int64[T] (`Schedule.in_flight`).
+        `Schedule.in_flight` lists the counted bytes.
         """
         return np.concatenate(
             [np.full(loop.trips, self._bytes(loop), np.int64) for loop in self.main]
@@ -348,27 +357,26 @@ class Phase:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight in a tick, also after the last layer."""
+        """The most bytes in flight per device in any tick, including ticks after the last layer."""
         return max(self.layers_peak_bytes, self.drain_peak_bytes)
 
     @property
     def layers_peak_bytes(self) -> int:
-        """The most bytes in flight in a tick that computes or updates a layer."""
+        """The most bytes in flight per device in a tick that computes or updates a layer."""
         return max((self._bytes(loop) for loop in self.main), default=0)
 
     @property
     def drain_peak_bytes(self) -> int:
-        """The most bytes in flight in a tick after the last layer, which stores records or updates
-        embedding and head.
+        """The most bytes in flight per device in a tick after the last layer.
+
+        These ticks store records, or update embedding and head.
         """
         return max((self._bytes(loop) for loop in self._after), default=0)
 
     @functools.cached_property
     def _held(self) -> int:
-        """Bytes that all ticks hold: the ring, and the room for a record that is stored a tick
-        late.
-        """
-        # All slots are alike: each has room for all kinds, also where a layer lacks one.
+        """Bytes that every tick holds: the ring, and space for records that are stored late."""
+        # All slots are alike: each has space for all kinds, even if a layer lacks one.
         slot = {
             op.record: op.num_bytes
             for loop in self._preloads
@@ -383,12 +391,13 @@ class Phase:
         )
 
     def _bytes(self, loop: Loop) -> int:
-        """Return the bytes of one tick of a loop: what it loads, gathers and makes, and what waits
-        for a later tick.
+        """Return the bytes of one tick of a loop.
+
+        They are the records that it loads, gathers and computes, and the records that wait for a
+        later tick.
         """
         tiles = max((op.inner.peak_bytes for op in loop.ops if op.inner is not None), default=0)
-        # A record that is gathered twice in a tick, for forward and for the derivative, is there
-        # once.
+        # A record that a tick gathers twice, for forward and for the derivative, counts once.
         held = {
             (op.verb, op.record, op.number): op.num_bytes
             for op in loop.ops
@@ -425,8 +434,7 @@ class Phase:
                     kinds = tuple(dict.fromkeys(kinds))
                     boxes[lane].append(Box(layer=layer, start=tick, stop=tick + 1, kinds=kinds))
                     if lane == "fetch" and slots and loop not in self._firsts:
-                        # What is fetched in a tick is taken as many ticks later as the ring has
-                        # slots.
+                        # A record is taken as many ticks after its fetch as the ring has slots.
                         at = Box(layer=layer, start=tick, stop=tick + len(slots), kinds=kinds)
                         slots[num_fetched % len(slots)].append(at)
                         num_fetched += 1
@@ -437,7 +445,7 @@ class Phase:
         return Strip(name=self.name, note=self.note(), start=start, stop=stop, lanes=tuple(lanes))
 
     def note(self) -> str:
-        """Return what stands after the name in a heading: which kinds move, and what else does."""
+        """Return the text after the name in a heading: the kinds that move, and other moves."""
         parts = (("fetches", self.fetches), ("reads", self.reads), ("writes", self.writes))
         texts = [f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds]
         if self.stores_late:
@@ -491,16 +499,14 @@ class Phase:
         return f": {'; '.join(texts) or 'nothing moves'}"
 
     def rows(self) -> list[str]:
-        """Return the lines of a table: phase, tick, and the layers that are fetched, taken,
-        computed and stored.
-        """
+        """Return the lines of a table: phase, tick, and layers fetched, taken, computed, stored."""
         fetched = self.first if self.fetches else -1
         rows: list[tuple[Any, ...]] = (
             [("before", fetched, -1, self.first, -1, -1)] if self.first >= 0 else []
         )
         rows += [("before", layer, slot, -1, -1, -1) for slot, layer in enumerate(self.preload)]
-        # A fetch fills the slot that the take of its tick has emptied: where both are given they
-        # are equal.
+        # A fetch fills the slot that the take in its tick has emptied, so both slots are equal
+        # unless one is -1.
         slot = np.maximum(self.use_slot, self.fetch_slot)
         rows += zip(
             range(len(self.layer)),
@@ -520,7 +526,7 @@ class Phase:
 
 
 _HOLD = frozenset({"fetch", "load", "gather", "compute", "reduce", "update"})
-"""Verbs of operations whose bytes are on the device in their tick."""
+"""Verbs of operations whose bytes are on the device during their tick."""
 _MAIN = frozenset({"compute", "update", "host_update"})
 _CALLED = {
     "handed": "gradients down",
@@ -530,9 +536,7 @@ _CALLED = {
 
 
 def _is_main(op: Op) -> bool:
-    """Return whether an operation is its tick's own: it computes or updates what the tick is for, a
-    layer or a leaf.
-    """
+    """Return whether an operation computes or updates its tick's own layer or leaf."""
     return op.verb in _MAIN and op.record.leaves not in _ENDS
 
 
@@ -545,10 +549,10 @@ def _is_late_store(op: Op) -> bool:
 
 
 def _is_held(op: Op, loop: Loop) -> bool:
-    """Tell whether what a tick stores is there besides what the tick makes."""
+    """Return whether the device holds a stored record in addition to the tick's own results."""
     if (
         op.record.kind == "handed"
-    ):  # of a layer, a slice of the stack of gradients, unless backward has just reduced it
+    ):  # for a layer, a slice of the stacked gradients, unless backward has just reduced it
         return op.record.leaves == LAYERS and not any(other.verb == "reduce" for other in loop.ops)
     return op.record.kind == "weights" or (
         op.verb == "store" and op.lag > 0 and op.record.leaves != LAYERS
@@ -566,23 +570,24 @@ def _lane_drawn(op: Op) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """The phases of one train step, as the module describes them.
+    """The phases of one train step, as the module's docstring describes them.
 
     Attributes:
-      num_layers: L.
+      num_layers: number of layers, L.
       distance: ticks between the fetch of a record and its use.
       update: "after_backward" or "in_backward".
-      gather_ahead: the next layer is gathered while this one computes.
-      master: parameters have float32 masters, which rest and move with opt_state.
-      tiers: the tier of every kind.
-      device_layers: opt_state of the layers below this one is on the device, whatever its tier.
-      phases: in the order in which they run.
-      record_bytes: bytes of one layer on one device by kind, and "gathered"; None where they were
-        not given.
-      stream: what layers take and return, and how it is split, as the table says it: "x[B_(data,
-        fsdp), T_tensor, H]"; or "".
-      first_layer: the lowest layer: those of a run within a stack are first_layer .. first_layer +
-        L - 1.
+      gather_ahead: whether the next layer is gathered while the current layer computes.
+      master: whether parameters have float32 masters, stored and moved with opt_state.
+      tiers: tier of every kind.
+      device_layers: number of the first layer whose opt_state is in its tier; the opt_state of
+        lower layers is on the device.
+      phases: phases in the order in which they run.
+      record_bytes: bytes of one layer per device by kind, with the additional keys of
+        `build_schedule`; None if unknown.
+      stream: the arrays between layers and their sharding, as shown in the table, such as
+        "x[B_(data, fsdp), T_tensor, H]"; or "".
+      first_layer: number of the lowest layer; a run within a stack has layers first_layer ..
+        first_layer + L - 1.
     """
 
     num_layers: int
@@ -598,14 +603,16 @@ class Schedule:
     first_layer: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle, with dicts in place of mapping proxies."""
         sizes = None if self.record_bytes is None else dict(self.record_bytes)
         return {
             **vars(self),
             "tiers": dict(self.tiers),
             "record_bytes": sizes,
-        }  # a mapping proxy is not pickled
+        }  # a mapping proxy cannot be pickled
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Restore the pickled state, with mapping proxies in place of dicts."""
         sizes = state["record_bytes"]
         proxies = {
             "tiers": MappingProxyType(state["tiers"]),
@@ -614,7 +621,7 @@ class Schedule:
         self.__dict__.update({**state, **proxies})
 
     def phase(self, name: str) -> Phase:
-        """Return a phase by name.
+        """Return the phase with a name.
 
         Raises:
           ValueError: this schedule has no such phase.
@@ -629,60 +636,58 @@ class Schedule:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a ring: `distance`, or 0 where no phase has one."""
+        """The number of slots in a ring: `distance`, or 0 if no phase has a ring."""
         return self.distance if any(len(phase.preload) for phase in self.phases) else 0
 
     @property
     def peak_layers(self) -> int:
-        """The largest number of layers in one tick that are computed, gathered, or in the ring and
-        on their way to it.
-        """
+        """The most layers in any tick that are computed, gathered, in the ring, or in flight."""
         return max(int(_layers(phase).max()) for phase in self.phases)
 
     def in_flight(self) -> dict[str, np.ndarray]:
-        """Return the bytes in flight on a device in each tick: phase name -> int64[T].
+        """Return the bytes in flight per device in each tick: phase name -> int64[T].
 
-        The sum of
+        They are the sum of
 
-          - the ring, all of its slots, and the record that lands while the one it replaces is in
-            use;
-          - the layer gathered, and with gather_ahead the next one, and what was taken for this
-            layer a tick ago and is not used up by its gather (activations; params that the tick
-            updates);
-          - what the tick reads, and what it makes of it: new records, activations that are stored
-            elsewhere;
-          - in backward the layer's gradient, whole and as it rests, whatever the tier of gradients;
-          - the room for a record that is stored a tick late, and leaves that are no stack of layers
-            in their ticks.
+          - the ring with all its slots, and the record that arrives while the record that it
+            replaces is in use;
+          - the gathered layer, and with gather_ahead the next one, and the records that were taken
+            for this layer a tick ago and that its gather has not used up (activations; params that
+            the tick updates);
+          - the records that the tick reads, and its results: new records, and activations that are
+            stored in another tier;
+          - in backward the layer's gradient, both unsharded and as stored, whatever the tier of
+            gradients;
+          - space for a record that is stored a tick late, and unstacked leaves in their ticks.
 
-        Arrays that stay on the device, and what a layer's own computation needs, are not counted;
-        nor are the ticks before 0.
+        Arrays that stay on the device, the temporaries of a layer's own computation, and the ticks
+        before 0 are not counted.
 
         Raises:
           ValueError: the schedule was built without record_bytes.
         """
         if self.record_bytes is None:
             raise ValueError(
-                "this schedule holds no bytes: program.operations(batch) has those of a program, and build_schedule takes "
-                "record_bytes"
+                "this schedule holds no bytes: use program.operations(batch) for a program's "
+                "bytes, or pass record_bytes to build_schedule"
             )
         return {phase.name: phase.in_flight() for phase in self.phases}
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight in any tick of these loops over layers.
+        """The most bytes in flight per device in any tick of these loops over layers.
 
-        A program's schedule does not know a batch, nor the embedding and the head:
+        A program's schedule knows neither the batch nor the embedding and the head;
         `StepPlan.peak_bytes` counts them too.
 
         Raises:
           ValueError: the schedule was built without record_bytes.
         """
-        self.in_flight()  # raises
+        self.in_flight()  # raises ValueError without record_bytes
         return max(phase.peak_bytes for phase in self.phases)
 
     def title(self) -> str:
-        """Return what stands above a table or a picture."""
+        """Return the title of a table or picture."""
         ahead = ", gather_ahead" if self.gather_ahead else ""
         size = f" ({self.peak_bytes:,} bytes)" if self.record_bytes else ""
         layers = "1 layer" if self.num_layers == 1 else f"{self.num_layers} layers"
@@ -691,8 +696,12 @@ class Schedule:
         )
 
     def __str__(self) -> str:
+        """Return the title, a note for each phase, and a table with one row per tick."""
         notes = [phase.name + phase.note() for phase in self.phases]
-        names = f"{'phase':<8} {'tick':>6} {'fetch':>7} {'slot':>7} {'take':>7} {'compute':>7} {'store':>7}"
+        names = (
+            f"{'phase':<8} {'tick':>6} {'fetch':>7} {'slot':>7} {'take':>7} {'compute':>7} "
+            f"{'store':>7}"
+        )
         between = [f"between layers: {self.stream}"] if self.stream else []
         return "\n".join(
             [
@@ -709,40 +718,39 @@ class Schedule:
         return [phase.strip() for phase in self.phases]
 
     def timeline(self, width: int = 80) -> str:
-        """Return the phases as text: one row a lane (fetch, read, gather, compute, store, ring
-        slots), one column a tick.
+        """Return the phases as text: one row per lane, one column per tick.
 
-        Every tick is one column wide, however long it takes. Lanes in which nothing happens are
-        left out, and so are the middle ticks of a phase that does not fit.
+        The lanes are fetch, read, gather, compute, store and the ring slots. Every tick is one
+        column wide, however long it takes. Idle lanes are omitted, and so are the middle ticks of a
+        phase that does not fit.
 
         Args:
-          width: characters of a line.
+          width: characters per line.
         """
         return draw_text(self.title(), self.strips(), width)
 
     def timeline_svg(self) -> str:
-        """Return the lanes of `timeline`, complete, as an SVG document: a box for each layer,
-        coloured by kind.
+        """Return all lanes of `timeline` as an SVG document, with a coloured box for each layer.
 
-        Every tick is drawn equally long, however long it takes.
+        The colour shows the kind. Every tick is drawn with the same width, however long it takes.
         """
         return draw_svg(self.title(), self.strips())
 
     def timeline_html(self) -> str:
-        """Return an HTML file that holds the SVG and the table."""
+        """Return a standalone HTML file with the SVG and the table."""
         return draw_html(self.title(), self.strips(), str(self))
 
 
 def _layers(phase: Phase) -> np.ndarray:
-    """Return how many layers each tick has: computed, gathered ahead, in the ring."""
+    """Return the number of layers in each tick: computed, gathered ahead, or in the ring."""
     took = phase.use_slot >= 0
-    # After each tick: the preloaded records, and the fetches less the takes so far.
+    # After each tick: the preloaded records, plus the fetches minus the takes so far.
     ring = len(phase.preload) + np.cumsum((phase.fetch_slot >= 0) * 1 - took)
     return 1 + ring + ((phase.first >= 0) & (phase.consume >= 0))
 
 
 def int32(values: Any) -> np.ndarray:
-    """Return a read-only i32 array."""
+    """Return a read-only int32 array."""
     array = np.array(values, np.int32)
     array.flags.writeable = False
     return array

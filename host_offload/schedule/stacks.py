@@ -1,18 +1,18 @@
-"""A whole step as one list of phases: those of each stack of layers, and those of the leaves that
-are no layers.
+"""A full step as one list of phases: of each stack of layers, and of the unstacked leaves.
 
     embed
-    forward         stack by stack, the first one first
+    forward         stack by stack, first to last
     head
-    backward        stack by stack, the last one first
+    backward        stack by stack, last to first
     embed_backward
-    update          stack by stack, the first one first
+    update          stack by stack, first to last
     ends            before the update of the layers, or after it
 
-The loops of a stack are those of a schedule of its own (`host_offload.schedule.schedule`). Rings
-are filled when a loop begins and empty when it ends, so that stacks share no slot, and the bytes in
-flight are those of one stack at a time. A part of a stack, whose layers keep other values for
-backward than those beside it, has loops of its own, and is here what a stack is.
+Each stack has a schedule of its own (`host_offload.schedule.schedule`), which provides its loops. A
+loop fills its rings when it begins and empties them before it ends, so stacks share no slot, and
+bytes in flight belong to one stack at a time. If some layers of a stack save other values for
+backward than the layers next to them, they form a part with loops of its own, and this module
+treats each part as a stack.
 """
 
 import dataclasses
@@ -43,26 +43,29 @@ _UNSTACKED = {
     LATE_ENDS: "embed, head",
     END_PIECES: "embed, head, in pieces",
 }
-"""What a table calls unstacked leaves."""
+"""Names of unstacked leaves in a table."""
 _BEFORE_UPDATE = ("embed", "forward", "head", "backward", "embed_backward")
 
 
 def layers_kind(kind: str, stack: str) -> str:
-    """Return the name of the records of a kind that are a stack's layers; `stack` is its name, ""
-    of the only one.
+    """Return the name of the records that hold one kind of a stack's layers.
+
+    Args:
+      kind: kind of the records, in KINDS.
+      stack: name of the stack; "" if it is the only one.
     """
     return f"{kind}.{stack}" if stack else kind
 
 
 class Part(NamedTuple):
-    """A phase of a step.
+    """One phase of a step.
 
     Attributes:
-      phase: of it.
-      name: "forward", "backward" or "update"; or that of a phase of the leaves that are no layers
+      phase: the phase's loops.
+      name: "forward", "backward" or "update", or the name of a phase of the unstacked leaves
         (`build_ends`).
-      stack: of layers, by name; None of the leaves that are no layers.
-      group: whose tiles it goes over, or "".
+      stack: name of the stack of layers; None for unstacked leaves.
+      group: name of the group of tiles that the phase visits, or "".
     """
 
     phase: Phase
@@ -73,15 +76,15 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StepPlan:
-    """Everything that a step does, in order.
+    """All operations of a step, in order.
 
     Attributes:
-      stacks: the schedule of each stack of layers by name, in order; "" is the name of the only
-        one.
-      ends: the phases of the unstacked leaves by name (`host_offload.schedule.build_ends`).
-      ends_first: the unstacked leaves are updated before the layers.
-      names: what the table calls unstacked leaves, by their name in records; others keep that name.
-      num_microbatches: that each computation of a layer runs.
+      stacks: schedule of each stack of layers by name, in order; "" is the name of the only stack.
+      ends: phases of the unstacked leaves by name (`host_offload.schedule.build_ends`).
+      ends_first: whether the unstacked leaves are updated before the layers.
+      names: names of unstacked leaves in the table, by their name in records; a missing leaf keeps
+        its name in records.
+      num_microbatches: number of microbatches in each computation of a layer.
     """
 
     stacks: Mapping[str, Schedule]
@@ -104,7 +107,7 @@ class StepPlan:
                     Part(phase, name, stack) for phase in schedule.phases if phase.name == name
                 ]
                 found += layers
-                # After the layers of a stack come the tiles of all of them, group by group.
+                # After a stack's layers, the tiles of all its layers are updated, group by group.
                 groups = (
                     schedule.tiles
                     if isinstance(schedule, TiledSchedule) and layers and name == "update"
@@ -116,15 +119,17 @@ class StepPlan:
         return tuple(found)
 
     def __repr__(self) -> str:
+        """Return one line with the names of the phases."""
         phases = dict.fromkeys(_title(part) for part in self.parts)
         return f"<StepPlan of {', '.join(phases)}; print it for a table>"
 
     def __str__(self) -> str:
+        """Return a table with one row per operation of each loop."""
         names = ("phase", "ticks", "operation", "of", "numbers", "lane", "bytes", "")
         rows: list[tuple[str, ...]] = [names]
         for part in self.parts:
             for depth, loop, op in _operations(part.phase):
-                # Parameters that every device has already are not gathered.
+                # Skip gathers of replicated parameters.
                 if op.verb != "gather" or op.num_bytes:
                     rows.append(self._row(_title(part), depth, loop, op))
         widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
@@ -144,7 +149,7 @@ class StepPlan:
         return "\n".join(lines)
 
     def _head(self) -> str:
-        """Return the first line of a table."""
+        """Return the first line of the table."""
         phase, num_bytes = self.peak
         head = f"at most {num_bytes:,} bytes in flight on a device, in {phase}"
         if self.num_microbatches > 1:
@@ -152,7 +157,7 @@ class StepPlan:
         return head
 
     def _row(self, phase: str, depth: int, loop: Loop, op: Op) -> tuple[str, ...]:
-        """Return the cells of an operation, `depth` loops over tiles inside of the phase's loop."""
+        """Return the cells of an operation that is nested in `depth` loops over tiles."""
         record, ticks, numbers = op.record.kind, f"{loop.start}", f"{op.number}"
         if op.record.leaves != LAYERS:
             leaves = self.names.get(op.record.leaves)
@@ -166,26 +171,32 @@ class StepPlan:
         return phase, ticks, "  " * depth + op.verb, record, numbers, op.lane, size, _lag(op)
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
-        """Return the bytes that cross some lanes of a device in a step.
+        """Return the bytes per device that cross some lanes in one step.
 
-        What devices send to each other is `program.memory(batch).collectives`.
+        For the bytes that devices send to each other, see `program.memory(batch).collectives`.
 
         Args:
-          *lanes: "up" to the device, "down" to host memory, "read" from the disk or "write" to the
-            disk.
-          called: count only what callbacks move, or only what they do not; None: everything.
+          *lanes: "up" (host memory to device), "down" (device to host memory), "read" (from disk)
+            or "write" (to disk).
+          called: True counts only bytes that callbacks move, False only the remaining bytes, None
+            all bytes.
 
         Raises:
-          ValueError: no lane is given, or one in which no record moves.
+          ValueError: no lane is given, or records never move in a given lane.
         """
         return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
 
     def peak_of(self, name: str) -> int:
-        """Return the most bytes in flight in any tick of the phases of a name; 0 if this step has
-        no such phase.
+        """Return the most bytes in flight per device in any tick of the phases with a name.
+
+        It is 0 if this step has no such phase.
+
+        Args:
+          name: name of a phase, such as "forward", or its title in the table, such as
+            "stack/forward".
 
         Raises:
-          ValueError: no step has a phase of that name.
+          ValueError: no step has a phase with that name.
         """
         known = (*_BEFORE_UPDATE, "update", "ends")
         titles = [_title(part) for part in self.parts]
@@ -199,15 +210,14 @@ class StepPlan:
 
     @functools.cached_property
     def peak(self) -> tuple[str, int]:
-        """The phase with the most bytes in flight, and how many that are.
+        """The title of the phase with the most bytes in flight, and these bytes per device.
 
-        The embedding and the head that were loaded stay on the device from forward to the end of
-        backward.
+        The loaded embedding and head stay on the device from forward to the end of backward.
         """
         loaded = self.ends["embed"].moved("up") if "embed" in self.ends else 0
         peak = ("", 0)
         for part in self.parts:
-            # `embed` itself loads them, and the update has no need of them.
+            # `embed` counts its own loads, and the update does not need them.
             kept = loaded if part.name in _BEFORE_UPDATE[1:] else 0
             num_bytes = part.phase.peak_bytes + kept
             if num_bytes > peak[1]:
@@ -216,35 +226,37 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight on a device in any tick, with what is gathered: `gathered` and
-        `in_flight` of a report.
+        """The most bytes in flight per device in any tick, including gathered parameters.
+
+        This is the sum of `gathered` and `in_flight` in a memory report.
         """
         return self.peak[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StackedSchedule(Schedule):
-    """The schedules of several stacks as one: its phases are called "<stack>/<phase>", in the order
-    in which they run.
+    """The schedules of several stacks as one schedule.
+
+    Its phases are called "<stack>/<phase>", in the order in which they run.
 
     Attributes:
-      stacks: the schedule of each, by name, in order.
+      stacks: schedule of each stack by name, in order.
     """
 
     stacks: Mapping[str, Schedule]
 
     @property
     def num_slots(self) -> int:
-        """The most slots that a ring has."""
+        """The number of slots of the largest ring."""
         return max(stack.num_slots for stack in self.stacks.values())
 
     @property
     def peak_layers(self) -> int:
-        """The most layers in flight of a stack."""
+        """The most layers in flight in any stack."""
         return max(stack.peak_layers for stack in self.stacks.values())
 
     def in_flight(self) -> dict[str, np.ndarray]:
-        """Return the bytes in flight on a device in each tick of every loop, by "<stack>/<loop>".
+        """Return the bytes in flight per device in each tick: int64 arrays by "<stack>/<loop>".
 
         Raises:
           ValueError: the schedules were built without record_bytes.
@@ -257,20 +269,28 @@ class StackedSchedule(Schedule):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight of a stack."""
+        """The most bytes in flight per device in any stack.
+
+        Raises:
+          ValueError: the schedules were built without record_bytes.
+        """
         return max(stack.peak_bytes for stack in self.stacks.values())
 
     def title(self) -> str:
-        """Return what stands above a table or a picture."""
+        """Return the title of a table or picture."""
         return "; ".join(f"{name}: {stack.title()}" for name, stack in self.stacks.items())
 
     def __str__(self) -> str:
+        """Return the tables of all stacks."""
         return "\n\n".join(f"{name}: {stack}" for name, stack in self.stacks.items())
 
 
 def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
-    """Return the schedule of a step over some stacks, given that of each by name; of one without a
-    name, its own.
+    """Return the schedule of a step over several stacks.
+
+    Args:
+      stacks: schedule of each stack by name, in order. A single stack named "" returns its own
+        schedule.
     """
     if list(stacks) == [""]:
         return stacks[""]
@@ -283,7 +303,7 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
         if phase.name == kind
     ]
     every = list(stacks.values())
-    # A kind is where it is in some stack: a stack may have none of it.
+    # A stack may lack a kind, so take the tier from a stack that has it.
     tiers = {
         kind: max((s.tiers[kind] for s in every), key=lambda tier: tier != "device")
         for kind in every[0].tiers
@@ -293,13 +313,13 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     }
     fields |= {"num_layers": sum(s.num_layers for s in every), "first_layer": 0}
     fields |= {"device_layers": sum(max(0, s.device_layers - s.first_layer) for s in every)}
-    # Records of different stacks have different sizes: those are told by the schedule of each.
+    # Records of different stacks have different sizes: each stack's schedule holds its own.
     fields |= {"phases": tuple(phases), "tiers": tiers, "record_bytes": None}
     return StackedSchedule(**fields, stacks=stacks)
 
 
 def _title(part: Part) -> str:
-    """Return what a table calls a phase."""
+    """Return the name of a phase in the table."""
     if part.stack is None:
         return part.name
     return _named(part.stack, part.name) + (f"/{part.group}" if part.group else "")
@@ -316,9 +336,7 @@ def _lag(op: Op) -> str:
 
 
 def _operations(phase: Phase, depth: int = 0) -> Iterator[tuple[int, Loop, Op]]:
-    """Yield (how deep it is, its loop, operation) of each operation, with those of loops over
-    tiles.
-    """
+    """Yield (depth, loop, operation) for each operation, including loops over tiles."""
     for loop in phase.loops:
         for op in loop.ops:
             yield depth, loop, op

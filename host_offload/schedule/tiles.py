@@ -1,19 +1,20 @@
-"""The schedule of a step whose layers hold stacks of tiles: loops over tiles inside of the ticks of
-the loops over layers.
+"""The schedule of a step whose layers hold stacks of tiles.
 
-A **group** is the part of each layer that is kept in T tiles, which are used together, such as the
-weights of an MLP. A record of a group is one tile. There are L x T of them, and that of tile k of
-layer l has the number l T + k. No device ever holds more of a layer's group than the tiles that are
-computed, gathered or in the ring. The rest of a layer is one record, as always.
+Loops over tiles run inside the ticks of the loops over layers. A **group** is the part of each
+layer that is kept in T tiles which are used together, such as the weights of an MLP. A record of a
+group is one tile. There are L x T tiles, and tile k of layer l has the number l T + k. A device
+never holds more of a layer's group than the tiles that are computed, gathered or in the ring. The
+rest of a layer is one record, as in a schedule without tiles.
 
-    phase     tick of the layers' loop                    loop over a group's tiles
-    forward   take the layer's record; compute, and       T ticks in each: take, fetch, compute tile k
-    backward  where the block uses a group, run its loop  T ticks in each, last tile first: the same, and store or update
-    update    one record                                  a loop of its own after that of the layers, L T ticks
+    phase     tick of the layers' loop             loop over a group's tiles
+    forward   take the layer's record; compute     T ticks per layer: take, fetch, compute tile k
+    backward  run a group's loop where it is used  T ticks per layer, last tile first: take, fetch,
+                                                   compute, and store or update
+    update    one record                           L T ticks, after the loop over the layers
 
 The ring of a group is filled when its loop begins, and empty when it ends: tiles are fetched ahead
-within a layer. A group's loop may run twice in a tick of backward, where something computed from
-its result has to be computed again.
+within a layer. A group's loop may run twice in a tick of backward, if a value computed from its
+result must be recomputed.
 """
 
 import dataclasses
@@ -26,24 +27,28 @@ from host_offload.schedule.build import HostUpdate, advise, build_schedule
 from host_offload.schedule.ops import KINDS, Loop, Op, Record
 from host_offload.schedule.schedule import Phase, Schedule
 
-_SHOWN = 8  # ticks of a loop over tiles that a table shows at its begin, and at its end
+_SHOWN = 8  # ticks of a loop over tiles that a table shows at each end
 
 
 def tiles_kind(kind: str, group: str) -> str:
-    """Return the name of the records of a kind that are a group's tiles."""
+    """Return the name of the records that hold one kind of a group's tiles.
+
+    Args:
+      kind: kind of the records, in KINDS.
+      group: name of the group.
+    """
     return f"{kind}.tiles.{group}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TileLoops:
-    """The loops over one group.
+    """The loops over one group's tiles.
 
     Attributes:
-      name: of the group.
-      num_tiles: T.
-      inner: a schedule whose "layers" are the tiles of one layer; its forward and backward run.
-      flat: one whose "layers" are the tiles of all layers, by number; its update runs, if it has
-        one.
+      name: name of the group.
+      num_tiles: T, tiles per layer.
+      inner: schedule whose "layers" are the tiles of one layer; provides forward and backward.
+      flat: schedule whose "layers" are the tiles of all layers, by number; provides update, if any.
     """
 
     name: str
@@ -52,24 +57,24 @@ class TileLoops:
     flat: Schedule
 
     def phase(self, name: str) -> Phase:
-        """Return the loop over tiles of a phase: T ticks in forward and backward, L T in update."""
+        """Return a phase's loop over tiles: T ticks in forward and backward, L T in update."""
         return (self.flat if name == "update" else self.inner).phase(name)
 
     def kind(self, kind: str) -> str:
-        """Return the name of this group's records of a kind."""
+        """Return the name of the records that hold one kind of this group's tiles."""
         return tiles_kind(kind, self.name)
 
     def plan(self, phase: str) -> str:
-        """Return the key of this group's arrays of a phase among those of the schedule."""
+        """Return the key of this group's arrays of a phase among the schedule's arrays."""
         return f"{phase}/{self.name}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TiledSchedule(Schedule):
-    """A schedule, and the loops over tiles inside of it.
+    """A schedule with loops over tiles inside it.
 
     Attributes:
-      tiles: of each group.
+      tiles: loops of each group.
     """
 
     tiles: tuple[TileLoops, ...] = ()
@@ -78,7 +83,7 @@ class TiledSchedule(Schedule):
         """Return the schedule with the loops over tiles that each tick of a phase runs.
 
         Args:
-          runs: phase -> (group, which of its phases) of each loop, in order.
+          runs: for each phase, the (group, phase of the group) of each loop over tiles, in order.
         """
         of_group = {loops.name: loops for loops in self.tiles}
 
@@ -93,10 +98,10 @@ class TiledSchedule(Schedule):
         return dataclasses.replace(self, phases=tuple(map(with_runs, self.phases)))
 
     def in_flight(self) -> dict[str, np.ndarray]:
-        """Return the bytes in flight on a device in each tick of the layers' loops, and of update's
-        loops over tiles.
+        """Return the bytes in flight per device in each tick, by loop name: int64 arrays.
 
-        A tick counts the largest of its loops over tiles: they run one after the other.
+        The loops are the layers' phases, and update's loops over tiles. A tick of a layer counts
+        the largest of its loops over tiles, because they run one after another.
 
         Raises:
           ValueError: the schedule was built without record_bytes.
@@ -109,14 +114,20 @@ class TiledSchedule(Schedule):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in flight in any tick."""
+        """The most bytes in flight per device in any tick.
+
+        Raises:
+          ValueError: the schedule was built without record_bytes.
+        """
         return max(int(total.max()) for total in self.in_flight().values())
 
     def title(self) -> str:
+        """Return the title of a table or picture."""
         groups = ", ".join(f"{loops.num_tiles} tiles of {loops.name}" for loops in self.tiles)
         return f"{super().title()}; a layer is one record and {groups}"
 
     def __str__(self) -> str:
+        """Return the table of the layers' loops, and the tables of the loops over tiles."""
         text = [super().__str__()]
         for loops in self.tiles:
             for phase in self.phases:
@@ -124,7 +135,7 @@ class TiledSchedule(Schedule):
                 inside = loops.phase(phase.name)
                 rows = inside.rows()
                 more = len(rows) - 2 * _SHOWN
-                # The line that stands for the others takes the place of one.
+                # The line in place of the omitted ticks replaces at least two lines.
                 if more > 1:
                     rows = [
                         *rows[:_SHOWN],
@@ -136,14 +147,15 @@ class TiledSchedule(Schedule):
 
 
 def _with_inner(loop: Loop, inner: Sequence[tuple[str, Phase]]) -> Loop:
-    """Return a loop whose trips run loops over tiles, each (group, phase), before they use the rest
-    of the layer.
+    """Return a loop whose iterations run loops over tiles before they use the rest of the layer.
+
+    `inner` holds (group, phase) of each loop over tiles.
     """
     layer = next((op.number for op in loop.ops if op.verb == "compute"), None)
     if layer is None:
         return loop
     ops = [op for op in loop.ops if op.inner is None]
-    # After what the tick takes, and before what it reads to update the layer.
+    # After the records that the tick takes, and before the records that it reads for the update.
     at = next((n + 1 for n, op in enumerate(ops) if op.record.kind == "gathered"), 0)
     tiles = [
         Op("tiles", Record("tiles", name), layer, "compute", inner=phase) for name, phase in inner
@@ -166,26 +178,27 @@ def build_tiled_schedule(
     regathers: bool = False,
     first_layer: int = 0,
 ) -> TiledSchedule:
-    """Build the schedule of a step whose layers hold tiles.
+    """Return the schedule of a step whose layers hold tiles.
 
     Args:
-      num_layers: L.
-      distance: ticks between the fetch of a record, layer or tile, and its use.
-      groups: T by name of each group.
-      group_bytes: bytes of one tile of each group on one device, by kind, as `record_bytes`.
-      tiers: as `host_offload.build_schedule`.
-      update: likewise.
-      master: likewise.
-      record_bytes: bytes of a layer's one record, tiles excluded.
-      budget_bytes: the most bytes that may be in flight on a device.
-      host: likewise.
-      regathers: likewise.
-      first_layer: likewise.
+      num_layers: number of layers, L.
+      distance: ticks between the fetch of a record (a layer's or a tile's) and its use.
+      groups: number of tiles per layer, T, by group name.
+      group_bytes: for each group, bytes of one tile per device by kind, as in `record_bytes`.
+      tiers: tier by kind, as in `host_offload.build_schedule`.
+      update: when the optimizer runs, "after_backward" or "in_backward".
+      master: whether parameters have float32 masters, stored and moved with opt_state.
+      record_bytes: bytes of a layer's record without its tiles, per device by kind, as in
+        `host_offload.build_schedule`.
+      budget_bytes: most bytes in flight per device; None for no limit.
+      host: how callbacks update records on the host; None: the device updates them.
+      regathers: whether devices update shards of replicated parameters and gather them afterwards.
+      first_layer: number of the first layer in its stack, if the layers are a part of a stack.
 
     Raises:
-      ValueError: as `host_offload.build_schedule`.
+      ValueError: a size is invalid, a name is unknown, or more bytes are in flight than the budget.
     """
-    # Activations are saved for a layer, never for a tile.
+    # Activations are saved per layer, never per tile.
     of_tiles = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
 
     def build(distance: int, gather_ahead: bool) -> TiledSchedule:
@@ -212,7 +225,7 @@ def build_tiled_schedule(
             "backward": [(name, "backward") for name in names[::-1]],
         }
         fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
-        # `advise` passes it, but a step with tiles never gathers ahead.
+        # `advise` passes this argument, but a step with tiles never gathers ahead.
         del gather_ahead
         return TiledSchedule(**fields, tiles=tuple(tiles)).with_tiles(runs)
 
@@ -220,8 +233,9 @@ def build_tiled_schedule(
     schedule = build(distance, False)
     if budget_bytes is not None and schedule.peak_bytes > budget_bytes:
         raise ValueError(
-            f"budget_bytes={budget_bytes}: prefetch_distance={distance} puts {schedule.peak_bytes} bytes in flight on a "
-            f"device, {schedule.peak_bytes - budget_bytes} more; "
+            f"budget_bytes={budget_bytes}: prefetch_distance={distance} puts "
+            f"{schedule.peak_bytes} bytes in flight on a device, "
+            f"{schedule.peak_bytes - budget_bytes} more; "
             + advise(build, distance, (False,), budget_bytes)
         )
     return schedule

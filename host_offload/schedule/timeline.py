@@ -1,12 +1,12 @@
-"""Draw what happens in which tick, as text or as SVG: strips of lanes of boxes.
+"""Draw which lane works in which tick, as text or as SVG.
 
-A strip is one loop, a lane is one of the things that happen at once in it (a copy, a collective, a
-computation, a buffer), and a box shows during which ticks a lane works for a layer. One column is
-one tick. Ticks are drawn equally long, because their order is known and their seconds are not: a
-box shows what may overlap, never for how long. Ticks below 0 come before the loop.
+A strip is one loop. A lane is one of the activities that run at the same time in it (a copy, a
+collective, a computation, a buffer). A box shows the ticks in which a lane works for a layer. One
+column is one tick. All ticks have equal width, because their order is known and their seconds are
+not: a box shows what can overlap, never for how long. Ticks below 0 precede the loop.
 
-The text fits a terminal: of a long strip it shows both ends. The SVG shows everything and needs no
-file beside it.
+The text fits a terminal and shows both ends of a long strip. The SVG shows everything and needs no
+other file.
 """
 
 import html
@@ -30,10 +30,10 @@ class Box:
     """A lane's work for one layer, in ticks start .. stop-1.
 
     Attributes:
-      layer: the number in the box; of what is no layer, a letter.
+      layer: number in the box; a letter for unstacked leaves.
       start: first tick.
       stop: tick after the last.
-      kinds: what is moved or held; keys of COLOURS, one stripe each.
+      kinds: kinds that are moved or held, as keys of COLOURS; one stripe each.
     """
 
     layer: int | str
@@ -44,7 +44,12 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """Boxes that follow each other. A lane without any is not drawn."""
+    """Consecutive boxes; an empty lane is not drawn.
+
+    Attributes:
+      name: name of the lane.
+      boxes: boxes of the lane.
+    """
 
     name: str
     boxes: tuple[Box, ...]
@@ -55,11 +60,11 @@ class Strip:
     """Lanes over the same ticks.
 
     Attributes:
-      name: "forward" and the like.
-      note: what stands after the name in the heading.
+      name: name of the loop, such as "forward".
+      note: text after the name in the heading.
       start: first tick, 0 or less.
       stop: tick after the last.
-      lanes: from top to bottom.
+      lanes: lanes from top to bottom.
     """
 
     name: str
@@ -70,13 +75,17 @@ class Strip:
 
     @property
     def drawn(self) -> tuple[Lane, ...]:
-        """Lanes in which something happens."""
+        """Lanes with at least one box."""
         return tuple(lane for lane in self.lanes if lane.boxes)
 
 
 def draw_text(title: str, strips: Iterable[Strip], width: int = 80) -> str:
-    """Return the strips in lines of `width` characters: layer numbers, `.` where a lane rests, `..`
-    for ticks left out.
+    """Return the strips as text: layer numbers, `.` for an idle lane, `..` for omitted ticks.
+
+    Args:
+      title: first line.
+      strips: strips to draw.
+      width: characters per line.
     """
     lines = [title]
     for strip in strips:
@@ -94,7 +103,7 @@ def _rows(strip: Strip, width: int) -> list[str]:
     cell = 1 + max(len(text) for cells in rows.values() for text in cells.values())
     fits = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
     ticks = list(range(strip.start, strip.stop))
-    # Both ends of what does not fit.
+    # Show both ends of a strip that does not fit.
     parts = [ticks] if len(ticks) <= fits else [ticks[: (fits + 1) // 2], ticks[-(fits // 2) :]]
     lines = []
     for name, cells in rows.items():
@@ -110,15 +119,19 @@ def _rows(strip: Strip, width: int) -> list[str]:
 def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     """Return a standalone SVG document.
 
-    A lane is a group of id "<strip>-<lane>" (spaces are dashes) that holds one group of class "box"
-    for each box: a tooltip, a stripe for each kind, the layer's number.
+    Each lane is a group with id "<strip>-<lane>" (spaces become dashes). It holds one group of
+    class "box" per box, with a tooltip, a stripe for each kind, and the layer's number.
+
+    Args:
+      title: heading of the picture.
+      strips: strips to draw, from top to bottom.
     """
     digits = max(len(str(n)) for strip in strips for n in (strip.start, strip.stop))
     cell = DIGIT * digits + 12
     body, y = [], 96
     for strip in strips:
         body += _svg_strip(strip, y, cell)
-        # The row of ticks, the lanes, and two rows for the next strip's heading.
+        # Room for the row of ticks, the lanes, and two rows for the next strip's heading.
         y += ROW * (len(strip.drawn) + 3)
     kinds = {
         kind for strip in strips for lane in strip.drawn for box in lane.boxes for kind in box.kinds
@@ -128,8 +141,8 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     columns = max(strip.stop - strip.start for strip in strips)
     width = max(LEFT + cell * columns, LEFT + LEGEND * len(legend), DIGIT * longest) + RIGHT
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" '
-        'font-family="sans-serif" font-size="12" fill="#222">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 '
+        f'{width} {y}" font-family="sans-serif" font-size="12" fill="#222">',
         f"<title>{html.escape(title)}</title>",
         f'<rect width="{width}" height="{y}" fill="#fff"/>',
         f'<text x="12" y="26" font-size="15" font-weight="bold">{html.escape(title)}</text>',
@@ -151,7 +164,8 @@ def _svg_strip(strip: Strip, y: int, cell: int) -> list[str]:
     bottom = y + ROW * (len(strip.drawn) + 1)
     lines = [
         f'<g id="{strip.name}">',
-        f'<text x="12" y="{y - 10}"><tspan font-weight="bold">{strip.name}</tspan>{html.escape(strip.note)}</text>',
+        f'<text x="12" y="{y - 10}"><tspan '
+        f'font-weight="bold">{strip.name}</tspan>{html.escape(strip.note)}</text>',
         f'<g id="{strip.name}-tick" fill="#666" text-anchor="middle">',
         f'<text x="12" y="{y + 17}" text-anchor="start">tick</text>',
     ]
@@ -189,20 +203,30 @@ def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> li
     stripe = height / len(box.kinds)
     for i, kind in enumerate(box.kinds):
         lines.append(
-            f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" fill="{COLOURS[kind]}"/>'
+            f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" '
+            f'fill="{COLOURS[kind]}"/>'
         )
     # One frame around all stripes.
     lines.append(
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="2" fill="none" stroke="#555"/>'
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="2" fill="none" '
+        'stroke="#555"/>'
     )
     return [*lines, f'<text x="{x + width / 2:g}" y="{y + 15}">{box.layer}</text>', "</g>"]
 
 
 def draw_html(title: str, strips: Sequence[Strip], table: str) -> str:
-    """Return a standalone HTML file: the SVG, and `table` below it as it is."""
+    """Return a standalone HTML file with the SVG and, below it, `table` as preformatted text.
+
+    Args:
+      title: title of the page and of the picture.
+      strips: strips to draw, from top to bottom.
+      table: text below the picture.
+    """
     svg = draw_svg(title, strips)
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title></head>\n'
-        f'<body style="background: #fff; color: #222">\n<div style="overflow-x: auto">\n{svg}</div>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title></head>\n"
+        '<body style="background: #fff; color: #222">\n<div style="overflow-x: auto">\n'
+        f"{svg}</div>\n"
         f"<pre>{html.escape(table)}</pre>\n</body>\n</html>\n"
     )

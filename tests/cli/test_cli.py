@@ -92,11 +92,11 @@ def test_memory_prints_a_transformers_activations(capsys):
     [
         (
             ["--layers", "2", "--shards", "2"],
-            "--layers: activations are those of a transformer, whose --hidden, --heads",
+            "--layers: activations need a transformer, whose --hidden, --heads",
         ),
         (
             ["--params", "5", "--shards", "2", "--sequence-parallel"],
-            "--sequence-parallel: activations are those",
+            "--sequence-parallel: activations need",
         ),
         (["--shards", "2"], "--params, or --layers, --hidden, --heads and --seq"),
         ([*SHAPE, "--tensor", "5"], "--heads 64 do not divide by --tensor 5"),
@@ -171,7 +171,7 @@ def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\x7fELF\xd0\xff")
     for arguments, message in (
-        ([str(binary)], f"{binary} is no text"),
+        ([str(binary)], f"{binary} is not text"),
         ([str(tmp_path)], "holds no program that XLA dumped for a GPU"),
         ([str(tmp_path / "none")], "No such file"),
         ([str(path), "--link", "0"], "link = 0.0: it must be a rate, above 0 a second"),

@@ -167,18 +167,18 @@ def test_no_arguments_are_an_empty_object(tmp_path, family, arguments):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": "a", "text": "b"}', "'text' is there twice"),
+        ('{"text": "a", "text": "b"}', "'text' appears twice"),
         (
             '{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
-            "'role' is there twice",
+            "'role' appears twice",
         ),
         (
             {"messages": call('{"city": "Rome", "city": "Oslo"}')},
-            "message 1, tool call 0: arguments .*'city' is there twice",
+            "message 1, tool call 0: arguments .*'city' appears twice",
         ),
         (
             {"messages": call("{}"), "tools": '[{"name": "a", "name": "b"}]'},
-            "tools .*'name' is there twice",
+            "tools .*'name' appears twice",
         ),
     ],
 )

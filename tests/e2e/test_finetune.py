@@ -173,7 +173,7 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
         here(*arguments, "--resume", "True", "--weight-decay", "0.5")
     printed, is_over = here(*arguments, "--resume", "True")
     assert not is_over
-    assert f"goes on from step {STOPPED} of" in printed
+    assert f"continues from step {STOPPED} of" in printed
     assert "began with" not in printed
     for name in ("train/loss", "validation/loss"):
         assert figures(tmp_path, name) == figures(uncut[0], name)
@@ -244,7 +244,7 @@ def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
     assert "loss" not in found[1][1]  # the first alone prints
     assert list(figures(tmp_path)) == [*range(1, step + 1)]
     printed, _ = here(*arguments, "--resume", "True")
-    assert f"goes on from step {step} of" in printed
+    assert f"continues from step {step} of" in printed
     for name in ("train/loss", "validation/loss"):
         found, expected = figures(tmp_path, name), figures(uncut[0], name)
         # The step that a signal ends is not validated.
@@ -269,7 +269,7 @@ def test_an_export_that_fails_is_told_alone(tmp_path, inputs, uncut, capsys):
         finetune.export(options, cast(Any, None))
     told = capsys.readouterr().err
     assert "error: --export " in told
-    assert "imported from as --model. The checkpoints are whole" in told
+    assert "imported from as --model. The checkpoints are complete" in told
 
 
 @pytest.mark.exhaustive  # by default the signal comes to the test's own process

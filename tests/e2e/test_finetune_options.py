@@ -104,10 +104,13 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     )
     more = ["--steps", "30", "--lora-dropout", "0.5", "--precision", "fp32"]
     names = (
-        "goes on with --lora-dropout 0.5, and began with 0.0",
-        "goes on with --precision fp32, and began with bf16",
+        "continues with --lora-dropout 0.5, and began with 0.0",
+        "continues with --precision fp32, and began with bf16",
     )
-    assert resumed(folder, *common, *more) == [*names, "goes on with --steps 30, and began with 8"]
+    assert resumed(folder, *common, *more) == [
+        *names,
+        "continues with --steps 30, and began with 8",
+    ]
     assert (
         resumed(folder, *common, *more)[0] == names[0]
     )  # each time beside what the run began with
@@ -117,13 +120,13 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     )
     (tmp_path / "other" / "3").mkdir()
     (line,) = resumed(tmp_path / "other", *common, "--validation-data", inputs[3])
-    assert line.startswith("goes on with held-out rows ")
+    assert line.startswith("continues with held-out rows ")
     before = (folder / "run.json").read_text()
     record = json.loads(before)
     del record["refuses"]["config.json of --model"]["logits_cap"], record["refuses"]["seed"]
     (folder / "run.json").write_text(json.dumps(record))
     (line,) = resumed(folder, *common)  # as of a version that told less
-    assert "run.json does not tell --seed: not compared" in line
+    assert "run.json does not record --seed: not compared" in line
     assert json.loads((folder / "run.json").read_text())["refuses"]["seed"] == 0
     (folder / "run.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="cannot be read"):
@@ -131,7 +134,7 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     (folder / "run.json").write_text("{")
     with pytest.raises(
         ValueError,
-        match=r"run.json, which tells what the run began with, cannot be read: .*Remove it",
+        match=r"run.json, which records what the run began with, cannot be read: .*Remove it",
     ):
         resumed(folder, *common)
     (folder / "run.json").unlink()
@@ -253,8 +256,8 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--merge-lora", "True"], "give --lora-rank"),
         (["--export", "out"], "give --checkpoint-dir"),
         (["--lora-rank", "2", "--merge-lora", "True"], "give --export"),
-        (["--export", "no/where/out", "--checkpoint-dir", "c"], "its folder is not there"),
-        (["--export", "", "--checkpoint-dir", "c"], "its folder is not there"),
+        (["--export", "no/where/out", "--checkpoint-dir", "c"], "its parent folder does not exist"),
+        (["--export", "", "--checkpoint-dir", "c"], "its parent folder does not exist"),
         (["--export", "out", "--checkpoint-dir", "c", "--steps", "0"], "--steps 0"),
         (["--sample-tokens", "-1"], "--sample-tokens -1"),
         (["--eval-every", "0"], "--eval-every 0"),
@@ -289,9 +292,7 @@ def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):
 def test_folders_that_cannot_be_written_are_told_before_the_run(tmp_path, inputs):
     (tmp_path / "file").touch()
     arguments = [*inputs, "--seq", "128", "--lora-rank", "4"]
-    with pytest.raises(
-        ValueError, match=r"--logdir .*file/log: .*file is no folder that can be written"
-    ):
+    with pytest.raises(ValueError, match=r"--logdir .*file/log: .*file is not a writable folder"):
         finetune.start(
             finetune.parse(
                 [*arguments, "--logdir", str(tmp_path / "file" / "log"), "--devices", "8"]
@@ -307,7 +308,7 @@ def test_folders_that_cannot_be_written_are_told_before_the_run(tmp_path, inputs
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, inputs):
     write_model("llama", tmp_path / "model", vocab_size=100)
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="and the model has 100"):
+    with pytest.raises(ValueError, match="but the model has 100"):
         finetune.prepare(finetune.parse([*inputs, "--model", str(tmp_path / "model")]))
 
 
@@ -325,8 +326,8 @@ def test_prompts_are_looked_at_before_the_run(tmp_path, inputs):
     write(tmp_path / "texts.jsonl", [{"text": f"text {i}"} for i in range(40)])
     options = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "texts.jsonl")]
     for prompt, words in (
-        ("a <new>", "gives token 259, and the model has 259"),
-        ("", "each needs a token"),
+        ("a <new>", "returned token 259, but the model has 259"),
+        ("", "each needs at least one token"),
     ):
         with pytest.raises(ValueError, match=words):
             finetune.prepare(finetune.parse([*options, "--prompt", prompt]))

@@ -143,7 +143,7 @@ def resumed(
     folder: pathlib.Path, text: str, step: int, train: Callable[..., str]
 ) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
     """Go on in one process, and return the figures before and after."""
-    assert f"goes on from step {step} of" in train(
+    assert f"continues from step {step} of" in train(
         *arguments(folder, text), *saving(folder), "--resume", "True"
     )
     assert sorted(int(path.name) for path in (folder / "saved").iterdir() if path.is_dir()) == [

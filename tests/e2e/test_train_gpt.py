@@ -215,11 +215,11 @@ def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
                 "--swap-dir",
                 ".",
             ],
-            "not built",
+            "not supported",
         ),
         (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
-        (["--loss-tiles", "257"], "0 (whole logits) to 256"),
+        (["--loss-tiles", "257"], "0 (full logits) to 256"),
         (["--mesh", "fsdp=1,tensor=3", "--devices", "3"], "heads=4 do not divide by tensor=3"),
         (
             ["--mesh", "fsdp=1,tensor=4", "--seq", "30", "--sequence-parallel", "True"],

@@ -313,7 +313,7 @@ def test_folders_without_a_config_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not JSON: it is nested too deeply"):
         model_of(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 48, "hidden_size": 64}')
-    with pytest.raises(ValueError, match="'hidden_size' is there twice"):
+    with pytest.raises(ValueError, match="'hidden_size' appears twice"):
         model_of(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")

@@ -167,8 +167,8 @@ def test_command_exports_in_another_dtype_which_the_config_tells(tmp_path, capsy
     loaded(tmp_path / "out")
     for wrong, told in (
         (["--format", "hf"], "needs --like"),
-        (["--format", "peft", "--like", "x", "--merge-lora"], "is of --format hf"),
-        (["--format", "orbax", "--like", "x"], "is of --format hf and peft"),
+        (["--format", "peft", "--like", "x", "--merge-lora"], "needs --format hf"),
+        (["--format", "orbax", "--like", "x"], "needs --format hf or peft"),
     ):
         with pytest.raises(SystemExit):
             cli.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "o"), *wrong])

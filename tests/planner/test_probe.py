@@ -74,7 +74,7 @@ def test_probe_command_writes_what_machine_reads(tmp_path, monkeypatch, capsys):
     assert zj.machine(path) == measured
     assert capsys.readouterr().out == f"{measured}\n"
     monkeypatch.setattr(commands, "probe", lambda swap_dir: pytest.fail("a minute was spent"))
-    for out, message in (("m.txt", "ends with .toml"), ("gone/m.toml", "cannot be written")):
+    for out, message in (("m.txt", "end with .toml"), ("gone/m.toml", "cannot be written")):
         with pytest.raises(SystemExit) as caught:
             cli.main(["probe", "--out", str(tmp_path / out)])
         assert caught.value.code == 2

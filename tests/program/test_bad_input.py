@@ -96,7 +96,7 @@ def test_a_swap_dir_is_any_path_and_kept_as_a_string(tmp_path):
 def test_build_refuses_a_delayed_update_with_the_nvme_tier(fields):
     name = next(name for name, tier in fields.items() if tier == "nvme")
     with pytest.raises(
-        NotImplementedError, match=f"delayed_update=True is not built.*{name}='nvme'"
+        NotImplementedError, match=f"delayed_update=True is not supported.*{name}='nvme'"
     ):
         build(
             delayed_update=True,

@@ -143,11 +143,11 @@ def test_aux_of_any_form_is_in_the_metrics():
 WRONG = {
     "ours": (
         lambda p, b, k: (mean(p, b), {"grad_norm": 1.0}),
-        "whose names are those of the step itself",
+        "reserved for the step",
     ),
     "swap": (
         lambda p, b, k: (mean(p, b), {"swap_misses": 1.0}),
-        "whose names are those of the step itself",
+        "reserved for the step",
     ),
     "three": (lambda p, b, k: (mean(p, b), 1, 2), "must be one scalar, .scalar, aux. or a zj.Loss"),
     "vector": (

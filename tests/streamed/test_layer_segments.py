@@ -489,6 +489,6 @@ def test_numbers_are_refused_where_rings_depend_on_the_mode():
     }
     with pytest.raises(
         NotImplementedError,
-        match=re.escape("tensor_overlap=True is not built in this version with values"),
+        match=re.escape("tensor_overlap=True is not supported with values"),
     ):
         build(**fields)

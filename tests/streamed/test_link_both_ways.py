@@ -239,7 +239,9 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
     assert not ends_of(
         build_schedule(4, 1, ends=ends, **options).phase("backward")
     )  # stores are not late
-    with pytest.raises(ValueError, match="ends has 'tail': known are head, head_pieces, late_ends"):
+    with pytest.raises(
+        ValueError, match="ends has unknown 'tail': choose from head, head_pieces, late_ends"
+    ):
         build_schedule(4, 1, ends=[EndsMove("tail", (1,))], **options)
 
 

@@ -85,7 +85,7 @@ REFUSED = {
         "zerojax.tiled is .*, and a list is needed",
     ),
     "no tiles": (HEADER | {"__metadata__": {"zerojax.tiled": "["}}, "zerojax.tiled is not JSON"),
-    "twice": ('{"a": 1, "a": 2}', "'a' is there twice"),
+    "twice": ('{"a": 1, "a": 2}', "'a' appears twice"),
     "deep": ("[" * 100_000, "it is nested too deeply"),
     "deep tiles": (
         HEADER | {"__metadata__": {"zerojax.tiled": "[" * 100_000}},

@@ -584,7 +584,7 @@ def test_schedule_with_the_device_alone_moves_nothing():
         ),
         (
             {"tiers": {"weights": "nvme"}},
-            "tiers has 'weights': known are params, frozen, grads, opt_state, activations",
+            "tiers has unknown 'weights': choose from params, frozen, grads, opt_state, activations",
         ),
         ({"update": "in_forward"}, "update='in_forward': 'after_backward' or 'in_backward'"),
         ({"device_layers": 4}, "device_layers=4: 0 to 3"),
@@ -592,7 +592,7 @@ def test_schedule_with_the_device_alone_moves_nothing():
         ({"device_layers": True}, "device_layers=True: an int"),
         (
             {"record_bytes": {"param": 1}},
-            "record_bytes has 'param': known are gathered, derivative",
+            "record_bytes has unknown 'param': choose from gathered, derivative",
         ),
         ({"record_bytes": {"params": -1}}, r"record_bytes\['params'\]=-1: 0 or more"),
         ({"budget_bytes": 10}, "budget_bytes=10 needs record_bytes"),
