@@ -118,7 +118,8 @@ def run_part(part: str, p: Problem, environment: Mapping[str, str], folder: str)
     seconds, losses = dict[str, float](), dict[str, list[float]]()
     for name in names:
         done = subprocess.run(
-            [*command, name], env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, cwd=folder, capture_output=True,
+            [*command, name], env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, cwd=folder,
+            capture_output=True,
             text=True, timeout=1800, check=False,
         )  # fmt: skip
         line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
