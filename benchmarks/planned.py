@@ -12,7 +12,7 @@ Each config's step is predicted (`zj.plan` with every field fixed) and then run.
 all configs in turn, so that a slow minute affects all. `--auto` also runs the choice of `zj.plan`.
 Figures are medians over rounds, and a config's seconds in a round are the median of its steps.
 `--mixed` also plans for a device with room for half of the layers' saved activations. The layers of
-this plan differ in what they save, and it is compared with configs whose layers are alike.
+this plan differ in what they save, and it is compared with uniform configs.
 """
 
 import argparse

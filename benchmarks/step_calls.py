@@ -79,8 +79,8 @@ class Calls:
 def count_calls() -> dict[str, Any]:
     """Return the calls of a warm step of 3 layers on one device.
 
-    Of several steps, the step with the median number of calls is taken. "record formats" counts the
-    calls that recompute the sizes and offsets of records.
+    Several steps are counted, and the step with the median number of calls is returned. "record
+    formats" counts the calls that recompute the sizes and offsets of records.
     """
     calls = Calls()
     import same_toys  # and zerojax

@@ -36,7 +36,7 @@ Write = Callable[[Mapping[str, Any]], None]
 
 
 def share_of(left: float, needs: float, later: float) -> float:
-    """Return the seconds that a check gets of those that are left.
+    """Return a check's share of the seconds that are left.
 
     It gets all seconds that later checks do not need. If seconds are short, it gets what it needs
     as long as the later checks keep `LEAST` of theirs. If they are shorter still, all checks get
@@ -177,7 +177,7 @@ class Run:
         """Run the checks one after another.
 
         Args:
-          folders: folders to empty after a check is lost, of what it left there.
+          folders: folders that are emptied after a check is lost.
         """
         starts = time.monotonic()
         chosen = [

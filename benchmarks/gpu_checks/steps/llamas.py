@@ -3,9 +3,9 @@
 The rows show time, idle share, bytes and memory.
 
 The program is compiled once, with a dump, and the timed steps run the program whose HLO and thunks
-are read. Seconds are the median of a few steps, each of which is waited for. Idle share and overlap
-come from a profile of further steps, which run back to back. `hlo.simulate` predicts the same
-program twice: at assumed rates, and at the rates that "rates" measured on this machine.
+are read. Seconds are the median of a few steps; the timer waits for each step. Idle share and
+overlap come from a profile of further steps, which run back to back. `hlo.simulate` predicts the
+same program twice: at assumed rates, and at the rates that "rates" measured on this machine.
 """
 
 import dataclasses
