@@ -140,7 +140,10 @@ NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "upda
 
 
 def drawn(num: int, seed: int) -> list[Case]:
-    """Return `num` cases of random sizes and fields that do not contradict each other."""
+    """Return `num` cases of random sizes and fields.
+
+    Some contradictory fields are adjusted; a case may still be one that cannot be planned.
+    """
     rng, cases = np.random.default_rng(seed), list[Case]()
 
     def choice(*values: Any) -> Any:
