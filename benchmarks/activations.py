@@ -1,18 +1,24 @@
-"""What a layer keeps and sends, compiled for H200s that are not there; and step times on 8
-simulated devices.
+"""Measure a layer's saved activations, a step's collectives, and step times.
 
-    python benchmarks/activations.py --save benchmarks/results/activations_cpu2_202611.md    # all parts, about 15 minutes
-    python benchmarks/activations.py --parts kept paper                                       # some of them
+Programs are compiled for H200s without having any; steps are timed on 8 simulated devices.
 
-    kept         bytes a layer keeps for backward on each device, from the stacks that compiled loops carry, beside the closed
-                 form `zerojax.memory.layer_activation_bytes` and that of Korthikanti et al. (arXiv:2205.05198)
-    paper        both closed forms for the four models of that paper, at tensor 8
-    collectives  bytes of whole operands by mesh axis, of one compiled step
-    time         step time beside fsdp alone with the same global batch: rounds in which each program runs in turn, one process
+    # all parts, about 15 minutes
+    python benchmarks/activations.py --save benchmarks/results/activations_cpu2_202611.md
+    # some of them
+    python benchmarks/activations.py --parts kept paper
 
-Kept bytes must equal the closed form within 1 %, and exceed Korthikanti's nowhere; else the exit
-status is 1. Simulated devices share a CPU's memory: a collective there is a copy, and times tell
-what is computed besides, not what a network costs. Needs zerojax[aot,examples].
+    kept         bytes that a layer saves for backward on each device, read from the stacks that
+                 compiled loops carry, next to the closed form
+                 `zerojax.memory.layer_activation_bytes` and the closed form of Korthikanti et al.
+                 (arXiv:2205.05198)
+    paper        both closed forms for the paper's four models, at tensor 8
+    collectives  bytes of unsharded operands in one compiled step, by mesh axis
+    time         step time over fsdp alone with the same global batch; one process runs each
+                 program once per round
+
+Saved bytes must be within 1 % of the closed form and must never exceed Korthikanti's; otherwise the
+exit status is 1. Simulated devices share a CPU's memory, so a collective there is a copy: the times
+show the cost of the extra computation, not the cost of a network. Needs zerojax[aot,examples].
 """
 
 import argparse
@@ -44,8 +50,9 @@ import zerojax as zj  # noqa: E402
 from zerojax import aot, hlo, memory  # noqa: E402
 
 ROWS, LAYERS = 3, 5
-"""Numbers that nothing else in a program is, so that stacks of what is kept are known by their
-first dims.
+"""Numbers that no other dimension of a program has.
+
+The leading dims of a stack therefore show that it holds saved activations.
 """
 MODES = ("save", "selective", "remat")
 SIZES = ("22b", "175b")
@@ -55,7 +62,7 @@ BATCH = 8
 
 
 def model_of(c: gpt.GPTConfig, tensor: int, **fields: Any) -> tuple[gpt.GPTConfig, zj.LayeredModel]:
-    """Return sizes with some fields, annotated where `tensor` has several devices, and the model."""
+    """Return `c` with `fields` replaced, annotated for tensor > 1, and its model."""
     c = dataclasses.replace(
         c, tensor_axis="tensor" if tensor > 1 else None, loss_tiles=0, attention="xla", **fields
     )
@@ -73,17 +80,15 @@ def compiled(c: gpt.GPTConfig, mesh: Any, rows: int, **settings: Any) -> str:
 
 
 def h200s(fsdp: int, tensor: int) -> Any:
-    """Return a mesh of H200s of one host."""
+    """Return a mesh of H200s on one host."""
     return aot.gpu_mesh("h200", hosts=1, gpus_per_host=fsdp * tensor, fsdp=fsdp, tensor=tensor)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- saved activations ----------------------------------------------------------------------------
 
 
 def kept_bytes(c: gpt.GPTConfig, tensor: int, **settings: Any) -> float:
-    """Return the bytes that a layer keeps of ROWS sequences on each device, of a program compiled
-    for H200s.
-    """
+    """Return the bytes per device that a layer saves of ROWS sequences, compiled for H200s."""
     c = dataclasses.replace(c, layers=LAYERS)
     text = compiled(c, h200s(1, tensor), ROWS, stage=1, **settings)
 
@@ -100,10 +105,12 @@ def kept_bytes(c: gpt.GPTConfig, tensor: int, **settings: Any) -> float:
 
 
 def kept_table(sizes: list[str], tensors: list[int]) -> tuple[list[str], bool]:
-    """Return the lines of the table, and whether all bytes are as they must be."""
+    """Return the lines of the table, and whether all byte counts are within their bounds."""
     lines = [
-        f"MiB a layer keeps on each device, {ROWS} sequences of 2048 tokens, bf16; compiled for H200s.", "",
-        "| layer | tensor | stream | activations | compiled | closed form | Korthikanti et al. | ours / theirs |",
+        f"MiB a layer keeps on each device, {ROWS} sequences of 2048 tokens, bf16; "
+        "compiled for H200s.", "",
+        "| layer | tensor | stream | activations | compiled | closed form "
+        "| Korthikanti et al. | ours / theirs |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     are_right = True
@@ -121,7 +128,8 @@ def kept_table(sizes: list[str], tensors: list[int]) -> tuple[list[str], bool]:
         are_right &= abs(found / ours - 1) <= 0.01 and found <= theirs * 1.01
         cells = " | ".join(f"{n / 2**20:,.1f}" for n in (found, ours, theirs))
         lines.append(
-            f"| {size} | {tensor} | {'split' if is_split else 'whole'} | {mode} | {cells} | {found / theirs:.2f} |"
+            f"| {size} | {tensor} | {'split' if is_split else 'whole'} | {mode} | {cells} "
+            f"| {found / theirs:.2f} |"
         )
         print(lines[-1], flush=True)
     return lines, are_right
@@ -131,11 +139,14 @@ BOTH = (memory.layer_activation_bytes, memory.korthikanti_layer_bytes)
 
 
 def paper_table() -> list[str]:
-    """Return both closed forms for the paper's models."""
+    """Return a table of both closed forms for the paper's models."""
     lines = [
-        "MiB a layer keeps on each device at tensor 8, by the closed forms, for one sequence; in brackets over tensor "
-        "parallelism alone with everything kept by Korthikanti et al., the 100 % of their figure 7.", "",
-        "| model | h | a | whole stream, save | split, save | whole, selective | split, selective | split, remat |",
+        "MiB a layer keeps on each device at tensor 8, by the closed forms, for one sequence; "
+        "in brackets over tensor "
+        "parallelism alone with everything kept by Korthikanti et al., "
+        "the 100 % of their figure 7.", "",
+        "| model | h | a | whole stream, save | split, save | whole, selective "
+        "| split, selective | split, remat |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for size, (name, form) in itertools.product(
@@ -158,11 +169,11 @@ def paper_table() -> list[str]:
     return lines
 
 
-# --- what is sent, and how long it takes ----------------------------------------------------------
+# --- collectives and step times -------------------------------------------------------------------
 
 
 def cases() -> dict[str, tuple[dict[str, int], dict[str, Any]]]:
-    """Return mesh and settings of each case."""
+    """Return the mesh and the settings of each case, by name."""
     split = {"fsdp": 2, "tensor": 4}
     return {
         "fsdp alone": ({"fsdp": 8, "tensor": 1}, {}),
@@ -173,7 +184,7 @@ def cases() -> dict[str, tuple[dict[str, int], dict[str, Any]]]:
 
 
 def build(mesh: dict[str, int], settings: dict[str, Any]) -> zj.Program:
-    """Return the program of a case, over simulated devices."""
+    """Return a case's program on simulated devices."""
     _, model = model_of(SMALL, mesh["tensor"])
     config = zj.ZeroConfig(stage=3, activations="selective", **settings)
     return zj.build_train_step(
@@ -182,12 +193,14 @@ def build(mesh: dict[str, int], settings: dict[str, Any]) -> zj.Program:
 
 
 def collectives_table() -> list[str]:
-    """Return the bytes of each case's collectives, by axis."""
+    """Return a table of the bytes of each case's collectives, by mesh axis."""
     h = SMALL
     lines = [
-        f"MiB of whole operands in a step, by mesh axis; {h.layers} layers, h {h.hidden}, a {h.heads}, s {h.seq}, V {h.vocab}, "
+        f"MiB of whole operands in a step, by mesh axis; {h.layers} layers, h {h.hidden}, "
+        f"a {h.heads}, s {h.seq}, V {h.vocab}, "
         f"batch {BATCH}, stage 3, bf16, selective; compiled for 8 H200s.", "",
-        "| | axis | all_gather | reduce_scatter | all_reduce | others |", "|---|---|---|---|---|---|",
+        "| | axis | all_gather | reduce_scatter | all_reduce | others |",
+        "|---|---|---|---|---|---|",
     ]  # fmt: skip
     ops = ("all-gather", "reduce-scatter", "all-reduce")
     for name, (mesh, settings) in cases().items():
@@ -207,7 +220,7 @@ def collectives_table() -> list[str]:
 
 
 def time_table(rounds: int) -> list[str]:
-    """Return the step times of all cases, each of which runs once in a round."""
+    """Return a table of all cases' step times; each case runs once per round."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, SMALL.vocab, (BATCH, SMALL.seq + 1), np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -220,12 +233,13 @@ def time_table(rounds: int) -> list[str]:
         for name, program in programs.items():
             start = time.perf_counter()
             states[name], metrics = jax.block_until_ready(program.step(states[name], batch))
-            # The first two compile and warm up.
+            # The first two rounds compile and warm up.
             seconds[name] += [time.perf_counter() - start] * (number > 1)
             losses[name] = float(metrics["loss"])
     base = statistics.median(seconds["fsdp alone"])
     lines = [
-        f"Step time on 8 simulated devices, float32, sizes and settings of the table below; {rounds} rounds of one step each, "
+        "Step time on 8 simulated devices, float32, sizes and settings of the table below; "
+        f"{rounds} rounds of one step each, "
         f"in turn. Ratio of medians; losses after {rounds + 2} steps agree within "
         f"{max(losses.values()) - min(losses.values()):.1e}. "
         f"Load average after them: {os.getloadavg()[0]:.0f}.", "",
@@ -245,12 +259,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(gpt.PRESETS), default=list(SIZES))
     parser.add_argument("--tensors", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--save", type=pathlib.Path, help="the file to write")
+    parser.add_argument("--save", type=pathlib.Path, help="file to write")
     options = parser.parse_args()
     parts, are_right = options.parts or ("kept", "paper", "collectives", "time"), True
     lines = [
         f"# Activations: kept, sent, timed, {datetime.date.today():%Y-%m}", "",
-        f"jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores, which other work may share: "
+        f"jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores, "
+        "which other work may share: "
         f"compare ratios within a table. Command: `python {' '.join(sys.argv)}`.", "",
     ]  # fmt: skip
     if "time" in parts:
@@ -268,7 +283,7 @@ def main() -> None:
         options.save.write_text(text.rstrip("\n") + "\n")
     if not are_right:
         print(
-            "kept bytes differ from the closed form by more than 1 %, or exceed Korthikanti's",
+            "saved bytes differ from the closed form by more than 1 %, or exceed Korthikanti's",
             file=sys.stderr,
         )
         sys.exit(1)

@@ -1,13 +1,14 @@
-"""Bandwidth of the nvme tier's two readers over what the disk itself gives.
+"""Measure the bandwidth of the nvme tier's two readers over the disk's own bandwidth.
 
-    python benchmarks/bandwidth.py                                       # 1 GiB at a time in a temporary folder
+    # 1 GiB per reader and round in a temporary folder
+    python benchmarks/bandwidth.py
     python benchmarks/bandwidth.py --folder SWAP_DIR --save benchmarks/results/NAME.md
 
-The ceiling of a round is the best of plain preadv/pwritev with O_DIRECT, at several settings, on
-the same files and buffers, and of fio where it is installed. A round measures all, writes before
-reads, with the page cache dropped between; a ratio is taken within a round, so that a slow minute
-of the disk falls on all. The first round, whose writes go to new files, is left out.
-`host_offload.disk.bandwidth` does the measuring.
+Each round's ceiling is the fastest of plain preadv/pwritev with O_DIRECT, at several settings, on
+the same files and buffers, and of fio if it is installed. A round measures every reader, writes
+before reads, and drops the page cache in between. Ratios are taken within a round, so a slow minute
+of the disk affects all readers. The first round is left out because it writes new files.
+`host_offload.disk.bandwidth` takes the measurements.
 """
 
 import argparse
@@ -41,19 +42,21 @@ from host_offload.disk import (
 
 FIO = "fio"
 FLOOR = 0.90
-"""Of the ceiling; what io="direct" is to reach, checksums included."""
+"""Least share of the ceiling for io="direct", checksums included."""
 
 
 def main() -> None:
-    """Run all rounds, print and save the table."""
+    """Run all rounds, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--folder", help="a folder of the disk to measure; a temporary one by default"
+        "--folder", help="folder on the disk to measure; a temporary folder by default"
     )
     parser.add_argument(
-        "--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round"
+        "--gib", type=float, default=1.0, help="GiB that each reader writes and reads per round"
     )
-    parser.add_argument("--records", type=int, default=16, help="of which it is made")
+    parser.add_argument(
+        "--records", type=int, default=16, help="number of records into which --gib is split"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     options = parser.parse_args()
@@ -85,13 +88,15 @@ def main() -> None:
 
 
 def heading(options: argparse.Namespace, settings: IoSettings, size: int) -> list[str]:
-    """Return what was measured, and on what."""
+    """Return the report's heading: sizes, hardware, versions and command."""
     return [
         f"# Bandwidth of the nvme tier, {datetime.date.today():%Y-%m}",
         "",
-        f"{options.records} records of {size / 2**20:.1f} MiB in four buffers; {settings.num_threads} transfers at once of "
+        f"{options.records} records of {size / 2**20:.1f} MiB in four buffers; "
+        f"{settings.num_threads} transfers at once of "
         f"{settings.block_bytes / 2**20:g} MiB.",
-        f"Hardware: {os.cpu_count()} cores of {cpu_name()}. tensorstore {importlib.metadata.version('tensorstore')}, Python "
+        f"Hardware: {os.cpu_count()} cores of {cpu_name()}. "
+        f"tensorstore {importlib.metadata.version('tensorstore')}, Python "
         f"{platform.python_version()}, Linux {platform.release().split('-')[0]}.",
         f"Command: `{' '.join(['python benchmarks/bandwidth.py', *sys.argv[1:]])}`",
         "",
@@ -101,9 +106,10 @@ def heading(options: argparse.Namespace, settings: IoSettings, size: int) -> lis
 
 
 def table(rounds: list[dict[str, Rates]]) -> list[str]:
-    """Return the table, and whether io="direct" reaches its floor."""
+    """Return the table's lines and a sentence on whether io="direct" reaches its floor."""
     lines = [
-        "| reader | read GB/s | over the best, median (range) | write GB/s | over the best, median (range) |",
+        "| reader | read GB/s | over the best, median (range) "
+        "| write GB/s | over the best, median (range) |",
         "|---|---|---|---|---|",
     ]
     medians = {}
@@ -117,11 +123,13 @@ def table(rounds: list[dict[str, Rates]]) -> list[str]:
             ratio = [a / b for a, b in zip(rates, best, strict=True)]
             medians[name, way] = statistics.median(ratio)
             cells.append(
-                f"{statistics.median(rates) / 1e9:.2f} | {medians[name, way]:.2f} ({min(ratio):.2f}-{max(ratio):.2f})"
+                f"{statistics.median(rates) / 1e9:.2f} | {medians[name, way]:.2f} "
+                f"({min(ratio):.2f}-{max(ratio):.2f})"
             )
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     told = [
-        f"{way} {medians[DIRECT, way]:.2f} ({'reached' if medians[DIRECT, way] >= FLOOR else 'MISSED'})"
+        f"{way} {medians[DIRECT, way]:.2f} "
+        f"({'reached' if medians[DIRECT, way] >= FLOOR else 'MISSED'})"
         for way in ("read", "write")
     ]
     return [
@@ -132,15 +140,17 @@ def table(rounds: list[dict[str, Rates]]) -> list[str]:
 
 
 def fio_rates(folder: str, num_bytes: int, settings: IoSettings) -> dict[str, Rates]:
-    """Return {"fio": its rates} with the same transfers; nothing where it is not installed."""
+    """Return {"fio": its rates} for the same transfers, or {} if fio is not installed."""
     program = shutil.which(FIO)
     if program is None:
         return {}
     found, share = {}, num_bytes // settings.num_threads
     for way in ("write", "read"):
-        command = [program, "--name=swap", f"--directory={folder}", "--filename=fio", f"--filesize={num_bytes}", f"--rw={way}",
+        command = [program, "--name=swap", f"--directory={folder}", "--filename=fio",
+                   f"--filesize={num_bytes}", f"--rw={way}",
                    "--ioengine=psync", "--direct=1", "--thread", f"--bs={settings.block_bytes}",
-                   f"--numjobs={settings.num_threads}", f"--size={share}", f"--offset_increment={share}",
+                   f"--numjobs={settings.num_threads}", f"--size={share}",
+                   f"--offset_increment={share}",
                    "--iomem_align=2m", "--group_reporting", "--output-format=json"]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found[way] = json.loads(done.stdout)["jobs"][0][way]["bw_bytes"]

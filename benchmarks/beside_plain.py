@@ -1,9 +1,11 @@
-"""zerojax beside plain programs that do the same work: updates, steps, compile times, imports,
-adapters, tiles, saves.
+"""Compare zerojax with plain programs that do the same work.
 
-    python benchmarks/beside_plain.py                                        # all parts, about half an hour
+The parts are updates, steps, compile times, imports, adapters, tiles and saves.
+
+    python benchmarks/beside_plain.py                     # all parts, about half an hour
     python benchmarks/beside_plain.py --parts update step --rounds 5
-    python benchmarks/beside_plain.py --peer-python PEER/bin/python          # PEER: an environment with torch and deepspeed
+    # PEER is an environment with torch and deepspeed
+    python benchmarks/beside_plain.py --peer-python PEER/bin/python
     python benchmarks/beside_plain.py --save benchmarks/results/NAME.md
 
 A round runs every part once, in its own processes, and a part runs its contenders in turn. Ratios
@@ -43,14 +45,17 @@ ISAS = {
         "ATEN_CPU_CAPABILITY": "avx2",
     }
 }
-"""Environment variables that keep contenders from using wider vectors than the name says."""
+"""Environment variables that restrict every contender to the named vector width."""
 Found = tuple[dict[str, float], dict[str, list[float]]]
-"""Results of one round: seconds by contender, and losses by contender that trains."""
+"""Results of one round: seconds by contender, and losses by training contender."""
 
 
 PARTS: Mapping[str, tuple[str, Sequence[Row]]] = {
     "update": ("AdamW's update alone, {params:.1f} M parameters, one device", steps.UPDATE),
-    "step": ("a step of {layers} x {hidden}, {batch} x {seq} tokens, one device", steps.ONE_DEVICE),
+    "step": (
+        "a step of {layers} x {hidden}, {batch} x {seq} tokens, one device",
+        steps.ONE_DEVICE,
+    ),
     "sharded": ("the same step on two devices", steps.TWO_DEVICES),
     "compile": (
         "from nothing to a state and a compiled step: 24 separate NNX layers, two devices",
@@ -71,7 +76,7 @@ OWN_PROCESS: Mapping[str, Callable[[str, Problem], float]] = {
     "imports": lambda name, p: imports.seconds(name),
     "adapters": lambda name, p: adapters.seconds(name),
 }
-"""Parts whose contenders each need a process of their own."""
+"""Parts whose contenders each need their own process."""
 TOGETHER: Mapping[str, Callable[[Problem], Found]] = {
     "update": steps.update,
     "step": steps.one_device,
@@ -80,7 +85,7 @@ TOGETHER: Mapping[str, Callable[[Problem], Found]] = {
     "saves": lambda p: (operators.saves(SAVED_BYTES), {}),
     "kernel": lambda p: (operators.kernel(UPDATED_PARAMS, len(os.sched_getaffinity(0))), {}),
 }
-"""Parts whose contenders run in one process."""
+"""Parts whose contenders share one process."""
 
 
 def peers(p: Problem, python: str) -> list[Contender]:
@@ -113,7 +118,8 @@ def run_part(part: str, p: Problem, environment: Mapping[str, str], folder: str)
     seconds, losses = dict[str, float](), dict[str, list[float]]()
     for name in names:
         done = subprocess.run(
-            [*command, name], env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, cwd=folder, capture_output=True,
+            [*command, name], env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, cwd=folder,
+            capture_output=True,
             text=True, timeout=1800, check=False,
         )  # fmt: skip
         line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
@@ -141,7 +147,7 @@ def disagreement(rounds: Sequence[Mapping[str, Found]]) -> float:
 
 
 def rows_of(part: str, peer_names: Sequence[str]) -> list[Row]:
-    """Return the rows of a part, and of the peers in the part that compares steps."""
+    """Return a part's rows; the rows of part "step" include the peers."""
     more = [Row(name, PEER_BASE) for name in peer_names] if part == "step" else []
     return [*PARTS[part][1], *more]
 
@@ -175,10 +181,12 @@ def table(
     lines = [
         f"# zerojax beside plain programs, {datetime.date.today():%Y-%m}",
         "",
-        f"Hardware: {os.cpu_count()} cores of {cpu_name()}, {isa}. Versions: {versions}, Python {platform.python_version()}.",
+        f"Hardware: {os.cpu_count()} cores of {cpu_name()}, {isa}. "
+        f"Versions: {versions}, Python {platform.python_version()}.",
         f"Command: `{command}`",
         "",
-        f"{len(rounds)} rounds, float32. Ratios are taken within a round: median (range). Below 1 is faster than what "
+        f"{len(rounds)} rounds, float32. Ratios are taken within a round: median (range). "
+        "Below 1 is faster than what "
         "stands beside it. A difference is in seconds.",
     ]
     for part in rounds[0]:
@@ -201,30 +209,33 @@ def table(
             goal = "" if row.goal is None else f"{row.goal:.2f}{unit}"
             lines.append(
                 f"| {row.name} | {row.base} | {own:,.1f} | {base:,.1f} "
-                f"| {statistics.median(values):.2f}{unit} ({values[0]:.2f} to {values[-1]:.2f}) | {goal} |"
+                f"| {statistics.median(values):.2f}{unit} "
+                f"({values[0]:.2f} to {values[-1]:.2f}) | {goal} |"
             )
     return "\n".join(lines) + "\n"
 
 
 def vectors() -> str:
-    """Return the widest vector instructions of this processor."""
+    """Return the name of this processor's widest vector instructions."""
     info = pathlib.Path("/proc/cpuinfo")
     flags = info.read_text().split() if info.exists() else []
     return "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else platform.machine()
 
 
 def main() -> None:
-    """Run all rounds, print and save the table."""
+    """Run all rounds, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer-python", help="python of an environment with torch, and deepspeed")
+    parser.add_argument(
+        "--peer-python", help="Python of an environment with torch and, optionally, deepspeed"
+    )
     parser.add_argument(
         "--isa",
         choices=list(ISAS),
-        help="the widest vectors to use; by default those of the processor",
+        help="widest vector instructions to use; by default the processor's own",
     )
-    parser.add_argument("--save", help="write the table here; a temporary folder by default")
+    parser.add_argument("--save", help="file for the table; in a temporary folder by default")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     add_arguments(parser)
     options = parser.parse_args()
@@ -237,7 +248,7 @@ def main() -> None:
         print("RESULT " + json.dumps(found))
         return
     if p.batch % 2:
-        parser.error(f"--batch {p.batch} does not divide by two devices")
+        parser.error(f"--batch {p.batch} is not divisible by two devices; give an even number")
     others = peers(p, options.peer_python) if options.peer_python else []
     environment = ISAS[options.isa] if options.isa else {}
     rounds: list[dict[str, Found]] = []
@@ -271,7 +282,10 @@ def main() -> None:
         " ".join(["python benchmarks/beside_plain.py", *words]),
     )
     away = disagreement(rounds)
-    text += f"\nLosses {'agree' if away <= TOLERANCE else 'DO NOT agree'} within {TOLERANCE:g}: {away:.1e} apart at most.\n"
+    text += (
+        f"\nLosses {'agree' if away <= TOLERANCE else 'DO NOT agree'} within {TOLERANCE:g}: "
+        f"{away:.1e} apart at most.\n"
+    )
     print(f"\n{text}")
     target = pathlib.Path(options.save or pathlib.Path(tempfile.mkdtemp()) / "beside_plain.md")
     target.write_text(text)

@@ -1,11 +1,13 @@
-"""Steps that call back, alone and beside a thread that computes in Python: what Python's switch
-interval costs them.
+"""Time steps with callbacks, alone and next to a busy Python thread.
 
-    python benchmarks/busy_thread.py --save benchmarks/results/busy_thread_cpu2_202611.md      # about a minute
+The difference shows what Python's switch interval costs such a step.
 
-A model of 24 small layers, so that callbacks are most of a step. The thread counts in a loop, as
-one that tokenizes in Python would. Each round times every case; figures are medians of rounds, with
-the range.
+    # about a minute
+    python benchmarks/busy_thread.py --save benchmarks/results/busy_thread_cpu2_202611.md
+
+The model has 24 small layers, so callbacks take most of a step. The thread counts in a loop, as a
+tokenizer written in Python would keep the interpreter busy. Each round times every case; figures
+are medians over the rounds, with their range.
 """
 
 import argparse
@@ -36,11 +38,11 @@ LAYERS, HIDDEN, VOCAB = 24, 128, 512
 BATCH, SEQ = 4, 32
 STEPS = 8
 PYTHONS = 0.005
-"""Python's default of the switch interval, in seconds."""
+"""Python's default switch interval, in seconds."""
 
 
 def model() -> zj.LayeredModel:
-    """Return layers of two products."""
+    """Return a model whose layers have two matrix products each."""
 
     def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
         logits = (x @ p).astype(jnp.float32)
@@ -59,7 +61,7 @@ def model() -> zj.LayeredModel:
 
 @contextlib.contextmanager
 def busy_thread() -> Iterator[None]:
-    """Run a thread that holds Python's lock whenever it can."""
+    """Run a thread that holds Python's interpreter lock whenever it can."""
     ends = threading.Event()
 
     def count() -> None:
@@ -78,15 +80,13 @@ def busy_thread() -> Iterator[None]:
 
 
 def ours() -> float:
-    """Return the switch interval of steps that call back, in seconds."""
+    """Return the switch interval during steps with callbacks, in seconds."""
     with quick_switches():
         return round(sys.getswitchinterval(), 6)
 
 
 def measure(config: dict[str, Any], rounds: int) -> dict[tuple[bool, float], list[float]]:
-    """Return seconds of a step of each round, by whether a thread is busy and by the switch
-    interval of the step.
-    """
+    """Return each round's seconds per step, by (is a thread busy, switch interval in seconds)."""
     batch = {name: jnp.zeros((BATCH, SEQ), jnp.int32) for name in ("tokens", "targets")}
     found: dict[tuple[bool, float], list[float]] = {}
     with zj.build_train_step(
@@ -99,7 +99,7 @@ def measure(config: dict[str, Any], rounds: int) -> dict[tuple[bool, float], lis
             for is_busy in (False, True):
                 for interval in (PYTHONS, ours()):
                     with quick_switches(), busy_thread() if is_busy else contextlib.nullcontext():
-                        sys.setswitchinterval(interval)  # which the steps inside leave as it is
+                        sys.setswitchinterval(interval)  # the steps inside leave it unchanged
                         seconds = []
                         for _ in range(STEPS):
                             start = time.perf_counter()
@@ -111,10 +111,10 @@ def measure(config: dict[str, Any], rounds: int) -> dict[tuple[bool, float], lis
 
 
 def main() -> None:
-    """Measure, print, and write a file if asked to."""
+    """Measure, print the table, and write it to --save."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", type=pathlib.Path, help="the file to write")
+    parser.add_argument("--save", type=pathlib.Path, help="file to write")
     options = parser.parse_args()
     rows = [
         "| states | switch interval | alone, ms | beside a busy thread, ms | over alone |",
@@ -150,8 +150,10 @@ def main() -> None:
         [
             "# Steps that call back, beside a busy thread, 2026-11",
             "",
-            f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}; {versions}. {LAYERS} layers of width {HIDDEN}, "
-            f"{BATCH} x {SEQ} tokens. Medians of {options.rounds} rounds, with the range; each is the median of {STEPS} steps.",
+            f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}; {versions}. "
+            f"{LAYERS} layers of width {HIDDEN}, "
+            f"{BATCH} x {SEQ} tokens. Medians of {options.rounds} rounds, with the range; "
+            f"each is the median of {STEPS} steps.",
             "",
             f"Command: `python benchmarks/busy_thread.py --rounds {options.rounds} --save FILE`.",
             "",

@@ -1,17 +1,17 @@
-"""Time of the nvme tier's callbacks for a GPU, without the GPU: a driver whose calls do nothing,
-and a disk that does nothing.
+"""Time the nvme tier's GPU callbacks without a GPU, with a driver and a disk that do nothing.
 
-What is left is what a callback does in Python: which record, its buffer, the calls of the driver,
-and to wake the thread that does the rest. While it runs, the GPU gets no new work. The copies alone
-(what is asked for, and the driver) are told apart from the whole. Threads run beside it, as soon as
-they are woken, and their share of the interpreter is in both figures. A driver's call is one of
-two:
+What remains is a callback's work in Python: find the record and its buffer, call the driver, and
+wake the thread that does the rest. The GPU gets no new work while a callback runs. The time of the
+copies alone (the request and the driver's calls) is reported next to the total. The threads that a
+callback wakes run at the same time, so both figures include their share of the interpreter. A
+driver call is one of:
 
-    python     a function of Python that does nothing, and keeps the interpreter
-    c          a function of C that does nothing, by ctypes: another thread may take the interpreter in each, as in a real one
+    python     a Python function that does nothing and keeps the interpreter lock
+    c          a C function that does nothing, called by ctypes, which releases the lock: another
+               thread may take the interpreter during each call, as with the real driver
 
-The package cuda-bindings takes another 1 to 3 us for each call, which is in neither. Printed are
-the least and the median of the medians of several runs.
+The package cuda-bindings adds 1 to 3 us per call, which neither figure includes. The table shows
+the least and the median of several runs' medians.
 
     python benchmarks/callback_time.py [runs]
 """
@@ -40,23 +40,25 @@ ROUNDS = 9
 
 
 class Nothing(ModuleType):
-    """Stands for cuda.bindings.driver, and counts the calls."""
+    """Fake of cuda.bindings.driver that counts its calls."""
 
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
 
     class CUresult(enum.IntEnum):
-        """Of every call."""
+        """Result of every call."""
 
         CUDA_SUCCESS = 0
 
     def __init__(self, by_c: bool) -> None:
+        """Make a driver whose calls do nothing, in C if `by_c`, else in Python."""
         super().__init__("cuda.bindings.driver")
         self.calls = 0
         self._function = ctypes.CDLL(None).labs if by_c else None
 
     def __getattr__(self, name: str) -> Any:
+        """Return a function that counts its calls and reports success."""
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -66,15 +68,15 @@ class Nothing(ModuleType):
                 self._function(1)
             return Nothing.CUresult.CUDA_SUCCESS, 77
 
-        setattr(self, name, call)  # found at once from now on, as in the package itself
+        setattr(self, name, call)  # later look-ups skip __getattr__, as in the real package
         return call
 
 
 class NoDisk:
-    """Reads and writes nothing, at once."""
+    """Disk whose reads and writes do nothing and finish immediately."""
 
     def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]":
-        """Return what is done."""
+        """Return a finished future."""
         del store, layer, buffer
         done: Future[float] = Future()
         done.set_result(0.0)
@@ -83,20 +85,24 @@ class NoDisk:
     write = read
 
     def close(self) -> None:
+        """Do nothing."""
         pass
 
 
 class Buffer:
-    """A callback's buffer."""
+    """A callback's buffer at a fake address."""
 
     def __init__(self, address: int, leaf: LeafFormat) -> None:
+        """Make a buffer with a leaf's shape and dtype."""
         self.shape, self.dtype = leaf.shape, np.dtype(leaf.dtype)
         self.__cuda_array_interface__ = {"data": (address, False)}
 
 
 def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float, float]]:
-    """Return microseconds of a callback of each sort, those of its copies, and calls of the driver,
-    on so many leaves.
+    """Return the cost of fetch and store callbacks on records of `num_leaves` leaves.
+
+    Each value is (microseconds per callback, microseconds of its copies, driver calls per
+    callback); times are medians.
     """
     api = Nothing(by_c)
     driver = Driver(api)
@@ -110,9 +116,8 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
     context = SimpleNamespace(stream=7)
     token = Buffer(1 << 20, LeafFormat("", (1,), "int32"))
     where = Buffer(1 << 20, LeafFormat("", (3,), "int32"))
-    outs = [
-        Buffer((2 + i) << 20, leaf) for i in range(num_leaves)
-    ]  # XLA gives each value a buffer of its own
+    # XLA gives each value a buffer of its own.
+    outs = [Buffer((2 + i) << 20, leaf) for i in range(num_leaves)]
     moves = [Move("params", layer) for layer in range(LAYERS)]
     moves += [
         move
@@ -168,7 +173,7 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
             for _ in range(LAYERS):
                 swap.on_fetch(context, outs, where, token, kind="params", site=sites["params"])
             for _ in range(LAYERS):
-                time.sleep(1e-4)  # the threads beside it come to their end
+                time.sleep(1e-4)  # lets the woken threads finish
                 timed(
                     "fetch",
                     lambda: swap.on_fetch(
@@ -216,8 +221,10 @@ def main() -> None:
             for name in ("fetch", "store"):
                 wholes, copies, calls = zip(*(run[name] for run in runs), strict=True)
                 print(
-                    f"{num_leaves:3d} leaves, {name}, driver in {'c     ' if by_c else 'python'}: least {min(wholes):6.1f} us, "
-                    f"median {statistics.median(wholes):6.1f} us, copies alone {statistics.median(copies):6.1f} us, "
+                    f"{num_leaves:3d} leaves, {name}, driver in {'c     ' if by_c else 'python'}: "
+                    f"least {min(wholes):6.1f} us, "
+                    f"median {statistics.median(wholes):6.1f} us, "
+                    f"copies alone {statistics.median(copies):6.1f} us, "
                     f"{calls[0]:.0f} calls of the driver"
                 )
 

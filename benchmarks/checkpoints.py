@@ -1,18 +1,20 @@
-"""Checkpoints: bandwidth over that of plain writes, the time that a step is blocked, and peak host
-memory; beside Orbax's own.
+"""Measure checkpoints' bandwidth, the time a step is blocked, and peak host memory.
 
-    python benchmarks/checkpoints.py FOLDER                              # on the disk of FOLDER, which must exist
+Bandwidth is compared with plain writes; Orbax's own checkpointer is measured for comparison.
+
+    # on the disk of FOLDER, which must exist
+    python benchmarks/checkpoints.py FOLDER
     python benchmarks/checkpoints.py FOLDER --save benchmarks/results/NAME.md
 
-Each row is a process of its own, which makes a GPT's state (float32 weights and Adam's moments, 12
-bytes a parameter) in some tier, saves it twice, once while it waits and once in the background, and
-restores it. In the same round as many bytes are written to the folder plainly: files of a record's
-size, O_DIRECT, then synced. The ratio is taken within the round, and the table shows its median and
-range over the rounds.
+Each row runs in its own process, which creates a GPT's state (float32 weights and Adam's moments,
+12 bytes per parameter) in some tier, saves it once while waiting and once in the background, and
+restores it. The same process also writes as many bytes to the folder plainly: files of a record's
+size, O_DIRECT, then synced. The ratio is taken within that process, and the table shows its median
+and range over the rounds. Orbax's row has no plain writes; it uses the median of the other rows'.
 
-Memory is the process's own (RssAnon), beyond what it had before: while saving, the copies; while
-restoring into memory, the state itself and what it takes besides. On a CPU the "device" is host
-memory too.
+Memory is the process's anonymous memory (RssAnon) beyond what it had before. While saving, this is
+the copies; while restoring into memory, it is the state itself plus what the restore needs. On a
+CPU, the "device" is host memory too.
 """
 
 import argparse
@@ -46,16 +48,17 @@ ROWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of the GPT."""
+    """Size of the GPT."""
 
     layers: int = 24
     hidden: int = 512
 
 
 class Peak:
-    """The most anonymous memory of this process while it is watched, beyond what it had before."""
+    """Peak anonymous memory of this process inside a `with` block, beyond what it had before."""
 
     def __init__(self) -> None:
+        """Record the current anonymous memory in bytes."""
         self.before, self.most = anonymous_bytes(), 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -65,10 +68,12 @@ class Peak:
             self.most = max(self.most, anonymous_bytes() - self.before)
 
     def __enter__(self) -> "Peak":
+        """Start sampling every 2 ms."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop sampling and take a last sample."""
         self._stop.set()
         self._thread.join()
         self.most = max(self.most, anonymous_bytes() - self.before)
@@ -79,12 +84,12 @@ def anonymous_bytes() -> int:
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/self/status tells no RssAnon: Linux is needed")
+    raise RuntimeError("/proc/self/status has no RssAnon entry; Linux is needed")
 
 
 @contextlib.contextmanager
 def timed(into: dict[str, Any], name: str) -> Iterator[None]:
-    """Put seconds and peak memory of what runs inside into a dict."""
+    """Add the block's seconds and peak memory in bytes to `into`, under keys that start `name`."""
     with Peak() as peak:
         start = time.perf_counter()
         yield
@@ -93,7 +98,7 @@ def timed(into: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def write_plainly(folder: str, num_bytes: int, record_bytes: int) -> float:
-    """Write files of a record's size, synced; returns seconds."""
+    """Write and sync files of `record_bytes` each, `num_bytes` in total, and return seconds."""
     from host_offload.device import allocate
     from host_offload.disk import sync, write_file
 
@@ -108,7 +113,7 @@ def write_plainly(folder: str, num_bytes: int, record_bytes: int) -> float:
 
 
 def run(name: str, size: Size, folder: str) -> dict[str, Any]:
-    """Measure one row in this process."""
+    """Measure one row in this process and return its figures."""
     import gpt
     import jax
     import optax
@@ -165,7 +170,7 @@ def run(name: str, size: Size, folder: str) -> dict[str, Any]:
 
 
 def saved_stores(program: Any, state: Any, folder: str) -> Any:
-    """Return what is told of the stores of a state, saved into a folder."""
+    """Save a state into `folder` and return the descriptions of the checkpoint's stores."""
     from zerojax.checkpoint import SavedState, begin_save
 
     os.makedirs(folder)
@@ -175,7 +180,7 @@ def saved_stores(program: Any, state: Any, folder: str) -> Any:
 
 
 def run_orbax(program: Any, state: Any, target: str) -> dict[str, Any]:
-    """Save and restore the same arrays with Orbax alone."""
+    """Save and restore the same arrays with Orbax alone, and return the figures."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -203,7 +208,7 @@ def run_orbax(program: Any, state: Any, target: str) -> dict[str, Any]:
 
 
 def measure(name: str, size: Size, folder: str) -> dict[str, Any]:
-    """Measure one row in a process of its own."""
+    """Measure one row in a new process."""
     command = [
         sys.executable,
         __file__,
@@ -228,7 +233,7 @@ def measure(name: str, size: Size, folder: str) -> dict[str, Any]:
 
 
 def table(rounds: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return the rows of the table."""
+    """Return the lines of the table."""
 
     def of(found: list[float], form: str) -> str:
         middle = statistics.median(found)
@@ -240,7 +245,8 @@ def table(rounds: dict[str, list[dict[str, Any]]]) -> list[str]:
 
     plain = [r["plain_seconds"] for runs in rounds.values() for r in runs if "plain_seconds" in r]
     lines = [
-        "| state | save GB/s | over plain writes | blocked s, waiting | blocked s, async | saving: MB of copies | "
+        "| state | save GB/s | over plain writes | blocked s, waiting | blocked s, async "
+        "| saving: MB of copies | "
         "restore s | restoring: MB beyond the state |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -250,29 +256,31 @@ def table(rounds: dict[str, list[dict[str, Any]]]) -> list[str]:
         held = 0 if ROWS[name].get("tier") == DISK else runs[0]["state_bytes"]
         beyond = [(r["restore_bytes"] - held) / 1e6 for r in runs]
         lines.append(
-            f"| {name} | {of(rate, '.2f')} | {of(over, '.2f')} | {of([r['sync_seconds'] for r in runs], '.2f')} | "
-            f"{of([r['blocked_seconds'] for r in runs], '.3f')} | {of([r['async_bytes'] / 1e6 for r in runs], '.0f')} | "
+            f"| {name} | {of(rate, '.2f')} | {of(over, '.2f')} "
+            f"| {of([r['sync_seconds'] for r in runs], '.2f')} | "
+            f"{of([r['blocked_seconds'] for r in runs], '.3f')} "
+            f"| {of([r['async_bytes'] / 1e6 for r in runs], '.0f')} | "
             f"{of([r['restore_seconds'] for r in runs], '.2f')} | {of(beyond, '.0f')} |"
         )
     return lines
 
 
 def main() -> None:
-    """Measure as the command line says."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", help="on the disk to measure")
+    parser.add_argument("folder", help="folder on the disk to measure")
     parser.add_argument(
-        "--row", choices=list(ROWS), help="measure this one in this process, and print JSON"
+        "--row", choices=list(ROWS), help="measure this row in this process and print JSON"
     )
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--hidden", type=int, default=Size.hidden)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", type=pathlib.Path, help="write the table here too")
+    parser.add_argument("--save", type=pathlib.Path, help="file for the table")
     args = parser.parse_args()
     if not os.path.isdir(args.folder):
-        parser.error(f"{args.folder} is no folder")
+        parser.error(f"{args.folder} is not a folder; give an existing one")
     size = Size(args.layers, args.hidden)
     if args.row:
         print(json.dumps(run(args.row, size, args.folder)))
@@ -288,12 +296,16 @@ def main() -> None:
     lines = [
         "# Checkpoints",
         "",
-        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; jax {jax.__version__}, "
-        f"orbax-checkpoint {ocp.__version__}. `python benchmarks/checkpoints.py FOLDER --layers {size.layers} --hidden "
+        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores; "
+        f"jax {jax.__version__}, "
+        f"orbax-checkpoint {ocp.__version__}. "
+        f"`python benchmarks/checkpoints.py FOLDER --layers {size.layers} --hidden "
         f"{size.hidden} --rounds {args.rounds}`",
         "",
-        f"A GPT of {size.layers} layers, hidden {size.hidden}: {first['state_bytes'] / 1e6:.0f} MB of weights and moments, "
-        f"records of at most {first['record_bytes'] / 1e6:.1f} MB. Medians, and ranges over the rounds.",
+        f"A GPT of {size.layers} layers, hidden {size.hidden}: "
+        f"{first['state_bytes'] / 1e6:.0f} MB of weights and moments, "
+        f"records of at most {first['record_bytes'] / 1e6:.1f} MB. "
+        "Medians, and ranges over the rounds.",
         "",
         *table(rounds),
     ]

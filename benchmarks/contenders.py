@@ -1,4 +1,4 @@
-"""Contenders of benchmarks that run in processes of their own, in turn, and print what they took."""
+"""Run a benchmark's contenders, programs in their own processes that print their results."""
 
 import dataclasses
 import json
@@ -9,14 +9,20 @@ import subprocess
 from typing import Any
 
 TOLERANCE = 1e-4
-"""By which losses may differ at a step, in float32."""
+"""Largest allowed difference between losses at a step, in float32."""
 WARMUP = 2
-"""Steps that are not timed."""
+"""Number of untimed steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A name for the table, how many devices or ranks it uses, and its command."""
+    """A program to compare.
+
+    Attributes:
+      name: name in the table.
+      ranks: number of devices or ranks that the program uses.
+      command: command line that runs the program.
+    """
 
     name: str
     ranks: int
@@ -24,10 +30,10 @@ class Contender:
 
 
 def run_process(contender: Contender, folder: str, peer_python: str | None) -> dict[str, Any]:
-    """Run one contender once.
+    """Run one contender once and return the JSON of its RESULT line.
 
     Raises:
-      RuntimeError: it printed no result; its last lines are in the message.
+      RuntimeError: if the contender printed no result; the message has its last output.
     """
     env = dict(os.environ)
     if peer_python is not None and contender.command[0] == peer_python:
@@ -53,7 +59,7 @@ def run_process(contender: Contender, folder: str, peer_python: str | None) -> d
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture where that is not told."""
+    """Return the processor's name, or its architecture if the system reports no name."""
     info = pathlib.Path("/proc/cpuinfo")
     names = (
         [

@@ -1,13 +1,16 @@
-"""Every combination of tiers, schedules, updates and activations, streamed, against the resident
-step.
+"""Compare streamed steps with the resident step in every combination of settings.
 
-    python benchmarks/equivalence.py --save benchmarks/results/NAME.md          # hours of one core; --minutes cuts it short
+The settings are tiers, schedules, updates and activations.
+
+    # hours on one core; --minutes cuts it short
+    python benchmarks/equivalence.py --save benchmarks/results/NAME.md
     python benchmarks/equivalence.py --where gather_ahead=False --jobs 2
-    python benchmarks/equivalence.py --disk --where prefetch_distance=1     # those of which something rests on disk
+    # the cases that store something on disk
+    python benchmarks/equivalence.py --disk --where prefetch_distance=1
 
-The cases are those of tests/streamed/matrix.py, 10 steps on 4 simulated devices each, in an order
-shuffled by a fixed seed: a run that is cut short has seen an even choice of them, and the table
-says how many. For each value of each axis it tells the largest differences seen.
+The cases are listed in tests/streamed/matrix.py and run 10 steps each on 4 simulated devices. A
+fixed seed shuffles their order, so a run that is cut short has covered an even sample, and the
+table shows how many. For each value of each axis, the table shows the largest differences.
 """
 
 import argparse
@@ -25,15 +28,14 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
 
-SWAP_DIR = "ZEROJAX_EQUIVALENCE_SWAP_DIR"  # of a worker
+SWAP_DIR = "ZEROJAX_EQUIVALENCE_SWAP_DIR"  # environment variable of a worker
 Case = dict[str, Any]
-Found = tuple[
-    Case, float, float, float, float
-]  # case; ulp of a loss, part of a leaf, and the bounds of both
+# case; loss difference in ulp, parameter difference over a leaf's largest, and the bounds of both
+Found = tuple[Case, float, float, float, float]
 
 
 def start(folder: str | None = None) -> None:
-    """Prepare a worker; `folder` is for the swap folders of all."""
+    """Prepare a process; a worker gets its own swap folder in `folder`."""
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     )
@@ -42,21 +44,20 @@ def start(folder: str | None = None) -> None:
 
     jax.config.update("jax_num_cpu_devices", 4)
     if folder is not None:
-        os.environ[SWAP_DIR] = os.path.join(
-            folder, str(os.getpid())
-        )  # the disk is probed once for each
+        # The disk is probed once per worker.
+        os.environ[SWAP_DIR] = os.path.join(folder, str(os.getpid()))
         os.mkdir(os.environ[SWAP_DIR])
 
 
 def run(case: Case) -> Found:
-    """Train one case."""
+    """Train one case and return its differences and bounds."""
     import matrix
 
     return case, *matrix.differences(case, os.environ[SWAP_DIR]), *matrix.bounds(case)
 
 
 def name_of(value: Any) -> str:
-    """Return the name of a value, in the table and on the command line."""
+    """Return a value's name, as used in the table and on the command line."""
     return ", on ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -71,13 +72,17 @@ def table(found: list[Found], total: int, command: str, seconds: float) -> str:
     lines = [
         f"# Streamed against resident, {datetime.date.today():%Y-%m}",
         "",
-        f"{len(found)} of {total} cases were run, 10 steps each on 4 simulated devices; {within} are within their "
-        "bounds: with the update on the device 2 units in the last place of a loss and 1e-6 of a leaf's largest parameter, on "
+        f"{len(found)} of {total} cases were run, 10 steps each on 4 simulated devices; "
+        f"{within} are within their "
+        "bounds: with the update on the device 2 units in the last place of a loss and "
+        "1e-6 of a leaf's largest parameter, on "
         "the host 1e-5 of both.",
-        f"Hardware: {os.cpu_count()} cores of {cpu_name()}. jax {jax.__version__}, Python {platform.python_version()}. "
+        f"Hardware: {os.cpu_count()} cores of {cpu_name()}. "
+        f"jax {jax.__version__}, Python {platform.python_version()}. "
         f"Command: `{command}`; {seconds / 60:.0f} min.",
         "",
-        "| axis | value | cases | largest loss difference, ulp | largest parameter difference | within bounds |",
+        "| axis | value | cases | largest loss difference, ulp | largest parameter difference "
+        "| within bounds |",
         "|---|---|---|---|---|---|",
     ]
     for axis in found[0][0]:
@@ -91,7 +96,7 @@ def table(found: list[Found], total: int, command: str, seconds: float) -> str:
 
 
 def main() -> None:
-    """Run the cases and print the table."""
+    """Run the cases, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--where", nargs="*", default=[], metavar="AXIS=VALUE", help="only cases with these values"
@@ -99,20 +104,20 @@ def main() -> None:
     parser.add_argument(
         "--disk",
         action="store_true",
-        help="the cases of which something rests on disk, and no others",
+        help="only cases that store something on disk",
     )
     parser.add_argument(
         "--skip",
         type=int,
         default=0,
         metavar="N",
-        help="leave out the first N, which another run has seen",
+        help="leave out the first N cases, which another run has covered",
     )
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no case after this time"
+        "--minutes", type=float, default=float("inf"), help="start no case after this time"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--save", help="write the table here")
+    parser.add_argument("--save", help="file for the table")
     options = parser.parse_args()
     start()
     import matrix

@@ -1,12 +1,15 @@
-"""Fine-tuning models of 8 B and 70 B parameters on one GPU, planned: memory by tier, bytes,
-seconds, wear of the disk.
+"""Plan fine-tuning of models with 8 B and 70 B parameters on one GPU.
 
-    JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py                     # 16 rows; some minutes
-    JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py --only 8B --compile   # and each step compiled for an H200
+Each row shows memory by tier, bytes moved, seconds per step, and wear of the disk.
 
-Nothing of a model is made: `zerojax.hf.model_of` reads a config.json that is written here, with the
+    # 16 rows; some minutes
+    JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py
+    # compile each step for an H200 as well
+    JAX_PLATFORMS=cpu python benchmarks/fine_tuning.py --only 8B --compile
+
+No weights are created: `zerojax.hf.model_of` reads a config.json that is written here with the
 sizes of Llama 3.1, and `zj.plan` chooses tiers and recomputation. Seconds are predicted at the
-rates of the machines below, of which no run has confirmed any.
+assumed rates of the machines below; no run has confirmed them.
 """
 
 import argparse
@@ -53,11 +56,12 @@ MODELS = {
 }
 LORA = zj.Lora(rank=16, alpha=32, targets="all")
 KINDS: Mapping[str, tuple[zj.Lora | None, str | None]] = {
-    "all weights": (None, None), "LoRA, bf16": (LORA, None), "LoRA, int8": (LORA, "int8"), "LoRA, nf4": (LORA, "nf4"),
+    "all weights": (None, None), "LoRA, bf16": (LORA, None),
+    "LoRA, int8": (LORA, "int8"), "LoRA, nf4": (LORA, "nf4"),
 }  # fmt: skip
-"""What is trained, and in which dtype the frozen base rests."""
+"""Adapters that are trained (None: all weights), and the storage dtype of the frozen weights."""
 SSD = {"disk_bytes": 4e12, "disk_read": 7e9, "disk_write": 5e9, "disk_tbw_bytes": 2.4e15}
-"""A drive of 4 TB on PCIe 4: what makers print of such."""
+"""A 4 TB drive on PCIe 4, as its kind is specified by manufacturers."""
 MACHINES = {
     "H200": dataclasses.replace(
         zj.machine("h200", devices_per_node=1), host_bytes=256e9, host_kernel=1.5e11, **SSD
@@ -75,7 +79,7 @@ def planned(name: str, kind: str, machine: zj.Machine, compiles: bool) -> zj.Pla
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(MODELS[name], file)
         model = model_of(folder, lora=lora)
-    mesh = aot.gpu_mesh("h200", gpus_per_host=1)  # seconds and memory are those of `machine`
+    mesh = aot.gpu_mesh("h200", gpus_per_host=1)  # `machine` gives the seconds and the memory
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32))
     fixed: dict[str, Any] = {
         "precision": "bf16",
@@ -86,7 +90,7 @@ def planned(name: str, kind: str, machine: zj.Machine, compiles: bool) -> zj.Pla
 
 
 def row_of(plan: zj.Plan) -> list[str]:
-    """Return a plan's cells: memory by tier, bytes of a step, seconds, and wear."""
+    """Return a plan's cells: memory by tier, bytes per step, seconds, and wear of the disk."""
     held = [sum(plan.bytes[tier].values()) / 1e9 for tier in ("device", "pinned_host", "nvme")]
     moved = [
         plan.link_bytes["up"],
@@ -107,13 +111,13 @@ def row_of(plan: zj.Plan) -> list[str]:
 
 
 def described(fields: Mapping[str, Any]) -> str:
-    """Return what was chosen."""
+    """Return the chosen settings in words."""
     shown = {
         name: value
         for name, value in fields.items()
         if name not in ("precision", "swap_dir", "frozen_dtype")
     }
-    # Segments and names would fill the line.
+    # The values of tuples (segments and names) would fill the line.
     return ", ".join(
         name if isinstance(value, tuple) else f"{name}={value}" for name, value in shown.items()
     )
@@ -125,14 +129,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", help="rows whose model, machine and kind, as printed, hold this"
+        "--only", default="", help="only rows whose title (machine, model, kind) contains this"
     )
     parser.add_argument("--compile", action="store_true", help="compile the steps for the H200")
     options = parser.parse_args()
     print(
-        f"jax {importlib.metadata.version('jax')}; {ROWS} sequences of {SEQ} tokens a step; predicted\n"
+        f"jax {importlib.metadata.version('jax')}; {ROWS} sequences of {SEQ} tokens a step; "
+        "predicted\n"
     )
-    columns = "device GB | host GB | disk GB | up GB | down GB | read GB | written GB | s a step | tokens/s | MFU | TB written a day"
+    columns = (
+        "device GB | host GB | disk GB | up GB | down GB | read GB | written GB | s a step "
+        "| tokens/s | MFU | TB written a day"
+    )
     print(f"| machine, model, trained | {columns} | compiled | chosen |")
     print("|---" * 14 + "|")
     for machine, name, kind in itertools.product(MACHINES, MODELS, KINDS):
@@ -149,7 +157,8 @@ def main() -> None:
         off = (
             ""
             if found is None
-            else f"{found.device_bytes / 1e9:.1f} GB ({found.planned_bytes / found.device_bytes - 1:+.1%})"
+            else f"{found.device_bytes / 1e9:.1f} GB "
+            f"({found.planned_bytes / found.device_bytes - 1:+.1%})"
         )
         print(
             f"| {title} | {' | '.join(row_of(plan))} | {off} | {described(plan.fields)} |",

@@ -1,38 +1,50 @@
-"""What a GPU does that tests on a CPU cannot show: right records, the link's speed, idle time, the
-same numbers, peak memory.
+"""Check on a GPU what tests on a CPU cannot show.
 
-    python benchmarks/gpu_check.py --list                                   # the parts, what each needs, their checks
-    python benchmarks/gpu_check.py --part first --out results               # one part, at most 8 minutes on one H200
-    python benchmarks/gpu_check.py --join results --save benchmarks/results/NAME.md     # one table of all that were run
-    python benchmarks/gpu_check.py --small                                  # every part with tiny sizes, anywhere
-    python benchmarks/gpu_check.py --compile-only --chip h100               # for a GPU that is not there
+That is: correct records, the link's speed, idle time, equal numbers, and peak memory.
 
-Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` in --out, line by
-line as its checks find something, so that a run that is cut off loses nothing that it had found. A
-part keeps its own limit. Where fewer seconds are left than a check needs, it runs in its short
-form: a step has 8 layers at most and no profile, and what other checks have found when their time
-is over stays. Only a check with no time even to start is listed as not run. One that crashes or
-hangs takes its process with it, and no other check. What lacks a package or a device says so, and
-fails nothing.
+    # list the parts, their checks, and the seconds that each needs
+    python benchmarks/gpu_check.py --list
+    # one part, at most 8 minutes on one H200
+    python benchmarks/gpu_check.py --part first --out results
+    # one table of all parts that were run
+    python benchmarks/gpu_check.py --join results --save benchmarks/results/NAME.md
+    # every part with tiny sizes, on any machine
+    python benchmarks/gpu_check.py --small
+    # compile only, without a GPU
+    python benchmarks/gpu_check.py --compile-only --chip h100
 
-Steps have as many layers as the device's memory and the host's have room for, and a row says so
-where they are fewer. Each process pins as much host memory as its programs keep there, and never
-more than XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB of the environment. Rates of the machine are measured
-once and kept in `rates.json` in --out, which later parts read.
+Parts run separately, on one machine or on several, and are joined later. Each part appends to
+`PART.jsonl` in --out as its checks produce results, so a run that is cut off keeps what it found. A
+part enforces its own time limit. A check with fewer seconds left than it needs runs in its short
+form: at most 8 layers in a step, and no profile. Other checks keep what they found when their time
+runs out. A check is listed as not run only if there is no time to start it. If a check crashes or
+hangs, only that check and its process are lost. A check that lacks a package or a device reports
+so and does not fail.
 
-    first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
-    groups            8 layers of it, whose records cross the link in 2, 4, 6 and 10 groups (`ZeroConfig.link_groups`)
-    steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle share, bytes over the link
-                      by copies and by kernels, peak memory, a profile kept as a file, beside what `hlo.simulate` predicts
+Steps have as many layers as fit into device and host memory; a row reports any reduction. Each
+process pins as much host memory as its programs keep there, and never more than
+XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB in the environment. The machine's rates are measured once and
+stored in `rates.json` in --out, where later parts read them.
+
+    first             records by both forms of index, copies alone and during products, both ways
+                      at the same time, a short streamed step
+    groups            8 layers of that step, with records that cross the link in 2, 4, 6 and 10
+                      groups (`ZeroConfig.link_groups`)
+    steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle
+                      share, bytes over the link by copies and by kernels, peak memory, a profile
+                      stored as a file, and the prediction of `hlo.simulate`
     disks             3.9 B with everything on the host, on a RAM disk and on a disk
-    kernels           each op of pallas_kernels beside XLA's
-    sweep             the fastest sizes of matmul's kernel, beside XLA's form and JAX's own kernel
-    peers             FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours
+    kernels           each op of pallas_kernels compared with XLA's
+    sweep             the fastest sizes of matmul's kernel, compared with XLA's form and JAX's own
+                      kernel
+    peers             FSDP2 and DeepSpeed with their states on the host and the same attention,
+                      compared with zerojax
     equality*, nvme   steps with mixes of tiers against the resident step: losses, parameters
-    memory, mixes     peak device memory over `program.memory`; mixes of tiers in turn with the resident step
+    memory, mixes     peak device memory over `program.memory`; mixes of tiers interleaved with the
+                      resident step
 
-What each does is in `gpu_checks`. The seconds in `Needs` were measured on an H200 for the checks
-that it has run (`benchmarks/results/gpu_check_h200_202611.md`), and are assumed for the others.
+`gpu_checks` holds the checks. The seconds in `Needs` were measured on an H200 for the checks that
+have run on one (`benchmarks/results/gpu_check_h200_202611.md`), and are assumed for the rest.
 """
 
 import argparse
@@ -71,10 +83,11 @@ from gpu_checks.steps.needs import pinned_bytes
 HOST_VARIABLE = "ZEROJAX_HOST_MEMORY_GB"
 
 ALL_MEMORY: Mapping[str, str] = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
-"""Of a process that takes device memory in one piece, as a training run does."""
+"""Environment of a process that takes device memory in one piece, as a training run does."""
 MOST_MEMORY: Mapping[str, str] = MappingProxyType(
     {**ALL_MEMORY, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}
 )
+"""Environment of a process that takes SHARE of device memory in one piece."""
 
 
 def of_jobs(
@@ -83,7 +96,14 @@ def of_jobs(
     jobs: Callable[[Sizes], list[Job]],
     needs: Needs,
 ) -> Check:
-    """Return a check of programs of `Job`s."""
+    """Return a check that runs or compiles the programs of `Job`s.
+
+    Args:
+      name: name of the check.
+      run: returns the check's rows for given sizes.
+      jobs: returns the jobs whose programs --compile-only compiles.
+      needs: seconds that the check needs.
+    """
 
     def compiled(context: Context) -> Iterator[Row]:
         return compile_rows(name, jobs(context.sizes), context)
@@ -101,18 +121,18 @@ def of_jobs(
 
 
 def equal(precision: str, needs: Needs) -> Check:
-    """Return the check of one precision."""
+    """Return the check that compares every mix with the resident step in one precision."""
     jobs = functools.partial(equality.equal_jobs, precision)
     return of_jobs(precision, lambda sizes: equality.compare_jobs(jobs(sizes)), jobs, needs)
 
 
 def kernel(kind: str, needs: Needs) -> Check:
-    """Return the check of one kind of kernels."""
+    """Return the check of one kind of kernel."""
     return of_jobs(kind, functools.partial(kernels.check_kernels, kind), lambda _: [], needs)
 
 
 def measured_rates() -> Check:
-    """Return the check that tells a part the rates of its machine."""
+    """Return the check that measures the machine's rates for a part's other checks."""
     return Check(
         name="rates",
         run=rates.check_rates,
@@ -124,7 +144,7 @@ def measured_rates() -> Check:
 
 
 def host_kernel() -> Check:
-    """Return the check of the host's kernel."""
+    """Return the check that times the host's AdamW kernel."""
     needs = Needs(gpu=10, compiled=10, small=12)
     return Check(
         name="host kernel", run=rates.check_host_kernel, compiled=None, needs=needs, measures=True
@@ -132,12 +152,12 @@ def host_kernel() -> Check:
 
 
 def copied(way: str) -> Check:
-    """Return the check of copies one way, or both ways at once."""
+    """Return the check of copies in one direction, or in both at the same time."""
     needs = Needs(gpu=30, compiled=20, small=15)
 
     def pinned(sizes: Sizes) -> int:
-        # XLA's pool grows by pieces whose sizes are powers of two, and a stack lies within one
-        # piece.
+        # XLA's pool grows by pieces of power-of-two sizes, and each stack needs a piece that holds
+        # it.
         stack_bytes = 4 * math.prod(sizes.copied.shape)
         piece_bytes = 1 << (stack_bytes - 1).bit_length()
         return 2 * piece_bytes
@@ -164,11 +184,11 @@ def stepped(
     """Return the check of a step in one mode, at the first or the second number of tokens.
 
     Args:
-      name: of the check.
-      mode: of `llama.MODES`.
-      needs: its time.
-      which: of the two numbers of tokens.
-      short: 8 layers.
+      name: name of the check.
+      mode: key of `llama.MODES`.
+      needs: seconds that the check needs.
+      which: index of the number of tokens, 0 or 1.
+      short: whether to use the short model of 8 layers.
       groups: `link_groups` of the config.
       graphs: `cuda_graphs` of the config.
     """
@@ -201,8 +221,16 @@ def stepped(
 def steps_part(
     name: str, mode: str, what: str, seconds: tuple[float, float], first: tuple[Check, ...] = ()
 ) -> Part:
-    """Return the part of one mode: the rates of the machine, then both numbers of tokens, the
-    larger by the same program.
+    """Return the part of one mode: the machine's rates, then a step of each number of tokens.
+
+    The same program runs both numbers of tokens, the smaller first.
+
+    Args:
+      name: name of the part after "steps-".
+      mode: key of `llama.MODES`.
+      what: description of the mode for the list of parts.
+      seconds: seconds that the check of each number of tokens needs.
+      first: checks that run before the steps.
     """
     both = tuple(
         stepped(f"{tokens} tokens", mode, Needs(gpu=need, compiled=60, small=30), which)
@@ -216,9 +244,9 @@ def steps_part(
 
 
 def disk(name: str, where: str, seconds: float) -> Check:
-    """Return the check of steps from one place."""
+    """Return the check of steps with the states in one place, a key of `disks.MODES`."""
     needs = Needs(gpu=seconds, compiled=60, small=30)
-    # The same program is compiled for a disk and for a RAM disk.
+    # A disk and a RAM disk run the same program, so it is compiled only once.
     compiled = None if where == disks.RAM else llamas.compile_step(disks.compiled_case(where))
     return Check(
         name=name,
@@ -230,7 +258,7 @@ def disk(name: str, where: str, seconds: float) -> Check:
 
 
 def peer(name: str, seconds: float) -> Check:
-    """Return the check of a contender that is not ours."""
+    """Return the check of another framework's contender."""
     return Check(
         name=name,
         run=peers.check_peer(name),
@@ -240,7 +268,7 @@ def peer(name: str, seconds: float) -> Check:
 
 
 def ours(name: str) -> Check:
-    """Return the check of one of ours."""
+    """Return the check of one of zerojax's contenders."""
 
     def compiled(context: Context) -> Iterator[Row]:
         return compile_rows(
@@ -257,7 +285,7 @@ def ours(name: str) -> Check:
 
 
 def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tuple[Group, ...]:
-    """Return a group, and so a process, for each check."""
+    """Return one group per check, so that each check runs in its own process."""
     return tuple(Group(checks=(check,), env=env) for check in checks)
 
 
@@ -271,11 +299,11 @@ PARTS: Mapping[str, Part] = {
     for part in (
         Part(
             name="first",
-            what="what there is; records by both forms of index, copies alone and beside products, a short streamed step",
+            what="the machine; records by both forms of index, copies alone and during products, "
+            "a short streamed step",
             groups=(
-                *alone(
-                    MACHINE, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}
-                ),  # whose limit it then tells
+                # This share of device memory is the limit that the check reports.
+                *alone(MACHINE, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": str(SHARE)}),
                 Group(checks=(FORMS, measured_rates(), *(copied(way) for way in copies.WAYS))),
                 Group(checks=(host_kernel(),)),
                 Group(
@@ -299,7 +327,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="equality",
-            what="10 steps with every mix of tiers against the resident step: losses, parameters, gradients",
+            what="10 steps with every mix of tiers against the resident step: losses, parameters, "
+            "gradients",
             groups=alone(
                 FORMS,
                 equal("fp32", Needs(gpu=300, compiled=150, small=60)),
@@ -321,7 +350,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="nvme",
-            what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
+            what="10 steps with mixes on disk against the resident step; the disk's speed; "
+            "time and stall of these steps",
             groups=alone(
                 of_jobs(
                     "nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=300, compiled=130, small=150)
@@ -330,7 +360,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="peers",
-            what="FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours",
+            what="FSDP2 and DeepSpeed with their states on the host and the same attention, "
+            "compared with zerojax",
             groups=alone(
                 ours(peers.ON_HOST),
                 ours(peers.ON_DEVICE),
@@ -346,7 +377,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="kernels",
-            what="each op of pallas_kernels beside XLA's: error against float64, time, share of the measured peak",
+            what="each op of pallas_kernels compared with XLA's: error against float64, time, "
+            "share of the measured peak",
             groups=alone(
                 kernel("matmul", Needs(gpu=120, compiled=40)),
                 kernel("linear_cross_entropy", Needs(gpu=60, compiled=30)),
@@ -356,7 +388,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="sweep",
-            what="the fastest sizes of matmul's kernel beside XLA's form and JAX's own kernel; the winners are kept as a table",
+            what="the fastest sizes of matmul's kernel, compared with XLA's form and JAX's own "
+            "kernel; a table keeps the winners",
             groups=alone(
                 Check(
                     name="sweep",
@@ -368,7 +401,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="disks",
-            what="3.9 B with everything on the host, on a RAM disk and on a disk: the engine's share, and the disk's",
+            what="3.9 B with everything on the host, on a RAM disk and on a disk: the time that "
+            "the engine adds, and the disk",
             groups=alone(
                 disk("host", disks.HOST, 110),
                 disk("RAM disk", disks.RAM, 140),
@@ -378,7 +412,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="memory",
-            what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
+            what="peak device memory over program.memory and over the compiler's own count; "
+            "a process for each mix",
             groups=alone(
                 of_jobs(
                     "memory",
@@ -403,7 +438,8 @@ PARTS: Mapping[str, Part] = {
         ),
         Part(
             name="groups",
-            what="8 layers with opt_state in host memory, whose records cross the link in 2, 4, 6 and 10 groups",
+            what="8 layers with opt_state in host memory, with records that cross the link in "
+            "2, 4, 6 and 10 groups",
             groups=(
                 Group(checks=(measured_rates(),)),
                 *alone(
@@ -425,7 +461,8 @@ PARTS: Mapping[str, Part] = {
         steps_part("resident", "resident", "its states on the device", (130, 90)),
         Part(
             name="mixes",
-            what="step time of each mix of tiers over the resident step, interleaved; how much of its transfers is hidden",
+            what="step time of each mix of tiers over the resident step, interleaved; "
+            "share of its transfers that is hidden",
             groups=alone(
                 of_jobs(
                     "speed",
@@ -438,16 +475,16 @@ PARTS: Mapping[str, Part] = {
         ),
     )
 }
-"""By name, in order of what they decide."""
+"""Parts by name, most decisive first."""
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes for these options."""
+    """Return the sizes that the options select."""
     return SMALL if options.small else GPU
 
 
 def facts(sizes: Sizes, chip: str | None) -> dict[str, Any]:
-    """Return hardware, versions and sizes; `chip` is the one that is compiled for, and not there."""
+    """Return hardware, versions and sizes; `chip` is the compilation target, or None for a run."""
     import jax
 
     device = jax.devices()[0]
@@ -477,7 +514,7 @@ def facts(sizes: Sizes, chip: str | None) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Run the checks of one group as they are asked for; what a worker does."""
+    """Run the checks of one group on request, as a worker."""
     read, send = pipes()
     part, index = options.worker
     sizes = sizes_of(options)
@@ -505,7 +542,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
+    """Return the parsed and validated options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--part",
@@ -516,18 +553,18 @@ def parse() -> argparse.Namespace:
         help="run these parts",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="CHECK", help="run these checks of the parts alone"
+        "--only", nargs="+", metavar="CHECK", help="run only these checks of the parts"
     )
     parser.add_argument("--list", action="store_true", help="list the parts and their checks")
     parser.add_argument(
         "--join",
         metavar="DIR",
-        help="make one table of the results in and below a folder; nothing is run",
+        help="make one table of the results in this folder and below; run nothing",
     )
     parser.add_argument(
         "--fits",
         action="store_true",
-        help="with --join: only what the programs of --compile-only take",
+        help="with --join: show only the memory that the programs of --compile-only take",
     )
     parser.add_argument("--small", action="store_true", help="tiny sizes and few mixes")
     parser.add_argument(
@@ -536,20 +573,20 @@ def parse() -> argparse.Namespace:
         help="compile every program for a GPU that is not there",
     )
     parser.add_argument(
-        "--chip", choices=("h100", "h200"), help="of --compile-only; h200 by default"
+        "--chip", choices=("h100", "h200"), help="target of --compile-only; h200 by default"
     )
     parser.add_argument(
         "--host-memory",
         type=float,
         metavar="GIB",
-        help="of the host, where the system says less: of a virtual machine whose memory grows as it is taken; "
-        "128 by default with --compile-only",
+        help="host memory, if the system reports less than there will be: a virtual machine's "
+        "memory may grow as it is taken; 128 by default with --compile-only",
     )
     parser.add_argument(
-        "--measure-again", action="store_true", help="measure rates that --out holds already"
+        "--measure-again", action="store_true", help="measure rates again that --out holds"
     )
     parser.add_argument(
-        "--peer-python", help="python of an environment with torch; this one if it has torch"
+        "--peer-python", help="Python of an environment with torch; this one if it has torch"
     )
     parser.add_argument(
         "--limit",
@@ -557,14 +594,14 @@ def parse() -> argparse.Namespace:
         default=TIME_LIMIT,
         help=f"seconds for a part; {TIME_LIMIT:g} by default",
     )
-    parser.add_argument("--out", help="a folder for the results; a temporary one by default")
-    parser.add_argument("--save", help="write the table here")
+    parser.add_argument("--out", help="folder for the results; a temporary folder by default")
+    parser.add_argument("--save", help="file for the table")
     parser.add_argument(
         "--swap-dir",
         default=tempfile.gettempdir(),
-        help="a folder of a disk, for what rests on one",
+        help="folder on a disk, for records stored on disk",
     )
-    parser.add_argument("--ram-dir", default="/dev/shm", help="a folder of a RAM disk")
+    parser.add_argument("--ram-dir", default="/dev/shm", help="folder on a RAM disk")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--machine", help=argparse.SUPPRESS)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
@@ -572,19 +609,21 @@ def parse() -> argparse.Namespace:
     names = {check.name for part in options.part for check in PARTS[part].checks}
     if options.only and (unknown := set(options.only) - names):
         parser.error(
-            f"--only {', '.join(sorted(unknown))}: the checks of these parts are {', '.join(sorted(names))}"
+            f"--only {', '.join(sorted(unknown))}: these parts have the checks "
+            f"{', '.join(sorted(names))}"
         )
     if not 0 < options.limit < math.inf:
         parser.error(f"--limit {options.limit:g}: a positive number of seconds is needed")
     if options.host_memory is not None and not 1 <= options.host_memory < math.inf:
         parser.error(f"--host-memory {options.host_memory:g}: at least 1 GiB is needed")
     if options.fits and not options.join:
-        parser.error("--fits tells of results that are joined: give --join, too")
+        parser.error("--fits applies to joined results; give --join, too")
     if options.chip is not None and not options.compile_only:
         parser.error(
-            "--chip says for which GPU to compile: give --compile-only, too; a run takes the GPU that is there"
+            "--chip names the GPU to compile for; give --compile-only, too. "
+            "A run uses the GPU of this machine"
         )
-    # Else the table would tell another disk's figures.
+    # With a missing folder, the table would show another disk's figures.
     for name in ("join", "swap_dir", "ram_dir"):
         folder, default = getattr(options, name), parser.get_default(name)
         if folder not in (None, default) and not pathlib.Path(folder).is_dir():
@@ -593,24 +632,27 @@ def parse() -> argparse.Namespace:
 
 
 def found_machine(options: argparse.Namespace) -> Machine:
-    """Return what the parts are fitted to."""
+    """Return the machine that the parts are fitted to."""
     host_memory = None if options.host_memory is None else int(options.host_memory * GIB)
     if options.host_memory is not None:
-        os.environ[HOST_VARIABLE] = f"{options.host_memory:g}"  # for the programs' own checks
+        os.environ[HOST_VARIABLE] = f"{options.host_memory:g}"  # the programs check it themselves
     if options.compile_only:
         return described(options.chip or "h200", host_memory)
     machine = look(host_memory)
     if machine.platform == "cpu" and not options.small:
-        why = "JAX finds no GPU here: give --small for tiny sizes anywhere, or --compile-only for a GPU that is not there"
+        why = (
+            "JAX finds no GPU here: give --small for tiny sizes on any machine, "
+            "or --compile-only to compile without a GPU"
+        )
         print(f"gpu_check.py: error: {why}", file=sys.stderr)
         sys.exit(2)
     return machine
 
 
 def pool_of(group: Group, sizes: Sizes, machine: Machine) -> int:
-    """Return the limit in GiB of the pool of pinned memory of a group's process.
+    """Return the limit in GiB of the pinned-memory pool of a group's process.
 
-    What checks share is counted once: the states of steps, and the stacks of copies.
+    Memory that checks share (the states of steps, the stacks of copies) is counted once.
     """
     pinned = dict[str, int]()
     for check in group.checks:
@@ -620,7 +662,7 @@ def pool_of(group: Group, sizes: Sizes, machine: Machine) -> int:
 
 
 def listed(mode: str) -> str:
-    """Return the parts, their checks, and the seconds that each is said to need."""
+    """Return a list of the parts, their checks, and the seconds that each needs, as text."""
     lines = []
     for part in PARTS.values():
         needs = [seconds_of(check.needs, mode) for check in part.checks]
@@ -633,7 +675,7 @@ def listed(mode: str) -> str:
 
 
 def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine: Machine) -> None:
-    """Run the parts, one after the other."""
+    """Run the selected parts one after another."""
     from zerojax.chips import chip_of
 
     sizes, chip = sizes_of(options), chip_of(machine.device_kind)
@@ -649,7 +691,7 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine
         options.swap_dir: "DISK",
         options.ram_dir: "RAM_DISK",
     }
-    words = [places.get(word, word) for word in sys.argv[1:]]  # a table tells no paths of a machine
+    words = [places.get(word, word) for word in sys.argv[1:]]  # tables show no paths of a machine
     own = [sys.executable, str(pathlib.Path(__file__).resolve())]
     own += [
         f"--{name}"
@@ -662,7 +704,7 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine
         (out / RATES).unlink(missing_ok=True)
     for name in options.part:
         with contextlib.ExitStack() as stack:
-            # What a check that was killed leaves on a disk goes with the part, if not before.
+            # These folders end with the part at the latest, with whatever a killed check left.
             folders = {
                 option: stack.enter_context(
                     tempfile.TemporaryDirectory(prefix="gpu_check_", dir=base)
@@ -698,8 +740,9 @@ def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine
 
 
 def main() -> None:
-    """Run the parts, print and save their table; status 1 where a bound does not hold or a check
-    has no result.
+    """Run the parts, then print and save their table.
+
+    The exit status is 1 if a bound does not hold or a check has no result.
     """
     options = parse()
     if options.worker:
@@ -716,9 +759,8 @@ def main() -> None:
     out = pathlib.Path(options.join or options.out or tempfile.mkdtemp(prefix="gpu_check_"))
     if not options.join:
         machine = found_machine(options)
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-        )  # so that workers and folders go too
+        # A normal exit ends the workers and removes their folders.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         out.mkdir(parents=True, exist_ok=True)
         run_parts(options, mode, out.resolve(), machine)
     try:

@@ -1,15 +1,18 @@
-"""AdamW on the host over memory bandwidth: the fused kernel beside jax.jit, torch and DeepSpeed.
+"""Time AdamW on the host over memory bandwidth: the fused kernel, jax.jit, torch and DeepSpeed.
 
-    python benchmarks/host_adam.py                                       # 100 M parameters, 4 GB of memory
-    python benchmarks/host_adam.py --peer-python PEER/bin/python         # PEER: an environment with torch and deepspeed
+    # 100 M parameters, 4 GB of memory
+    python benchmarks/host_adam.py
+    # PEER is an environment with torch and deepspeed
+    python benchmarks/host_adam.py --peer-python PEER/bin/python
     python benchmarks/host_adam.py --out benchmarks/results/NAME.md
 
 The kernel is built from `optax.adamw(1e-3)` itself, traced on one float32 array, and first compared
 with the jitted rule on a million elements. The bound is an in-place `a *= c` by numba's `prange`,
-the fastest that this memory was seen to go, scaled from its 8 bytes to the bytes that a contender
-must touch. Each round runs every contender once, its bound just before it; a time is the best of a
-few calls, and a ratio is taken within a round. All contenders use the same cores; numpy's memory
-too, in huge pages where the system has them, except jax.jit, which allocates its own.
+the fastest access to this memory that was seen, scaled from its 8 bytes to the bytes that a
+contender must touch. Each round runs every contender once, right after its bound. A time is the
+best of a few calls, and a ratio is taken within a round. All contenders use the same cores. All
+except jax.jit, which allocates its own arrays, also use numpy's memory, in huge pages if the system
+has them.
 """
 
 import argparse
@@ -29,12 +32,12 @@ from typing import Any
 import numpy as np
 
 LEARNING_RATE, WEIGHT_DECAY, COUNT = 1e-3, 1e-4, 3
-TOLERANCE = 1e-6  # of an array's largest element, after one update
-NUM_CALLS = 5  # of which a time is the best
-# float32: gradients read; moments and parameters read and written. bfloat16: half a gradient, half
-# a copy more
+TOLERANCE = 1e-6  # over an array's largest element, after one update
+NUM_CALLS = 5  # a time is the best of these
+# Bytes per element. float32: gradients are read; moments and parameters are read and written.
+# bfloat16: the gradients take half as much, and the parameters' copy adds as much again.
 NUM_BYTES = 28
-Contender = Callable[[], float]  # its seconds
+Contender = Callable[[], float]  # returns its seconds
 
 
 def best_seconds(call: Callable[[], Any]) -> float:
@@ -48,7 +51,7 @@ def best_seconds(call: Callable[[], Any]) -> float:
 
 
 def fill(n: int) -> tuple[np.ndarray, ...]:
-    """Return gradients, moments and parameters of `n` elements, in cheap random numbers."""
+    """Return gradients, two moments and parameters of `n` cheap random numbers each."""
     few = np.random.default_rng(0).normal(size=1 << 16).astype(np.float32)
     return np.resize(few, n), np.resize(few[::-1], n), np.resize(few**2, n), np.resize(few[1:], n)
 
@@ -64,7 +67,7 @@ def to_low(a: np.ndarray) -> np.ndarray:
 
 
 def serve_peers(n: int, threads: int) -> None:
-    """Say which contenders there are; then time the one that is named, line by line."""
+    """Print the names of the peers' contenders, then time the contender that each line names."""
     with contextlib.redirect_stdout(sys.stderr):  # deepspeed prints
         torch = importlib.import_module("torch")
         torch.set_num_threads(threads)
@@ -74,7 +77,7 @@ def serve_peers(n: int, threads: int) -> None:
         def time_steps(adam: Any) -> Contender:
             parameter.grad = g
             adam.step()
-            for state in adam.state.values():  # numpy's memory, as the kernel's
+            for state in adam.state.values():  # numpy's memory, as for the kernel
                 state.update(
                     {
                         k: torch.from_numpy(s.numpy().copy())
@@ -113,7 +116,7 @@ def serve_peers(n: int, threads: int) -> None:
 
 @contextlib.contextmanager
 def peers(python: str | None, n: int, threads: int) -> Iterator[dict[str, Contender]]:
-    """Start `serve_peers` in the environment of `python`, and give its contenders."""
+    """Start `serve_peers` in the environment of `python`, and yield its contenders."""
     if python is None:
         yield {}
         return
@@ -148,8 +151,8 @@ def peers(python: str | None, n: int, threads: int) -> Iterator[dict[str, Conten
 def adamw_rule(low: bool) -> tuple[Callable[..., Any], Any]:
     """Return optax's update of one array as a function, and its jaxpr.
 
-    Its arguments are parameters, state and gradients; its results parameters, state and, where
-    `low`, the parameters in bfloat16, the dtype in which the gradients come then. In this order jit
+    The function takes parameters, state and gradients, and returns parameters and state. If `low`,
+    gradients are bfloat16, and the parameters are also returned in bfloat16. With this order jit
     reuses each donated buffer in its own place.
     """
     import jax
@@ -169,8 +172,9 @@ def adamw_rule(low: bool) -> tuple[Callable[..., Any], Any]:
 
 
 def build_adamw(low: bool) -> Callable[..., None]:
-    """Build the kernel, and return it as a function of parameters, moments, gradients, the bfloat16
-    copy and threads.
+    """Return the kernel as a function of arrays and a number of threads.
+
+    The arrays are parameters, two moments, gradients, and the bfloat16 copy of the parameters.
     """
     from host_offload.host_update import build_kernel
 
@@ -189,7 +193,7 @@ def build_adamw(low: bool) -> Callable[..., None]:
 
 
 def jit_state(m: Any, v: Any) -> Any:
-    """Return the state of optax.adamw whose moments are m and v."""
+    """Return the state of optax.adamw with moments m and v."""
     import jax.numpy as jnp
     import optax
 
@@ -201,8 +205,9 @@ def jit_state(m: Any, v: Any) -> Any:
 
 
 def largest_difference(n: int = 1_000_000) -> float:
-    """Return how far the kernel's update of `n` elements is from the jitted rule's, over an array's
-    largest element.
+    """Return how far the kernel's update of `n` elements is from the jitted rule's.
+
+    Differences are divided by an array's largest element.
     """
     import jax
     import jax.numpy as jnp
@@ -223,7 +228,7 @@ def largest_difference(n: int = 1_000_000) -> float:
 
 
 def own_contenders(n: int, threads: int) -> tuple[Contender, dict[str, Contender]]:
-    """Return the bound (seconds of 8 bytes an element) and the contenders of this environment."""
+    """Return the bound (seconds for 8 bytes per element) and this environment's contenders."""
     import jax
     import jax.numpy as jnp
     import numba
@@ -248,10 +253,8 @@ def own_contenders(n: int, threads: int) -> tuple[Contender, dict[str, Contender
         jitted = jax.jit(adamw_rule(low)[0], donate_argnums=(0, 1))
 
         def run_jitted(low: bool = low, jitted: Any = jitted) -> float:
-            held = [
-                jnp.array(params),
-                jit_state(m, v),
-            ]  # made for a round: it would double the memory of this program
+            # Allocated per round: keeping them would double this program's memory.
+            held = [jnp.array(params), jit_state(m, v)]
             given = jnp.asarray(low_grads if low else grads)
 
             def step() -> None:
@@ -266,11 +269,11 @@ def own_contenders(n: int, threads: int) -> tuple[Contender, dict[str, Contender
     return lambda: best_seconds(lambda: multiply(grads, one)), contenders
 
 
-# --- all of them, in rounds -----------------------------------------------------------------------
+# --- all contenders, in rounds --------------------------------------------------------------------
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture where that is not told."""
+    """Return the processor's name, or its architecture if the system reports no name."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(
@@ -280,7 +283,16 @@ def cpu_name() -> str:
 
 
 def table(n: int, threads: int, bounds: Any, seconds: Any, difference: float, command: str) -> str:
-    """Return the report in Markdown. `bounds` and `seconds`: contender -> a time for each round."""
+    """Return the report in Markdown.
+
+    Args:
+      n: number of parameters.
+      threads: number of threads.
+      bounds: seconds of the bound per round, by contender.
+      seconds: seconds of the contender per round, by contender.
+      difference: largest difference of the kernel from the jitted rule.
+      command: command that ran the benchmark.
+    """
     versions = [
         f"{name} {importlib.import_module(name).__version__}"
         for name in ("jax", "numba", "numpy", "optax")
@@ -291,13 +303,18 @@ def table(n: int, threads: int, bounds: Any, seconds: Any, difference: float, co
         f"# AdamW on the host, {datetime.date.today():%Y-%m}",
         "",
         f"{n / 1e6:g} M parameters, float32 parameters and moments, {threads} threads.",
-        f"Hardware: {threads} cores of {cpu_name()}. Versions: {', '.join(versions)}, Python {platform.python_version()}.",
+        f"Hardware: {threads} cores of {cpu_name()}. "
+        f"Versions: {', '.join(versions)}, Python {platform.python_version()}.",
         f"Command: `{command}`",
         "",
-        f"{rounds} rounds; a round runs every contender once (the best of {NUM_CALLS} calls), and just before it the bound: an "
-        f"in-place multiply, scaled to {NUM_BYTES} bytes a parameter. Its bandwidth was {statistics.median(bandwidth):.0f} "
-        f"GB/s ({min(bandwidth):.0f}-{max(bandwidth):.0f}). A ratio is taken within a round; the median and the range over "
-        "rounds are shown. Largest difference of the kernel from the jitted rule, after one update of 1 M elements, over the "
+        f"{rounds} rounds; a round runs every contender once (the best of {NUM_CALLS} calls), "
+        "and just before it the bound: an "
+        f"in-place multiply, scaled to {NUM_BYTES} bytes a parameter. "
+        f"Its bandwidth was {statistics.median(bandwidth):.0f} "
+        f"GB/s ({min(bandwidth):.0f}-{max(bandwidth):.0f}). "
+        "A ratio is taken within a round; the median and the range over "
+        "rounds are shown. Largest difference of the kernel from the jitted rule, "
+        "after one update of 1 M elements, over the "
         f"array's largest element: {difference:.1e}.",
         "",
         "| contender | ms | over the bound | range |",
@@ -313,7 +330,7 @@ def table(n: int, threads: int, bounds: Any, seconds: Any, difference: float, co
 
 
 def main() -> None:
-    """Compare, run all rounds, print and save the table."""
+    """Compare the kernel with the rule, run all rounds, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--params", type=int, default=100_000_000)
     parser.add_argument(
@@ -323,22 +340,22 @@ def main() -> None:
         help="cores that every contender uses",
     )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--peer-python", help="python of an environment with torch, and deepspeed")
-    parser.add_argument("--out", help="write the table here too")
+    parser.add_argument(
+        "--peer-python", help="Python of an environment with torch and, optionally, deepspeed"
+    )
+    parser.add_argument("--out", help="file for the table")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     n, threads = options.params, options.threads
     cores = sorted(os.sched_getaffinity(0))
     if not 0 < threads <= len(cores):
-        parser.error(f"--threads {threads}: 1 to {len(cores)} are here")
-    os.sched_setaffinity(0, cores[:threads])  # before XLA counts them
+        parser.error(f"--threads {threads}: choose 1 to {len(cores)}, the cores that are available")
+    os.sched_setaffinity(0, cores[:threads])  # before XLA counts the cores
     if options.serve:
         serve_peers(n, threads)
         return
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "OMP_WAIT_POLICY": "passive",
-    }  # the bound's threads must not spin in others' time
+    # The bound's threads must not spin while others are timed.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_WAIT_POLICY": "passive"}
     difference = largest_difference()
     bound, contenders = own_contenders(n, threads)
     bounds: dict[str, list[float]] = {}
@@ -347,7 +364,7 @@ def main() -> None:
         contenders |= others
         for index in range(options.rounds):
             for name, contender in contenders.items():
-                time.sleep(0.2)  # threads of the contender before may spin for a while
+                time.sleep(0.2)  # the previous contender's threads may spin for a while
                 bounds.setdefault(name, []).append(bound() * NUM_BYTES / 8)
                 seconds.setdefault(name, []).append(contender())
             parts = [f"{name}: {seconds[name][-1] / bounds[name][-1]:.2f}" for name in contenders]
@@ -365,7 +382,9 @@ def main() -> None:
     if options.out:
         pathlib.Path(options.out).write_text(text)
     if difference > TOLERANCE:
-        sys.exit(f"the kernel is not the jitted rule: {difference:.1e} over {TOLERANCE:g}")
+        sys.exit(
+            f"the kernel differs from the jitted rule by {difference:.1e}, more than {TOLERANCE:g}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The cases of benchmarks/kernels.py: each op at a size, the programs of each contender, and its
-error against float64.
+"""Define the cases of benchmarks/kernels.py.
+
+A case is an op at one size, each contender's programs, and the error against float64.
 """
 
 import dataclasses
@@ -24,13 +25,10 @@ from pallas_kernels.nf4.reference import LEVELS, MIDPOINTS, pack, quantize_scale
 from pallas_kernels.quantize import Quantized, dequantize, quantize
 
 MOSAIC, XLA, UNFUSED = "mosaic", "xla", "unfused"
-ROWS = 64  # that are compared with float64
-NF4_BYTES = 0.5 + 1 / 64 + 8 / (64 * 256)  # an element, in groups of 256 blocks
+ROWS = 64  # number of rows that are compared with float64
+NF4_BYTES = 0.5 + 1 / 64 + 8 / (64 * 256)  # bytes per element, in groups of 256 blocks
 Step = Callable[[tuple[Any, ...], Any], Any]
-"""(the case's arrays, what the step before returned, donated) -> the next value.
-
-Each is a program of its own.
-"""
+"""Function (case's arrays, previous step's result, donated) -> next value, run as one program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,14 +36,14 @@ class Case:
     """One op at one size.
 
     Attributes:
-      name: of its rows.
-      work: floating point operations or bytes of a call.
+      name: name of the case's rows.
+      work: floating-point operations or bytes of a call.
       unit: "flops" or "bytes".
       arrays: abstract arguments.
-      programs: for each contender the steps that one call takes.
-      error: (arguments, result) -> the largest error over its bound.
-      accumulates: the last argument is what a call adds to, in place: its first step gets it,
-        donated, and a call's result is what the next call adds to.
+      programs: steps of one call, by contender.
+      error: function (arguments, result) -> the largest error over its bound.
+      accumulates: whether a call adds to the last argument in place. The first step gets it,
+        donated, and each call's result is what the next call adds to.
     """
 
     name: str
@@ -57,8 +55,10 @@ class Case:
     accumulates: bool = False
 
     def draw(self) -> tuple[Any, ...]:
-        """Return random arguments: normal numbers, products of which stay of size 1; keys; 8 or 4
-        bits as quantised.
+        """Return random arguments.
+
+        Floating-point arguments are normal numbers whose products have a size of about 1; integers
+        are random keys or values of 8 or 4 bits.
         """
 
         def array(n: int, a: Any) -> jax.Array:
@@ -77,14 +77,16 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`x[M, K] @ w[K, N]` in bfloat16, and what follows it.
+    """A product `x[M, K] @ w[K, N]` in bfloat16, and the operations that follow it.
 
     Attributes:
-      m, n, k: the dims.
-      gated: of two weights.
-      bias: whether there is one, in bfloat16; one for each weight.
-      activation: its name, or None.
-      accumulates: whether it is added to a float32 result, in place.
+      m: rows of x.
+      n: columns of w.
+      k: columns of x.
+      gated: whether there are two weights, whose products are multiplied.
+      bias: whether each weight has a bfloat16 bias.
+      activation: name of the activation, or None.
+      accumulates: whether the product is added in place to a float32 result.
     """
 
     m: int
@@ -97,12 +99,12 @@ class Product:
 
     @property
     def num_weights(self) -> int:
-        """Weights."""
+        """Number of weights."""
         return 2 if self.gated else 1
 
     @property
     def name(self) -> str:
-        """The dims and what follows."""
+        """Name of the product: its dims and the operations that follow it."""
         told = (
             ("bias", self.bias),
             (self.activation, self.activation),
@@ -120,7 +122,7 @@ class Product:
 
     @property
     def problem(self) -> Problem:
-        """The problem that the op's sizes are chosen for."""
+        """Problem that the op chooses its sizes for."""
         narrow, wide = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
         return Problem(
             m=self.m,
@@ -134,7 +136,7 @@ class Product:
         )
 
     def step(self, implementation: Any, config: Config | None = None) -> Step:
-        """Return the op in one program."""
+        """Return the op in one program, by an implementation with optional sizes."""
         num = self.num_weights
 
         def call(arrays: Any, total: Any) -> Any:
@@ -145,7 +147,7 @@ class Product:
         return call
 
     def case(self) -> Case:
-        """Return the case of the kernel, XLA's form and the unfused programs."""
+        """Return the case, with the kernel, XLA's form and the unfused programs."""
         num, out = self.num_weights, self.out
         shapes = [(self.m, self.k), *[(self.k, self.n)] * num, *[(self.n,)] * (num * self.bias)]
         arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -201,17 +203,17 @@ class Product:
 
     @property
     def bound(self) -> float:
-        """The error that a result may have, over the largest number of the result."""
+        """Largest allowed error, over the result's largest number."""
         return {2: 2.0**-8, 4: 2e-6}[jnp.dtype(self.out).itemsize]
 
     def apart(self, y: Any, other: Any) -> float:
-        """Return how far two results are from each other, over the sum of their bounds."""
+        """Return how far apart two results are, over the sum of their bounds."""
         y, other = (jnp.asarray(a, jnp.float32) for a in (y, other))
         return float(jnp.abs(y - other).max() / (2 * self.bound * jnp.abs(other).max()))
 
 
 def activate(name: str | None, z: np.ndarray) -> np.ndarray:
-    """Return an activation in float64."""
+    """Return an activation of z in float64."""
     if name is None:
         return z
     if name == "silu":
@@ -222,7 +224,7 @@ def activate(name: str | None, z: np.ndarray) -> np.ndarray:
 def quantize_case(
     rows: int, columns: int, in_dtype: Any, dtype: Any, block_size: int, *, stochastic: bool = False
 ) -> Case:
-    """Return the case of `quantize`, its bytes those of x, values and scales."""
+    """Return the case of `quantize`; its bytes are those of x, values and scales."""
     most = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
@@ -260,13 +262,16 @@ def quantize_case(
             np.float64,
         )
         step = largest / most
-        if dtype != jnp.int8:  # half of the distance of neighbours, which is a part of the element
+        if dtype != jnp.int8:  # half the distance of neighbours, which grows with the element
             info = jnp.finfo(dtype)
             step = np.maximum(np.abs(x) * 2.0**-info.nmant, step * float(info.smallest_subnormal))
         return float((np.abs(y - x) / (step * (1.0 if stochastic else 0.5) * (1 + 1e-4))).max())
 
     size = rows * columns
-    name = f"quantize {rows} x {columns}, {jnp.dtype(in_dtype)} to {jnp.dtype(dtype)}, blocks of {block_size}"
+    name = (
+        f"quantize {rows} x {columns}, {jnp.dtype(in_dtype)} to {jnp.dtype(dtype)}, "
+        f"blocks of {block_size}"
+    )
     return Case(
         name=name + (", stochastic" if stochastic else ""),
         work=size * (jnp.dtype(in_dtype).itemsize + 1 + 4 / block_size),
@@ -322,9 +327,7 @@ def dequantize_case(rows: int, columns: int, dtype: Any, block_size: int) -> Cas
 
 
 def quantize_nf4_case(size: int, dtype: Any) -> Case:
-    """Return the case of `quantize_nf4` of a vector, its bytes those of x and of what is made of
-    it.
-    """
+    """Return the case of `quantize_nf4` of a vector; its bytes are those of x and of the result."""
     group = (1, 256)
 
     def op(implementation: Any) -> Step:
@@ -348,7 +351,7 @@ def quantize_nf4_case(size: int, dtype: Any) -> Case:
     ]
 
     def error(arrays: Any, q: Nf4) -> float:
-        chosen = 64 * group[1] * min(4, len(q.steps))  # elements: whole groups
+        chosen = 64 * group[1] * min(4, len(q.steps))  # number of elements, in full groups
         x = np.asarray(arrays[0][:chosen], np.float64).reshape(-1, group[1], 64)
         largest = np.abs(x).max(-1)
         first = jax.tree.map(lambda a: a[: a.size * chosen // size], q)
@@ -389,8 +392,8 @@ def dequantize_nf4_case(size: int, dtype: Any) -> Case:
         codes, scales, steps, means = (np.asarray(a[: a.size * chosen // size]) for a in arrays)
         pairs = codes.reshape(-1, 32)
         steps, means = (np.repeat(a.astype(np.float64), 256) for a in (steps, means))
-        # What is drawn has steps of 24 bits: their products are rounded, in one instruction with
-        # the sum or by themselves.
+        # The drawn steps have 24 bits, so their products are rounded, either together with the sum
+        # in one instruction or separately.
         scale = np.maximum(scales * steps + means, 0)
         values = np.array(LEVELS)[np.concatenate([pairs & 15, pairs >> 4], 1)]
         off = np.abs(
@@ -418,11 +421,10 @@ def dequantize_nf4_case(size: int, dtype: Any) -> Case:
 
 
 def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
-    """Return the case of `linear_cross_entropy` in bfloat16, forward and both gradients; its work
-    is that of three products.
+    """Return the case of `linear_cross_entropy` in bfloat16, forward and both gradients.
 
-    The kernels make five products for them, and XLA's contender, the op in tiles, four or five; the
-    unfused one has whole logits.
+    Its work counts three products. The kernels compute five products for them, and XLA's contender,
+    the tiled op, four or five; the unfused contender stores full logits.
     """
     dtype = jnp.bfloat16
 
@@ -481,7 +483,7 @@ def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
 
 
 def products(small: bool) -> list[Product]:
-    """Return the products among the cases."""
+    """Return the products among the cases; small ones for machines without a measurement."""
     m, n, k = (192, 128, 320) if small else (16384, 14336, 4096)
     sizes = [(m, n, k)] if small else [(8192, 8192, 8192), (16384, 4096, 16384), (8100, 5000, 3000)]
     return [
@@ -493,7 +495,7 @@ def products(small: bool) -> list[Product]:
 
 
 def cases(small: bool) -> list[Case]:
-    """Return the cases; small ones are for machines that measure nothing."""
+    """Return the cases; small ones for machines without a measurement."""
     rows, columns, losses = (
         (128, 512, (64, 32, 512)) if small else (1 << 15, 1 << 13, (16384, 4096, 1 << 17))
     )

@@ -1,27 +1,31 @@
-"""The ops of pallas_kernels: our kernel beside XLA's fused form and the program that is not fused.
+"""Time the ops of pallas_kernels: the kernel, XLA's fused form, and the unfused programs.
 
-    python benchmarks/kernels.py --save benchmarks/results/NAME.md          # a Hopper GPU; about 2 minutes
-    python benchmarks/kernels.py --small                                    # anywhere: correctness, and no measurement
-    python benchmarks/kernels.py sweep --save pallas_kernels/matmul/measured.json     # a Hopper GPU: sizes of matmul's kernel
+    # a Hopper GPU; about 2 minutes
+    python benchmarks/kernels.py --save benchmarks/results/NAME.md
+    # any machine: checks correctness, measures nothing
+    python benchmarks/kernels.py --small
+    # a Hopper GPU: sizes of matmul's kernel
+    python benchmarks/kernels.py sweep --save pallas_kernels/matmul/measured.json
 
-For each case and each of
+The contenders of each case are
 
     mosaic     the kernel
-    xla        the same op in jnp in one program: cuBLAS for products, what surrounds them fused as XLA sees fit
-    unfused    each operation a program of its own, as without a compiler
+    xla        the same op in jnp in one program: cuBLAS for products, and fusions as XLA chooses
+    unfused    each operation in its own program, as without a compiler
 
-it tells the time of a call (the median over rounds, in each of which all take their turn), TFLOP/s
-or GB/s, their share of what the chip was measured to do, the time over XLA's, the bytes taken
-beside arguments and results as the compiler counts them, and the error against float64 on 64 rows
+The table shows the time of a call (the median over rounds, each of which runs every contender in
+turn), TFLOP/s or GB/s, their share of the chip's measured peak, the time over XLA's, the bytes in
+addition to arguments and results by the compiler's count, and the error against float64 on 64 rows
 of random inputs, over the bound that the op states.
 
-The chip's peak is measured, not quoted: of products the best of `jnp.dot` of bfloat16 over three
-sizes, of memory a copy of 1 GiB, bytes read and written. A case is served by the kernel or says why
-not. On a CPU the kernel does not run, times say nothing of a GPU, and every table says so.
+The chip's peak is measured, not quoted: for products, the best of `jnp.dot` of bfloat16 over three
+sizes; for memory, a copy of 1 GiB, counting bytes read and written. A case that the kernel does not
+serve shows the reason. On a CPU the kernel does not run, times say nothing about a GPU, and every
+table says so.
 
-`sweep` looks for the fastest sizes of the kernel of `matmul` (`matmul_sweep`), with a verdict over
-XLA's form and over JAX's own kernel, and writes each product's row to the table as soon as it has
-it: a sweep that is cut off keeps what it found. `--seconds` is when it begins no other product.
+`sweep` searches for the fastest sizes of `matmul`'s kernel (`matmul_sweep`), compares them with
+XLA's form and with JAX's own kernel, and writes each product's row to the table immediately, so a
+sweep that is cut off keeps what it found. After `--seconds` it starts no further product.
 """
 
 import argparse
@@ -45,8 +49,12 @@ NO_MEASUREMENT = "Times of a CPU: no measurement of these ops, which are for GPU
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was seen of one contender in one case: seconds of each round, the compiler's bytes, the
-    error over its bound.
+    """Results of one contender in one case.
+
+    Attributes:
+      seconds: seconds of a call in each round.
+      extra_bytes: bytes in addition to arguments and result, by the compiler's count.
+      error: error over its bound.
     """
 
     seconds: list[float]
@@ -55,25 +63,25 @@ class Found:
 
 
 class Contender:
-    """The compiled steps of a case, ready to be called again and again.
+    """The compiled steps of a case, ready for repeated calls.
 
     Attributes:
-      extra_bytes: the most that a call takes beside its arguments and its result, as the compiler
-        counts.
+      extra_bytes: largest number of bytes that a call takes in addition to its arguments and its
+        result, by the compiler's count.
 
     Raises:
-      NotImplementedError: the kernel cannot serve.
+      NotImplementedError: if the kernel cannot serve the case.
     """
 
     def __init__(self, case: Case, steps: Sequence[Step], arrays: tuple[Any, ...]):
+        """Compile a contender's steps for the case's arguments."""
         self.case, self.arrays, self.programs, self.extra_bytes = case, arrays, [], 0
         self.value = jnp.copy(arrays[-1]) if case.accumulates else None
         value = self.value
         for n, step in enumerate(steps):
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "Some donated buffers were not usable"
-                )  # of another shape than the result
+                # A buffer cannot be reused if the result has another shape.
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
                 compiled = jax.jit(step, donate_argnums=1).lower(arrays, value).compile()
             stats: Any = compiled.memory_analysis()
             own = stats.temp_size_in_bytes + (num_bytes(value) if n else 0)
@@ -86,6 +94,7 @@ class Contender:
             self.programs.append(compiled)
 
     def __call__(self) -> Any:
+        """Run all steps and return the result, without waiting for it."""
         value = self.value
         for program in self.programs:
             value = program(self.arrays, value)
@@ -93,7 +102,7 @@ class Contender:
         return value
 
     def seconds(self, repeats: int) -> float:
-        """Return the seconds of one of `repeats` calls in a row."""
+        """Return the average seconds of `repeats` calls in a row."""
         start, result = time.perf_counter(), None
         for _ in range(repeats):
             result = self()
@@ -102,12 +111,12 @@ class Contender:
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the bytes of a tree of arrays, abstract or not."""
+    """Return the total bytes of a tree of arrays or abstract arrays."""
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def measure(case: Case, rounds: int) -> dict[str, Found | str]:
-    """Return what was seen of each contender, or why it was not."""
+    """Return each contender's results, or the reason why it did not run."""
     found: dict[str, Found | str] = {}
     arrays, ready = case.draw(), {}
     for name, steps in case.programs.items():
@@ -126,11 +135,10 @@ def measure(case: Case, rounds: int) -> dict[str, Found | str]:
 
 
 def peaks(small: bool) -> dict[str, float]:
-    """Return the most FLOP/s of a product of bfloat16, and bytes/s of a copy, that this device
-    shows, of random numbers.
+    """Return this device's measured peaks: "flops" of products and "bytes" of copies, per second.
 
-    Equal numbers switch fewer transistors: a GPU at its power limit multiplies ones 13 % faster
-    than random numbers.
+    Products are of bfloat16, and operands are random: equal numbers switch fewer transistors, so a
+    GPU at its power limit multiplies ones 13 % faster than random numbers.
     """
 
     def best(f: Callable[[Any], Any], x: Any) -> float:
@@ -156,8 +164,9 @@ def peaks(small: bool) -> dict[str, float]:
 def words(
     case: Case, name: str, found: Mapping[str, Found | str], peak: Mapping[str, float]
 ) -> list[str]:
-    """Return the cells of a contender's row: time, rate, share of the peak, time over XLA's, extra
-    memory, error.
+    """Return the cells of a contender's row.
+
+    They show time, rate, share of the peak, time over XLA's, extra memory, and error.
     """
     one, xla = found[name], found[XLA]
     if isinstance(one, str):
@@ -179,9 +188,7 @@ def words(
 
 
 def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of the table, and whether the errors that each tells of are within their
-    bounds.
-    """
+    """Yield the lines of the table, each with whether its error is within its bound."""
     device, peak = jax.devices()[0], peaks(small)
     yield f"# Kernels on {device.device_kind}, {datetime.date.today():%Y-%m}", True
     yield "", True
@@ -189,13 +196,15 @@ def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
         yield NO_MEASUREMENT, True
         yield "", True
     yield (
-        f"jax {jax.__version__}; {rounds} rounds; peak measured: {peak['flops'] / 1e12:.4g} TFLOP/s (bfloat16), "
+        f"jax {jax.__version__}; {rounds} rounds; "
+        f"peak measured: {peak['flops'] / 1e12:.4g} TFLOP/s (bfloat16), "
         f"{peak['bytes'] / 1e9:.4g} GB/s.",
         True,
     )
     yield "", True
     yield (
-        "| case | contender | time | rate | of the peak | time over XLA's | extra memory | error over bound |",
+        "| case | contender | time | rate | of the peak | time over XLA's | extra memory "
+        "| error over bound |",
         True,
     )
     yield "|---|---|---|---|---|---|---|---|", True
@@ -212,14 +221,15 @@ def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
 def sweep_outcomes(
     small: bool, rounds: int, save: pathlib.Path | None = None, seconds: float | None = None
 ) -> Iterator[matmul_sweep.Outcome]:
-    """Yield what the sweep finds for each product, once its row is in the table `save`.
+    """Yield the sweep's outcome for each product, after saving its row.
 
     Args:
-      small: tiny products.
-      rounds: in which the winner, XLA's form and JAX's kernel take turns.
-      save: a table, as `pallas_kernels/matmul/measured.json`; other rows stay in it. None: nothing
-        is written.
-      seconds: after which no other product is begun; the others are told as left out.
+      small: whether to sweep tiny products.
+      rounds: number of rounds in which the winner, XLA's form and JAX's kernel take turns.
+      save: table like `pallas_kernels/matmul/measured.json`, whose other rows are kept; None writes
+        nothing.
+      seconds: time after which no further product is started; the remaining products are reported
+        as left out.
     """
     start = time.perf_counter()
     for product in matmul_sweep.swept(small):
@@ -233,10 +243,11 @@ def sweep_outcomes(
 
 
 def sweep_table(outcomes: Iterable[matmul_sweep.Outcome]) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of a sweep's table, and whether the result that each tells of is right."""
+    """Yield the lines of a sweep's table, each with whether its result is right."""
     device = jax.devices()[0]
     yield (
-        f"# Sizes of matmul's kernel on {device.device_kind}, {datetime.date.today():%Y-%m}, jax {jax.__version__}",
+        f"# Sizes of matmul's kernel on {device.device_kind}, {datetime.date.today():%Y-%m}, "
+        f"jax {jax.__version__}",
         True,
     )
     yield "", True
@@ -247,30 +258,33 @@ def sweep_table(outcomes: Iterable[matmul_sweep.Outcome]) -> Iterator[tuple[str,
 
 
 def main() -> None:
-    """Print and save the table; status 1 where an error is beyond its bound."""
+    """Print and save the table; the exit status is 1 if an error exceeds its bound."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "command",
         nargs="?",
         choices=["sweep"],
-        help="look for the fastest sizes of matmul's kernel",
+        help="search for the fastest sizes of matmul's kernel",
     )
     parser.add_argument(
-        "--small", action="store_true", help="tiny sizes: correctness, and no measurement"
+        "--small", action="store_true", help="tiny sizes: check correctness, measure nothing"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--seconds", type=float, help="of a sweep: begin no other product after so many"
+        "--seconds", type=float, help="for sweep: time after which no further product is started"
     )
     parser.add_argument(
-        "--save", type=pathlib.Path, help="write the table here; of a sweep the rows, as JSON"
+        "--save", type=pathlib.Path, help="file for the table; for sweep, for the rows as JSON"
     )
     options = parser.parse_args()
     if jax.default_backend() == "cpu" and not options.small:
-        parser.error("this is a CPU: --small runs every case there, and measures nothing")
+        parser.error(
+            "this is a CPU; give --small, which runs every case there and measures nothing"
+        )
     if options.small and options.command and options.save:
         parser.error(
-            "--small is no measurement: nothing of it is written to a table of measurements"
+            "--small measures nothing, so it cannot be saved in a table of measurements; "
+            "leave out --save"
         )
     if options.command:
         written = sweep_table(

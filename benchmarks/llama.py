@@ -1,5 +1,6 @@
-"""A Llama as a LayeredModel, and where its states rest. 32 layers x 4096 is Llama 7B, with 6.7 B
-parameters.
+"""Define a Llama as a LayeredModel, and modes that say where its states are stored.
+
+With 32 layers x 4096 it is Llama 7B, with 6.7 B parameters.
 """
 
 import dataclasses
@@ -17,17 +18,17 @@ import zerojax as zj
 Attention = Literal["cudnn", "xla"]
 HOST, DISK = "pinned_host", "nvme"
 NO_DISK = 1e18
-"""Bytes a second of a disk that takes no time."""
+"""Bytes per second of a disk that takes no time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mode:
-    """Where a step's states rest, and what its callbacks do.
+    """Tiers of a step's states, and the work of its callbacks.
 
     Attributes:
       config: fields of `ZeroConfig`.
-      callbacks: as `hlo.simulate` takes it.
-      rates: that are other than those assumed.
+      callbacks: `callbacks` of `hlo.simulate`.
+      rates: rates that replace the assumed rates, by name.
     """
 
     config: dict[str, Any]
@@ -76,12 +77,20 @@ def llama(
     vocab: int = 32000,
     attention: Attention = "cudnn",
 ) -> zj.LayeredModel:
-    """Return the model: RMSNorm, rotary positions, a gated MLP, a loss without logits; `attention`
-    as for jax.nn.
+    """Return the model: RMSNorm, rotary positions, a gated MLP, and a loss without logits.
+
+    Args:
+      layers: number of layers.
+      hidden: width of the residual stream.
+      heads: number of attention heads.
+      ff: hidden width of the MLP.
+      vocab: number of distinct tokens.
+      attention: `implementation` of `jax.nn.dot_product_attention`.
     """
     width = hidden // heads
     sizes = {
-        "wq": (hidden, hidden), "wk": (hidden, hidden), "wv": (hidden, hidden), "wo": (hidden, hidden),
+        "wq": (hidden, hidden), "wk": (hidden, hidden),
+        "wv": (hidden, hidden), "wo": (hidden, hidden),
         "w1": (hidden, ff), "w3": (hidden, ff), "w2": (ff, hidden),
     }  # fmt: skip
 
@@ -129,5 +138,8 @@ def llama(
 
 
 def num_params(layers: int, hidden: int, ff: int, vocab: int) -> int:
-    """Return the parameters: 4 h^2 + 3 h ff + 2 h a layer, an embedding, a head, a norm."""
+    """Return the number of parameters.
+
+    A layer has 4 h^2 + 3 h ff + 2 h; the model adds an embedding, a head and a norm.
+    """
     return layers * (4 * hidden**2 + 3 * hidden * ff + 2 * hidden) + 2 * vocab * hidden + hidden

@@ -1,15 +1,17 @@
-"""Which sizes of `matmul`'s kernel are fastest: a sweep beside XLA's form and JAX's own kernel, as
-rows of its table.
+"""Search for the fastest sizes of `matmul`'s kernel, as rows of its table.
 
-For one product the sizes are not tried in all combinations. Of tiles and clusters all pairs are,
-with the deepest pipeline that fits and all cores; the best then with fewer cores, another depth,
-and bands of another width, each in its turn. What does not fit the shared memory or the registers
-is left out before it is compiled (`Config` and `Problem.check` refuse it).
+The winner is compared with XLA's form and with JAX's own kernel.
 
-Each result is compared with that of XLA's form, all of it. The winner, XLA's form and the fastest
+The sweep does not try all combinations of sizes for a product. It tries all pairs of a tile and a
+cluster, with the deepest pipeline that fits and all cores. Starting from the best pair, it then
+tries fewer cores, other depths, and bands of other widths, one after another. Sizes that do not fit
+into shared memory or registers are left out before compilation (`Config` and `Problem.check` refuse
+them).
+
+Each result is compared in full with that of XLA's form. The winner, XLA's form and the fastest
 sizes of JAX's `hopper_matmul_mgpu` then take turns in rounds, and the medians make a row of
-`pallas_kernels/matmul/measured.json`. Sizes that are wrong or do not run are told, and never win; a
-winner that is beyond the op's bound against float64 makes no row.
+`pallas_kernels/matmul/measured.json`. Sizes that are wrong or do not run are reported and never
+win; a winner that exceeds the op's bound against float64 makes no row.
 """
 
 import dataclasses
@@ -31,13 +33,14 @@ from pallas_kernels.matmul.config import BLOCKS, MAX_STAGES, Config, Problem
 
 TILES = (*BLOCKS, (128, 192))
 CLUSTERS = ((1, 1), (2, 1), (1, 2))  # blocks along M and N
-RASTERS = (4, 16)  # beside the default
+RASTERS = (4, 16)  # in addition to the default
 JAX = "JAX's kernel"
 
 
 def swept(small: bool) -> list[Product]:
-    """Return the products of the sweep: those of the benchmark, and a Llama's projection and MLP in
-    4 tiles.
+    """Return the products of the sweep.
+
+    They are the benchmark's products, and a Llama's projection and its MLP in 4 tiles.
     """
     if small:
         return products(small)
@@ -51,7 +54,7 @@ def swept(small: bool) -> list[Product]:
 
 
 def fitting(problem: Problem, sizes: Iterable[dict[str, int]]) -> list[Config]:
-    """Return the sizes that fit."""
+    """Return the configs of the sizes that fit."""
     found = []
     for size in sizes:
         try:
@@ -64,14 +67,14 @@ def fitting(problem: Problem, sizes: Iterable[dict[str, int]]) -> list[Config]:
 
 
 def deepest(problem: Problem, **sizes: int) -> list[Config]:
-    """Return sizes with the deepest pipeline that fits, or nothing."""
+    """Return the config of these sizes with the deepest pipeline that fits, or an empty list."""
     return fitting(problem, [sizes | {"num_stages": depth} for depth in range(MAX_STAGES, 1, -1)])[
         :1
     ]
 
 
 def tiles_and_clusters(problem: Problem, num_cores: int) -> list[Config]:
-    """Return all pairs of a tile and a cluster that fit."""
+    """Return the configs of all pairs of a tile and a cluster that fit."""
     found = []
     for (block_m, block_n), (cluster_m, cluster_n) in itertools.product(TILES, CLUSTERS):
         cores = num_cores - num_cores % (cluster_m * cluster_n)
@@ -87,28 +90,29 @@ def tiles_and_clusters(problem: Problem, num_cores: int) -> list[Config]:
 
 
 def fewer_cores(problem: Problem, config: Config) -> list[Config]:
-    """Return sizes for a multiple of 8 cores, such as 128 of 132: grids of tiles are often powers
-    of two.
+    """Return a config with the cores rounded down to a multiple of 8, such as 128 of 132.
+
+    Grids of tiles are often powers of two.
     """
     return fitting(problem, [dataclasses.asdict(config) | {"num_cores": config.num_cores // 8 * 8}])
 
 
 def other_depths(problem: Problem, config: Config) -> list[Config]:
-    """Return sizes with a stage less, and with stages of twice the width."""
+    """Return configs with one stage less, and with stages of twice the width."""
     own = dataclasses.asdict(config)
     wider = deepest(problem, **(own | {"block_k": 2 * config.block_k}))
     return fitting(problem, [own | {"num_stages": config.num_stages - 1}]) + wider
 
 
 def other_bands(problem: Problem, config: Config) -> list[Config]:
-    """Return sizes with narrower and wider bands of tiles."""
+    """Return configs with narrower and wider bands of tiles."""
     return fitting(problem, [dataclasses.asdict(config) | {"raster": raster} for raster in RASTERS])
 
 
 def search(
     problem: Problem, num_cores: int, seconds: Callable[[Config], float]
 ) -> dict[Config, float]:
-    """Return the seconds of all sizes that were tried, by a function that times one."""
+    """Return the seconds of all configs that were tried, by a function that times one config."""
     times: dict[Config, float] = {}
 
     def fastest(configs: Iterable[Config]) -> Config:
@@ -124,15 +128,13 @@ def search(
 
 
 def jax_steps(product: Product) -> list[Step]:
-    """Return calls of JAX's own kernel with various sizes; none where it has no form for this
-    product.
-    """
+    """Return calls of JAX's own kernel in various sizes; none if it lacks the product's form."""
     if product.gated or product.bias or product.activation:
         return []
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as jaxs
 
     M, N = jaxs.MatmulDimension.M, jaxs.MatmulDimension.N
-    # Tiles are of a warpgroup, and two of them make a block's: 128 x 256, 256 x 128 and 128 x 128.
+    # A tile belongs to a warpgroup, and two make a block: 128 x 256, 256 x 128 and 128 x 128.
     sizes = [(128, 128, N, cluster) for cluster in (None, M, N)] + [
         (128, 128, M, None),
         (128, 64, N, None),
@@ -156,13 +158,13 @@ def jax_steps(product: Product) -> list[Step]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Something that the sweep of one product found.
+    """One finding of a product's sweep.
 
     Attributes:
-      product: what was swept.
-      row: of the table; None where there is none.
-      note: why there is none, or how many sizes were tried.
-      is_right: False where sizes are wrong or do not run.
+      product: product that was swept.
+      row: row for the table; None if there is none.
+      note: reason why there is no row, or the number of sizes that were tried.
+      is_right: False if sizes are wrong or do not run.
     """
 
     product: Product
@@ -171,15 +173,19 @@ class Outcome:
     is_right: bool = True
 
     def words(self) -> list[str]:
-        """Return the cells of the product's line: time, rate, time over XLA's and over JAX's
-        kernel, None's choice, sizes.
+        """Return the cells of the product's line.
+
+        They show time, rate, time over XLA's and over JAX's kernel, the choice of None, and sizes.
         """
         if self.row is None:
             return [self.note, *[""] * 5]
         row, work = self.row, self.product.case().work
         over_jax = "" if row.jax_seconds is None else f"{row.seconds / row.jax_seconds:.3f}"
         config = row.config
-        sizes = f"{config.block_m} x {config.block_n} x {config.block_k}, {config.num_stages} stages, {config.num_cores} cores"
+        sizes = (
+            f"{config.block_m} x {config.block_n} x {config.block_k}, "
+            f"{config.num_stages} stages, {config.num_cores} cores"
+        )
         cluster = f", cluster {config.cluster_m} x {config.cluster_n}" if config.cluster > 1 else ""
         return [
             f"{1e3 * row.seconds:.4g} ms",
@@ -194,14 +200,13 @@ class Outcome:
 def sweep(
     product: Product, contender: Callable[..., Any], rounds: int, min_seconds: float = 0.02
 ) -> Iterator[Outcome]:
-    """Yield what the sweep of one product finds: sizes that are wrong or do not run, if there are
-    such, and the winner.
+    """Yield the outcomes of one product's sweep: failed sizes if there are any, and the winner.
 
     Args:
-      product: what is swept.
+      product: product to sweep.
       contender: `kernels.Contender`, which compiles steps.
-      rounds: in which the three take turns at the end.
-      min_seconds: of the calls that time one candidate.
+      rounds: number of rounds in which the three contenders take turns at the end.
+      min_seconds: least total seconds of the calls that time one candidate.
     """
     target: Target = target_of()
     if reason := mosaic.refusal(product.problem, target):
@@ -240,17 +245,14 @@ def sweep(
             "; ".join(f"failed: {size}: {why}" for size, why in failed.items()),
             is_right=False,
         )
-    if config in failed:  # and with it all others
+    if config in failed:  # then all sizes failed
         return
     jaxs: dict[Step, float] = {}
     for step in jax_steps(product):
         try:
             jaxs[step] = seconds(contender(case, [step], arrays))
-        except (
-            ValueError,
-            NotImplementedError,
-            jax.errors.JaxRuntimeError,
-        ):  # blocks that do not divide, shared memory
+        # The sizes may not divide the product, or may need too much shared memory.
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             continue
     steps = {MOSAIC: product.step(MOSAIC, config), XLA: product.step(XLA)}
     if jaxs:
@@ -283,7 +285,7 @@ def sweep(
 
 
 def save_row(path: pathlib.Path, row: measured.Row) -> None:
-    """Put a row into a table on disk, which is whole at any time."""
+    """Put a row into a table on disk, which is complete at any time."""
     rows = measured.parse(path.read_text(), str(path)) if path.exists() else ()
     new = path.with_name(f"{path.name}.new")
     new.write_text(measured.dump(measured.merged(rows, [row])))

@@ -1,12 +1,13 @@
-"""What a GPT's train step takes on each of N H200s that are not there: compiled, not run.
+"""Compile a GPT's train step for N H200s, without having any, and report its memory per device.
 
-    python benchmarks/memory.py                                     # 3.3 B parameters for 64 GPUs, about 2 minutes
+    # 3.3 B parameters for 64 GPUs, about 2 minutes
+    python benchmarks/memory.py
     python benchmarks/memory.py --save benchmarks/results/NAME.md
 
-For each stage and form of the model: bytes that the compiled step takes as arguments and beside
-them, the most bytes of gathered parameters that are live at once, and elements that collectives
-move over the number of parameters. The program to beat is plain GSPMD: the same loss and state,
-parameters split as at stage 3, and XLA left to choose its collectives. Needs zerojax[aot].
+For each stage and form of the model, the table shows the bytes of the compiled step's arguments and
+its temporary bytes, the peak of gathered parameters that are live at the same time, and the
+elements that collectives move, over the number of parameters. The baseline is plain GSPMD: the same
+loss and state, parameters sharded as at stage 3, and collectives chosen by XLA. Needs zerojax[aot].
 """
 
 import os
@@ -75,15 +76,16 @@ def compile_case(
 
 
 def main() -> None:
-    """Compile every case, print and save the table."""
+    """Compile every case, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--save", help="write the table here; a temporary folder by default")
+    parser.add_argument("--save", help="file for the table; in a temporary folder by default")
     options = parser.parse_args()
     c = gpt.GPTConfig(
-        layers=options.layers, hidden=options.hidden, heads=options.hidden // 128, seq=512, vocab=4096,
+        layers=options.layers, hidden=options.hidden, heads=options.hidden // 128,
+        seq=512, vocab=4096,
         tied=False, dtype=jnp.bfloat16, attention="xla",
     )  # fmt: skip
     layer = 2 * (12 * c.hidden**2 + 13 * c.hidden)
@@ -94,16 +96,21 @@ def main() -> None:
     cases += [("stage 3, remat", form, {"stage": 3, "activations": "remat"}) for form in FORMS]
     words = " ".join(["python benchmarks/memory.py", *sys.argv[1:]])
     lines = [
-        f"# Memory of a train step compiled for {options.gpus} H200s, {datetime.date.today():%Y-%m}",
+        f"# Memory of a train step compiled for {options.gpus} H200s, "
+        f"{datetime.date.today():%Y-%m}",
         "",
-        f"GPT of {c.num_params / 1e9:.2f} B parameters, {c.layers} layers x {c.hidden}, bf16 with float32 masters, AdamW, "
-        f"one sequence of {c.seq} a GPU. Compiled without a GPU and not run; jax {jax.__version__}.",
+        f"GPT of {c.num_params / 1e9:.2f} B parameters, {c.layers} layers x {c.hidden}, "
+        "bf16 with float32 masters, AdamW, "
+        f"one sequence of {c.seq} a GPU. "
+        f"Compiled without a GPU and not run; jax {jax.__version__}.",
         f"Command: `{words}`",
         "",
-        f"One layer is {layer / 2**20:.0f} MiB of bf16. Elements moved are over P: ZeRO's closed form is 2 P for stages 0 "
+        f"One layer is {layer / 2**20:.0f} MiB of bf16. Elements moved are over P: "
+        "ZeRO's closed form is 2 P for stages 0 "
         "to 2, 3 P for stage 3 (an all_reduce counts twice).",
         "",
-        "| program | layers as | arguments GiB | over account | temp GiB | gathered at once, layers | moved | compile s |",
+        "| program | layers as | arguments GiB | over account | temp GiB "
+        "| gathered at once, layers | moved | compile s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
@@ -112,7 +119,8 @@ def main() -> None:
         moved = ", ".join(f"{op} {n:.2f}" for op, n in sorted(r["moved"].items()))
         whole = f"{r['gathered'] / layer:.2f}" if fields["stage"] == 3 else "stored whole"
         lines.append(
-            f"| {name} | {form} | {r['arguments'] / 2**30:.3f} | {r['arguments'] / r['account']:.4f} | {r['temp'] / 2**30:.2f} "
+            f"| {name} | {form} | {r['arguments'] / 2**30:.3f} "
+            f"| {r['arguments'] / r['account']:.4f} | {r['temp'] / 2**30:.2f} "
             f"| {whole} | {moved} | {r['seconds']:.1f} |"
         )
         print(lines[-1], flush=True)

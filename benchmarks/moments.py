@@ -1,12 +1,13 @@
-"""What moments in bfloat16 do to the loss: a GPT on real text, trained with float32 moments,
-stochastic and nearest rounding.
+"""Show the effect of bfloat16 moments on the loss of a GPT trained on real text.
+
+The moments are float32, or bfloat16 with stochastic or nearest rounding.
 
     python benchmarks/moments.py --save benchmarks/results/moments_cpu2_202611.md
 
 The three settings start from the same weights and see the same batches, for several seeds of the
-weights: a difference counts where it is beyond what another seed makes. Rounding to nearest is no
-setting of zerojax; it is here to show what the random numbers are for. The text is the source of
-Python's standard library (examples/text_data.py).
+weights: a difference matters if it exceeds the differences between seeds. Rounding to nearest is
+not a setting of zerojax; it is included to show why rounding is stochastic. The text is the source
+of Python's standard library (examples/text_data.py).
 """
 
 import argparse
@@ -36,14 +37,19 @@ RUNS = FLOAT32, STOCHASTIC, NEAREST = "float32", "bfloat16, stochastic", "bfloat
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One run: the loss of each step, and the last held-out loss."""
+    """Results of one run.
+
+    Attributes:
+      losses: loss of each step.
+      validation: held-out loss after the last step.
+    """
 
     losses: np.ndarray
     validation: float
 
 
 def train(name: str, b2: float, seed: int, options: argparse.Namespace) -> Found:
-    """Train one run on one device, from weights of a seed."""
+    """Train on one device, from the weights of a seed, and return the results."""
     c = gpt.GPTConfig(layers=options.layers, hidden=options.hidden, heads=4, seq=options.seq)
     text, held_out = load_corpus(options.data)
     rate = optax.warmup_cosine_decay_schedule(
@@ -70,8 +76,11 @@ def train(name: str, b2: float, seed: int, options: argparse.Namespace) -> Found
 
 
 def spread(values: list[float], form: str) -> str:
-    """Return the mean of some figures, and their range."""
-    return f"{format(float(np.mean(values)), form)} ({format(min(values), form)} to {format(max(values), form)})"
+    """Return the mean of some figures and their range, as text."""
+    return (
+        f"{format(float(np.mean(values)), form)} "
+        f"({format(min(values), form)} to {format(max(values), form)})"
+    )
 
 
 def table(
@@ -86,12 +95,17 @@ def table(
     lines = [
         f"# Moments in bfloat16, {datetime.date.today():%Y-%m}",
         "",
-        f"GPT of {c.layers} layers x {c.hidden}, {c.num_params:,} parameters, {options.steps} steps of "
-        f"{options.batch} x {c.seq} bytes of source text, float32, AdamW (3e-3 as a cosine, decay 0.1), clipped at norm 1.",
-        f"jax {jax.__version__}, Python {platform.python_version()}, {seconds / 60:.0f} min on a CPU. Command: `{command}`.",
+        f"GPT of {c.layers} layers x {c.hidden}, {c.num_params:,} parameters, "
+        f"{options.steps} steps of "
+        f"{options.batch} x {c.seq} bytes of source text, float32, "
+        "AdamW (3e-3 as a cosine, decay 0.1), clipped at norm 1.",
+        f"jax {jax.__version__}, Python {platform.python_version()}, "
+        f"{seconds / 60:.0f} min on a CPU. Command: `{command}`.",
         "",
-        f"Means over {options.seeds} seeds of the weights, and the range over them. A loss is the mean of the last {last} "
-        "steps; the held-out loss, of 16 batches, is that after the last. Differences are between runs of one seed.",
+        f"Means over {options.seeds} seeds of the weights, and the range over them. "
+        f"A loss is the mean of the last {last} "
+        "steps; the held-out loss, of 16 batches, is that after the last. "
+        "Differences are between runs of one seed.",
         "",
         "| b2 | moments | loss | minus float32 | held-out loss | minus float32 |",
         "|---|---|---|---|---|---|",
@@ -117,23 +131,25 @@ def table(
 
 
 def main() -> None:
-    """Train every run and print the table."""
+    """Train every run, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument(
-        "--b2", type=float, nargs="+", default=[0.999, 0.95], help="of AdamW; each is a set of runs"
+        "--b2",
+        type=float,
+        nargs="+",
+        default=[0.999, 0.95],
+        help="values of AdamW's b2; each is a set of runs",
     )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="of the weights; each is a set of runs"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of the weights")
     parser.add_argument(
         "--data", help="folder of text files; the Python standard library's source by default"
     )
-    parser.add_argument("--save", help="write the table here")
+    parser.add_argument("--save", help="file for the table")
     options = parser.parse_args()
     began, found = time.monotonic(), {}
     for b2, name, seed in itertools.product(options.b2, RUNS, range(options.seeds)):

@@ -1,27 +1,31 @@
-"""What the disk costs: zerojax's nvme tier over zerojax in memory, beside DeepSpeed ZeRO-3 with
-NVMe over plain torch.
+"""Measure the cost of the disk: zerojax's nvme tier, and DeepSpeed ZeRO-3 with NVMe.
 
-    python benchmarks/nvme_peers.py --swap-dir /mnt/disk --peer-python PEER/bin/python      # PEER: torch and deepspeed
-    python benchmarks/nvme_peers.py --swap-dir /mnt/disk                                    # zerojax alone
+Each is compared with its own framework in memory, zerojax or plain torch.
+
+    # PEER is an environment with torch and deepspeed
+    python benchmarks/nvme_peers.py --swap-dir /mnt/disk --peer-python PEER/bin/python
+    # zerojax alone
+    python benchmarks/nvme_peers.py --swap-dir /mnt/disk
     python benchmarks/nvme_peers.py ... --precision bf16 --save benchmarks/results/NAME.md
 
-Every contender trains the same GPT from the same weights on the same tokens, in a process of its
-own, on one device with all cores (torch: one rank with as many threads). A round runs each of them
-once, and
+Every contender trains the same GPT from the same weights on the same tokens, in its own process, on
+one device with all cores (torch: one rank with as many threads). A round runs each contender once,
+and
 
-    slowdown = time of a step with state on disk / time of the same framework's step in memory, of the same round
+    slowdown = time of a step with state on disk
+               / time of the same framework's step in memory, in the same round
 
-so that neither a slow minute of the machine nor a faster compiler counts for either. Both sides
-pass the page cache by O_DIRECT; the bytes in the table are those that the kernel counts at the disk
-for each process (/proc/self/io). Losses of all contenders must agree at every step, else the exit
-status is 1.
+so neither a slow minute of the machine nor a faster compiler affects the comparison. Both
+frameworks bypass the page cache by O_DIRECT; the table shows the bytes that the kernel counts at
+the disk for each process (/proc/self/io). The losses of all contenders must agree at every step;
+otherwise the exit status is 1.
 
-Measure on an idle machine: where other work takes a core, torch's threads spin while they wait for
-each other, and plain torch takes many times as long, unless OMP_WAIT_POLICY=passive is set.
+Measure on an idle machine: if other work takes a core, torch's threads spin while they wait for
+each other, and plain torch takes many times as long unless OMP_WAIT_POLICY=passive is set.
 
-DeepSpeed keeps activations in memory. So does the contender "state on disk", whose parameters and
-optimizer state are there, and whose gradients, of a layer at a time, rest nowhere. "all on disk"
-has the activations there as well, and recomputes each layer from its input.
+DeepSpeed keeps activations in memory. So does the contender "state on disk", which stores
+parameters and optimizer state on disk and keeps gradients, one layer's at a time, in no tier. "all
+on disk" also stores activations there, and recomputes each layer from its input.
 """
 
 import argparse
@@ -42,7 +46,7 @@ from problem_in_jax import born_with_weights, gpt_config, optimizer, time_steps
 
 HERE = pathlib.Path(__file__).resolve().parent
 TOLERANCE = {"fp32": 1e-4, "bf16": 2**-8}
-"""Largest relative difference of losses. In bf16 it is the rounding of one number."""
+"""Largest relative difference of losses; in bf16 it is the rounding of one number."""
 
 BASE, TORCH, DEEPSPEED = "zerojax, in memory", "torch, in memory", "DeepSpeed ZeRO-3, NVMe"
 STATE = {"params": "nvme", "opt_state": "nvme", "grads": "nvme"}
@@ -55,11 +59,11 @@ FIELDS: dict[str, dict[str, Any]] = {
 Result = dict[str, Any]
 
 
-# --- one contender, in a process of its own -------------------------------------------------------
+# --- one contender, in its own process ------------------------------------------------------------
 
 
 def run_zerojax(name: str, p: Problem, folder: str) -> Result:
-    """Train one of FIELDS on one device."""
+    """Train one contender of FIELDS on one device and return its results."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 1)
@@ -81,7 +85,7 @@ def run_zerojax(name: str, p: Problem, folder: str) -> Result:
 
 
 def contenders(p: Problem, folder: str, peer_python: str | None) -> list[Contender]:
-    """Return what a round runs, in order: each disk contender near the one it is compared with."""
+    """Return a round's contenders in order, each disk contender close to its base."""
     worker = [
         sys.executable,
         str(HERE / "nvme_peers.py"),
@@ -107,18 +111,19 @@ def contenders(p: Problem, folder: str, peer_python: str | None) -> list[Contend
 
 
 def base_of(name: str) -> str:
-    """Return the contender that holds everything in memory, of the same framework."""
+    """Return the contender of the same framework that keeps everything in memory."""
     return BASE if name in FIELDS else TORCH
 
 
 def step_seconds(result: Result) -> float:
-    """Return the median time of a step, the first ones left out."""
+    """Return the median seconds of a step, without the warm-up steps."""
     return statistics.median(result["seconds"][WARMUP:])
 
 
 def moved(result: Result) -> str:
-    """Return the megabytes read from disk and written to it in a step, on average, the first ones
-    left out.
+    """Return the average megabytes read from disk and written to it per step, as text.
+
+    The warm-up steps are left out.
     """
     if result["disk_bytes"][-1] is None:
         return "not told"
@@ -129,14 +134,12 @@ def moved(result: Result) -> str:
 
 
 def slowdowns(rounds: list[dict[str, Result]], name: str) -> list[float]:
-    """Return, for each round, the time over the base's."""
+    """Return the contender's step time over its base's, for each round."""
     return [step_seconds(r[name]) / step_seconds(r[base_of(name)]) for r in rounds]
 
 
 def difference(rounds: list[dict[str, Result]], name: str) -> float:
-    """Return the largest difference of a loss from the base's, relative to it; NaN where one is not
-    finite.
-    """
+    """Return a loss's largest relative difference from the base's; NaN if one is not finite."""
     losses = np.array([[r[name]["losses"], r[BASE]["losses"]] for r in rounds])
     return float(np.abs(losses[:, 0] / losses[:, 1] - 1).max())
 
@@ -150,18 +153,24 @@ def table(p: Problem, rounds: list[dict[str, Result]], command: str) -> tuple[st
     lines = [
         f"# The nvme tier and its peer, {p.precision}, {datetime.date.today():%Y-%m}",
         "",
-        f"{p.layers} layers x {p.hidden}, {p.num_params / 1e6:.1f} M parameters, batch {p.batch} x {p.seq}, "
+        f"{p.layers} layers x {p.hidden}, {p.num_params / 1e6:.1f} M parameters, "
+        f"batch {p.batch} x {p.seq}, "
         f"vocabulary {p.vocab}, AdamW, learning rate {p.learning_rate:g}.",
-        f"Hardware: {first[BASE]['hardware']}, {os.cpu_count()} cores of {cpu_name()}. Versions: {', '.join(versions)}, "
+        f"Hardware: {first[BASE]['hardware']}, {os.cpu_count()} cores of {cpu_name()}. "
+        f"Versions: {', '.join(versions)}, "
         f"Python {platform.python_version()}.",
         f"Command: `{command}`",
         "",
-        f"{len(rounds)} rounds; each runs every contender once, in a process of its own, for {p.steps} steps, the first "
-        f"{WARMUP} of which (compilation, DeepSpeed's first trace) are left out. JAX has one device with all cores, torch one "
-        f"rank with {threads} threads. Files are read and written past the page cache (O_DIRECT). Slowdown is the time over "
+        f"{len(rounds)} rounds; each runs every contender once, in a process of its own, "
+        f"for {p.steps} steps, the first "
+        f"{WARMUP} of which (compilation, DeepSpeed's first trace) are left out. "
+        "JAX has one device with all cores, torch one "
+        f"rank with {threads} threads. Files are read and written past the page cache (O_DIRECT). "
+        "Slowdown is the time over "
         "that of the same framework in memory, within a round; median and range over rounds.",
         "",
-        "| contender | ms a step | tokens/s | slowdown | range | MB read, written a step | peak resident GB | last loss "
+        "| contender | ms a step | tokens/s | slowdown | range | MB read, written a step "
+        "| peak resident GB | last loss "
         "| largest loss difference |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -169,13 +178,15 @@ def table(p: Problem, rounds: list[dict[str, Result]], command: str) -> tuple[st
         seconds = statistics.median(step_seconds(r[name]) for r in rounds)
         ratio, resident = slowdowns(rounds, name), max(r[name]["resident_bytes"] for r in rounds)
         lines.append(
-            f"| {name} | {1e3 * seconds:.0f} | {p.batch * p.seq / seconds:.0f} | {statistics.median(ratio):.2f} "
+            f"| {name} | {1e3 * seconds:.0f} | {p.batch * p.seq / seconds:.0f} "
+            f"| {statistics.median(ratio):.2f} "
             f"| {min(ratio):.2f}-{max(ratio):.2f} | {moved(first[name])} | {resident / 1e9:.2f} "
             f"| {first[name]['losses'][-1]:.5f} | {difference(rounds, name):.1e} |"
         )
     lines += [
         "",
-        f"Losses {'agree' if agree else 'DO NOT agree'} within {TOLERANCE[p.precision]:.1g} of {BASE}'s, relative, at each of "
+        f"Losses {'agree' if agree else 'DO NOT agree'} within "
+        f"{TOLERANCE[p.precision]:.1g} of {BASE}'s, relative, at each of "
         f"the {p.steps} steps.",
     ]
     if DEEPSPEED in first:
@@ -189,22 +200,22 @@ def table(p: Problem, rounds: list[dict[str, Result]], command: str) -> tuple[st
 
 
 def main() -> None:
-    """Run all rounds, print and save the table."""
+    """Run all rounds, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--swap-dir", required=True, help="a folder on the disk; all files in it end with the run"
+        "--swap-dir", required=True, help="folder on the disk; the run removes all its files"
     )
-    parser.add_argument("--peer-python", help="python of an environment with torch and deepspeed")
+    parser.add_argument("--peer-python", help="Python of an environment with torch and deepspeed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--only",
         nargs="*",
-        help="parts of the names of the contenders to run beside those in memory",
+        help="run only contenders whose names contain one of these, and those in memory",
     )
-    parser.add_argument("--save", help="write the table here; a temporary folder by default")
+    parser.add_argument("--save", help="file for the table; in a temporary folder by default")
     parser.add_argument("--worker", choices=FIELDS, help=argparse.SUPPRESS)
     add_arguments(parser)
-    # At larger rates the loss of 24 layers leaps in the first steps (Adam, no warm-up), and a leap
+    # At larger rates the loss of 24 layers jumps in the first steps (Adam, no warm-up), and a jump
     # magnifies rounding.
     parser.set_defaults(layers=24, learning_rate=3e-5)
     options = parser.parse_args()
@@ -215,14 +226,13 @@ def main() -> None:
     if p.precision not in TOLERANCE:
         parser.error(f"--precision {p.precision}: choose from {', '.join(TOLERANCE)}")
     if p.steps <= WARMUP:
-        parser.error(f"--steps {p.steps}: more than the {WARMUP} that warm up are needed")
+        parser.error(f"--steps {p.steps}: give more than the {WARMUP} warm-up steps")
     if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: at least one is needed")
+        parser.error(f"--rounds {options.rounds}: give at least 1")
     if not os.path.isdir(options.swap_dir):
-        parser.error(f"--swap-dir {options.swap_dir} is no folder")
-    peer_python = options.peer_python and os.path.abspath(
-        options.peer_python
-    )  # contenders run in a folder of their own
+        parser.error(f"--swap-dir {options.swap_dir} is not a folder; give an existing one")
+    # Contenders run in their own folder, so the path must be absolute.
+    peer_python = options.peer_python and os.path.abspath(options.peer_python)
     rounds: list[dict[str, Result]] = []
     with (
         tempfile.TemporaryDirectory() as here,
@@ -240,7 +250,8 @@ def main() -> None:
             for entry in entries:
                 results[entry.name] = run_process(entry, here, peer_python)
                 print(
-                    f"round {index + 1}: {entry.name}: {step_seconds(results[entry.name]):.3f} s a step",
+                    f"round {index + 1}: {entry.name}: "
+                    f"{step_seconds(results[entry.name]):.3f} s a step",
                     flush=True,
                 )
             rounds.append(results)

@@ -1,11 +1,12 @@
-"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by
-beside_plain.py, nvme_peers.py, gpu_check.py.
+"""Train the same GPT in plain torch, FSDP2 or DeepSpeed, on CPU (gloo) or GPUs (NCCL).
 
-"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the
-optimizer run there; "deepspeed3-offload" is ZeRO-3 with the same. "deepspeed3-nvme" is ZeRO-3 with
-parameters and optimizer state in files below --swap-dir (ZeRO-Infinity), removed at the end. Needs
-torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one
-JSON line.
+beside_plain.py, nvme_peers.py and gpu_check.py run this program.
+
+"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and with the
+optimizer on the host; "deepspeed3-offload" is ZeRO-3 with the same. "deepspeed3-nvme" is ZeRO-3
+with parameters and optimizer state in files below --swap-dir (ZeRO-Infinity), which are removed at
+the end. The environment needs torch, and deepspeed for its modes, but not zerojax. Prints one line
+of JSON.
 """
 
 import argparse
@@ -29,9 +30,10 @@ from usage import disk_bytes, peak_resident_bytes
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP."""
+    """Transformer block with pre-norm attention and MLP."""
 
     def __init__(self, p: Problem) -> None:
+        """Make the block's layers with torch's initial weights."""
         super().__init__()
         h = p.hidden
         self.heads = p.heads
@@ -40,6 +42,7 @@ class Block(nn.Module):
         self.fc, self.out = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output for x[B, T, H]."""
         batch, seq, hidden = x.shape
         qkv = self.qkv(self.ln1(x)).view(batch, seq, 3, self.heads, hidden // self.heads)
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
@@ -49,15 +52,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model; returns the mean loss."""
+    """Full model, which returns the mean loss."""
 
     def __init__(self, p: Problem) -> None:
+        """Make the model's layers with torch's initial weights."""
         super().__init__()
         self.wte, self.wpe = nn.Embedding(p.vocab, p.hidden), nn.Embedding(p.seq, p.hidden)
         self.blocks = nn.ModuleList(Block(p) for _ in range(p.layers))
         self.ln_f, self.head = nn.LayerNorm(p.hidden), nn.Linear(p.hidden, p.vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of tokens[B, T] with targets[B, T]."""
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -67,7 +72,7 @@ class GPT(nn.Module):
 
 
 def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any]:
-    """Return DeepSpeed's settings; `folder` is for its files, where the mode has any."""
+    """Return DeepSpeed's settings for a mode; `folder` is for its files, or None."""
     zero: dict[str, Any] = {"stage": int(mode.removeprefix("deepspeed")[0]), "overlap_comm": False}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": p.batch // dist.get_world_size(),
@@ -94,8 +99,8 @@ def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any
     largest = max(math.prod(shape) for shape in shapes(p).values())
     zero |= {
         "offload_optimizer": on_disk | {"buffer_count": 4},
-        # A buffer holds one parameter; max_in_cpu and max_live_parameters would keep some of them
-        # off the disk.
+        # A buffer holds one parameter; max_in_cpu and max_live_parameters would keep some
+        # parameters off the disk.
         "offload_param": on_disk | {"buffer_count": 8, "buffer_size": largest, "max_in_cpu": 0},
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
@@ -113,8 +118,9 @@ def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any
 
 
 def make_model(p: Problem, device: torch.device, config: dict[str, Any] | None = None) -> GPT:
-    """Return the model with the problem's initial weights, and with `config` born in DeepSpeed's
-    files.
+    """Return the model with the problem's initial weights.
+
+    With DeepSpeed's `config`, the weights are created directly in DeepSpeed's files.
     """
     if config is None:
         model, whole = GPT(p), contextlib.nullcontext
@@ -133,7 +139,7 @@ def make_model(p: Problem, device: torch.device, config: dict[str, Any] | None =
 
 
 def make_step(mode: str, p: Problem, device: torch.device, folder: str | None) -> Any:
-    """Return step(tokens, targets) -> this rank's loss."""
+    """Return a function step(tokens, targets) that trains a step and returns this rank's loss."""
     adam = {"lr": p.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     half = p.precision == "bf16"
     if mode.startswith("deepspeed"):
@@ -168,7 +174,7 @@ def make_step(mode: str, p: Problem, device: torch.device, folder: str | None) -
         for block in model.blocks:
             fully_shard(block, **kind)
         fully_shard(model, **kind)
-        half = False  # FSDP2 keeps the float32 master itself
+        half = False  # FSDP2 keeps the float32 masters itself
     masters = (
         [q.detach().clone().requires_grad_() for q in model.parameters()]
         if half
@@ -202,18 +208,18 @@ def main() -> None:
     modes = ["plain", "fsdp2", "fsdp2-offload"]
     modes += ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3-offload", "deepspeed3-nvme"]
     parser.add_argument("--mode", choices=modes, required=True)
-    parser.add_argument("--swap-dir", help="where deepspeed3-nvme makes a folder for its files")
+    parser.add_argument("--swap-dir", help="folder in which deepspeed3-nvme stores its files")
     parser.add_argument(
         "--attention",
         choices=["default", "cudnn"],
         default="default",
-        help="torch's choice, or cuDNN's alone",
+        help="torch's choice of attention, or only cuDNN's",
     )
     add_arguments(parser)
     options = parser.parse_args()
     on_disk = options.mode.endswith("nvme")
     if on_disk and options.swap_dir is None:
-        parser.error(f"--mode {options.mode} needs --swap-dir, a folder on the disk")
+        parser.error(f"--mode {options.mode} needs a folder on the disk; give --swap-dir")
     with contextlib.ExitStack() as stack:
         folder = (
             stack.enter_context(tempfile.TemporaryDirectory(dir=options.swap_dir))
@@ -228,7 +234,7 @@ def main() -> None:
 
 
 def train(mode: str, p: Problem, folder: str | None) -> None:
-    """Train, and print the result on rank 0."""
+    """Train in a mode and print the result on rank 0."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available()
     device = (

@@ -1,15 +1,18 @@
-"""Predicted seconds of a step beside measured ones: resident, host and nvme configs of a GPT, on
-the machine that runs this.
+"""Compare predicted seconds of a step with measured ones, on the machine that runs this.
 
-    python benchmarks/planned.py --swap-dir DIR                 # measures the machine, then each config in turn
+The configs of a GPT are resident, or use the host or nvme.
+
+    # measures the machine, then each config in turn
+    python benchmarks/planned.py --swap-dir DIR
     python benchmarks/planned.py --swap-dir DIR --machine lab.toml --auto
-    python benchmarks/planned.py --only resident --mixed        # layers that differ, beside those that are alike
+    # compares mixed layers with uniform layers
+    python benchmarks/planned.py --only resident --mixed
 
-Of each config a step is predicted (`zj.plan` with every field fixed), and then run; rounds go
-through all configs in turn, so that a slow minute is shared. `--auto` also runs what `zj.plan`
-chooses, beside all others. Figures are medians of rounds, and a config's seconds are the median of
-its steps. `--mixed` also plans for a device with room for half of what layers keep: its layers
-differ in what they keep, and it is run beside configs whose layers are alike.
+Each config's step is predicted (`zj.plan` with every field fixed) and then run. Rounds go through
+all configs in turn, so that a slow minute affects all. `--auto` also runs the choice of `zj.plan`.
+Figures are medians over rounds, and a config's seconds in a round are the median of its steps.
+`--mixed` also plans for a device with room for half of the layers' saved activations. The layers of
+this plan differ in what they save, and it is compared with uniform configs.
 """
 
 import argparse
@@ -68,7 +71,7 @@ NAMES = ("params", "grads", "opt_state", "activations", "update", "update_on")
 
 
 def fixed_of(fields: dict[str, Any], swap_dir: str, precision: str) -> dict[str, Any]:
-    """Return every field that a plan would choose, as a config of `CONFIGS` has it."""
+    """Return every field that a plan would choose, as set by a config of `CONFIGS`."""
     default = zj.ZeroConfig()
     names = [
         *NAMES,
@@ -84,27 +87,27 @@ def fixed_of(fields: dict[str, Any], swap_dir: str, precision: str) -> dict[str,
 
 
 def main() -> None:
-    """Predict, run and print a table."""
+    """Predict and run every config, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--swap-dir", help="an existing folder of the disk; a temporary one by default"
+        "--swap-dir", help="existing folder on the disk; a temporary folder by default"
     )
-    parser.add_argument("--machine", help="a TOML file of zerojax probe; measured by default")
+    parser.add_argument("--machine", help="TOML file of zerojax probe; measured by default")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of a config in a round")
-    parser.add_argument("--only", help="configs whose name holds this")
-    parser.add_argument("--auto", action="store_true", help="run what zj.plan chooses, too")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a config per round")
+    parser.add_argument("--only", help="run only configs whose name contains this")
+    parser.add_argument("--auto", action="store_true", help="also run the choice of zj.plan")
     parser.add_argument(
         "--mixed",
         action="store_true",
-        help="run what zj.plan chooses where a half of what layers keep fits",
+        help="also run the choice of zj.plan for room for half of the saved activations",
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.swap_dir) as folder:
@@ -112,7 +115,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, folder: str) -> None:
-    """Predict and run every config."""
+    """Predict and run every config, and print the table."""
     mesh = zj.make_mesh(fsdp=-1)
     machine = zj.machine(options.machine) if options.machine else zj.probe(folder)
     print(machine)
@@ -161,7 +164,7 @@ def run(options: argparse.Namespace, folder: str) -> None:
         predicted["mixed, chosen by zj.plan"], measured["mixed, chosen by zj.plan"] = [], []
     for number in range(options.rounds):
         for name, fixed in programs.items():
-            # Before and after: a machine that others use is not as fast at both.
+            # Predicted before and after: a shared machine's speed changes in between.
             before = plan(model, tx, mesh, batch, machine, fixed=fixed)
             measured[name].append(
                 seconds_of_steps(model, tx, mesh, batch, before.config, options.steps)
@@ -185,7 +188,7 @@ def run(options: argparse.Namespace, folder: str) -> None:
 def seconds_of_steps(
     model: Any, tx: Any, mesh: Any, batch: Any, config: zj.ZeroConfig, steps: int
 ) -> float:
-    """Return the median seconds of some steps, after two."""
+    """Return the median seconds of `steps` steps, after two untimed steps."""
     with zj.build_train_step(model, tx, config, mesh) as program:
         state, found = program.init(jax.random.key(0)), []
         for n in range(steps + 2):

@@ -1,13 +1,16 @@
-"""Planned bytes beside those of programs compiled for 1, 8 and 64 H200s that are not there.
+"""Compare planned bytes with the bytes of programs compiled for 1, 8 and 64 H200s, without a GPU.
 
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py            # 12 configs, two sizes; about a minute
+    # 12 configs, two sizes; about a minute
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py
     JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --drawn 30 # sizes and configs by chance, for 1 and 8 GPUs
-    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured # plans of the steps that an H200 has run
+    # random sizes and configs, for 1 and 8 GPUs
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --drawn 30
+    # plans of the steps that an H200 has run
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --measured
 
-Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled
-program the device's bytes are its arguments, temporaries, and results that are not donated; bytes
-on the host are its arguments in pinned memory.
+Each config is planned from numbers alone, with every field fixed, and its step is compiled. A
+compiled program's device bytes are its arguments, temporaries and undonated results; its host bytes
+are its arguments in pinned memory.
 """
 
 import argparse
@@ -34,16 +37,16 @@ ALL_ON_HOST = {"params": H, "grads": H, "opt_state": H, "activations": H}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A config of one size.
+    """A config at one size.
 
     Attributes:
-      name: of it.
-      sizes: of the model.
-      nodes: of the machine.
-      each: devices of a node.
-      batch: sequences of a step.
-      fields: of the config.
-      tiles: of the MLPs.
+      name: name of the config.
+      sizes: sizes of the model.
+      nodes: number of the machine's nodes.
+      each: devices per node.
+      batch: sequences per step.
+      fields: fields of the config.
+      tiles: number of tiles of the MLPs.
     """
 
     name: str
@@ -57,17 +60,21 @@ class Case:
 
 CASES = (
     Case(name="resident", sizes=SMALL, batch=4, fields={"activations": "save"}),
-    Case(name="opt_state on the host, remat", sizes=SMALL, batch=8, fields={"activations": "remat", "opt_state": H}),
-    Case(name="segments, opt_state on the host", sizes=SMALL, batch=8, fields={"activations": SEGMENTS, "opt_state": H}),
+    Case(name="opt_state on the host, remat", sizes=SMALL, batch=8,
+         fields={"activations": "remat", "opt_state": H}),
+    Case(name="segments, opt_state on the host", sizes=SMALL, batch=8,
+         fields={"activations": SEGMENTS, "opt_state": H}),
     Case(name="all on the host", sizes=LARGE, batch=4, fields=ALL_ON_HOST),
     Case(name="all on nvme", sizes=LARGE, batch=4, fields=dict.fromkeys(ALL_ON_HOST, N)),
     Case(name="all on the host, 4 tiles", sizes=LARGE, batch=2, fields=ALL_ON_HOST, tiles=4),
-    Case(name="stage 0, remat", sizes=SMALL, each=8, batch=8, fields={"stage": 0, "activations": "remat"}),
+    Case(name="stage 0, remat", sizes=SMALL, each=8, batch=8,
+         fields={"stage": 0, "activations": "remat"}),
     Case(name="stage 2", sizes=SMALL, each=8, batch=8, fields={"stage": 2}),
     Case(name="stage 3, remat", sizes=LARGE, each=8, batch=16, fields={"activations": "remat"}),
     Case(name="opt_state on the host, in backward", sizes=LARGE, each=8, batch=16,
          fields={"opt_state": H, "update": "in_backward", "activations": "selective"}),
-    Case(name="stage 1, remat", sizes=LARGE, nodes=8, each=8, batch=64, fields={"stage": 1, "activations": "remat"}),
+    Case(name="stage 1, remat", sizes=LARGE, nodes=8, each=8, batch=64,
+         fields={"stage": 1, "activations": "remat"}),
     Case(name="all on the host, gather_ahead", sizes=LARGE, nodes=8, each=8, batch=64,
          fields=ALL_ON_HOST | {"gather_ahead": True}),
 )  # fmt: skip
@@ -80,13 +87,12 @@ _ON_HOST = _IN_BACKWARD | {"update_on": "host"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A step that an H200 has run: `benchmarks/results/gpu_check_h200_202611.md`.
+    """A step that an H200 has run, from `benchmarks/results/gpu_check_h200_202611.md`.
 
     Attributes:
-      case: what was run.
-      device_gib: the most that the device held, by its own count, in GiB; `program.init` is part of
-        it.
-      seconds: of a step.
+      case: config and sizes that were run.
+      device_gib: peak device memory by the device's own count, in GiB, including `program.init`.
+      seconds: seconds per step.
     """
 
     case: Case
@@ -127,14 +133,17 @@ MEASURED = (
     ),
 )
 MEASURED_HOST_KERNEL = 122e9
-"""Bytes a second of the host's kernel on the same machine, with bfloat16 gradients and parameters.
-"""
-NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "update_on", "opt_state_device_fraction",
-         "prefetch_distance", "gather_ahead", "num_microbatches", "moments")  # fmt: skip
+"""Bytes per second of the host's kernel on that machine, with bfloat16 gradients and parameters."""
+NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "update_on",
+         "opt_state_device_fraction", "prefetch_distance", "gather_ahead", "num_microbatches",
+         "moments")  # fmt: skip
 
 
 def drawn(num: int, seed: int) -> list[Case]:
-    """Return cases of random sizes and fields, those that contradict each other left out."""
+    """Return `num` cases of random sizes and fields.
+
+    Some contradictory fields are adjusted; a case may still be one that cannot be planned.
+    """
     rng, cases = np.random.default_rng(seed), list[Case]()
 
     def choice(*values: Any) -> Any:
@@ -150,9 +159,11 @@ def drawn(num: int, seed: int) -> list[Case]:
         }
         sizes |= {"vocab": choice(4096, 16384, 32000), "gated": choice(False, True)}
         fields: dict[str, Any] = {
-            "stage": choice(1, 2, 3, 3), "grads": choice("device", H, N), "opt_state": choice("device", H, N),
-            "params": choice("device", "device", H, N), "activations": choice("save", "remat", "selective", H, N),
-            "update": choice(None, "in_backward"), "prefetch_distance": choice(1, 2), "num_microbatches": choice(1, 1, 2),
+            "stage": choice(1, 2, 3, 3), "grads": choice("device", H, N),
+            "opt_state": choice("device", H, N), "params": choice("device", "device", H, N),
+            "activations": choice("save", "remat", "selective", H, N),
+            "update": choice(None, "in_backward"), "prefetch_distance": choice(1, 2),
+            "num_microbatches": choice(1, 1, 2),
             "gather_ahead": choice(False, False, True),
         }  # fmt: skip
         if fields["params"] != "device":
@@ -172,12 +183,17 @@ def drawn(num: int, seed: int) -> list[Case]:
 
 
 def planned(case: Case, host_kernel: float = 2e11) -> tuple[zj.Plan, zj.Sizes]:
-    """Return the plan of a case, and its sizes; `host_kernel` is the rate of an update on the host
-    in bytes a second.
+    """Return the plan of a case, and its sizes.
+
+    Args:
+      case: case to plan.
+      host_kernel: rate of an update on the host, in bytes per second.
     """
     machine = dataclasses.replace(
-        zj.machine("h200", nodes=case.nodes, devices_per_node=case.each), host_bytes=2e12, host_kernel=host_kernel,
-        disk_bytes=3e13, disk_read=6e9, disk_write=4e9, disk_both=7e9, network_between_nodes=4e10,
+        zj.machine("h200", nodes=case.nodes, devices_per_node=case.each),
+        host_bytes=2e12, host_kernel=host_kernel,
+        disk_bytes=3e13, disk_read=6e9, disk_write=4e9, disk_both=7e9,
+        network_between_nodes=4e10,
     )  # fmt: skip
     sizes, default = zj.Sizes(batch=case.batch, **case.sizes), zj.ZeroConfig()
     fixed = {name: getattr(default, name) for name in NAMES} | {"precision": "bf16"} | case.fields
@@ -185,9 +201,10 @@ def planned(case: Case, host_kernel: float = 2e11) -> tuple[zj.Plan, zj.Sizes]:
 
 
 def measured_table() -> str:
-    """Return a table of plans beside what an H200 measured."""
+    """Return a table that compares plans with an H200's measurements."""
     rows = [
-        "| states | layers | tokens | device GiB, planned | measured | off | s, planned | measured | off |",
+        "| states | layers | tokens | device GiB, planned | measured | off | s, planned "
+        "| measured | off |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for step in MEASURED:
@@ -195,16 +212,19 @@ def measured_table() -> str:
         device_gib = made.peak_bytes / 2**30
         cells = [
             step.case.name, f"{sizes.layers}", f"{sizes.tokens:,}",
-            f"{device_gib:.2f}", f"{step.device_gib:.2f}", f"{device_gib / step.device_gib - 1:+.1%}",
-            f"{made.seconds:.2f}", f"{step.seconds:.2f}", f"{made.seconds / step.seconds - 1:+.1%}",
+            f"{device_gib:.2f}", f"{step.device_gib:.2f}",
+            f"{device_gib / step.device_gib - 1:+.1%}",
+            f"{made.seconds:.2f}", f"{step.seconds:.2f}",
+            f"{made.seconds / step.seconds - 1:+.1%}",
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def of_kinds(sent: Mapping[str, float]) -> tuple[float, float]:
-    """Return bytes that are gathered, and reduced; of an all_reduce one half is each: XLA may make
-    it of both.
+    """Return the bytes that are gathered and the bytes that are reduced.
+
+    An all_reduce counts half for each, since XLA may build it from both.
     """
     both = sent.get("all_reduce", 0.0) / 2
     return sent.get("all_gather", 0.0) + both, sent.get("reduce_scatter", 0.0) + both
@@ -215,15 +235,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument(
-        "--drawn", type=int, default=0, help="so many cases of random sizes and configs instead"
+        "--drawn",
+        type=int,
+        default=0,
+        help="number of cases of random sizes and configs to plan instead",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random cases")
     parser.add_argument(
         "--measured",
         action="store_true",
-        help="plan the steps that an H200 has run; nothing is compiled",
+        help="plan the steps that an H200 has run; compile nothing",
     )
     options = parser.parse_args()
     print(f"jax {importlib.metadata.version('jax')}\n")
@@ -232,7 +255,8 @@ def main() -> None:
         return
     sent = "sent GB a device, planned: gathers, reductions | compiled |"
     print(
-        f"| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled | {sent}"
+        "| config | layers x hidden, H200s | device GB, planned | compiled | off "
+        f"| host GB, planned | compiled | {sent}"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     cases, far = drawn(options.drawn, options.seed) if options.drawn else CASES, list[float]()
@@ -249,14 +273,16 @@ def main() -> None:
         off = v.planned_bytes / v.device_bytes - 1
         far.append(abs(off))
         print(
-            f"| {case.name} | {where} | {v.planned_bytes / 1e9:.3f} | {v.device_bytes / 1e9:.3f} | {off:+.1%} "
+            f"| {case.name} | {where} | {v.planned_bytes / 1e9:.3f} "
+            f"| {v.device_bytes / 1e9:.3f} | {off:+.1%} "
             f"| {v.planned_host_bytes / 1e9:.3f} | {v.host_bytes / 1e9:.3f} "
             f"| {' '.join(f'{n / 1e9:.3f}' for n in of_kinds(v.planned_sent))} "
             f"| {' '.join(f'{n / 1e9:.3f}' for n in of_kinds(v.sent))} |",
             flush=True,
         )
     print(
-        f"\n{sum(off <= 0.05 for off in far)} of {len(far)} within 5 %; the farthest is {max(far, default=0.0):.1%} off"
+        f"\n{sum(off <= 0.05 for off in far)} of {len(far)} within 5 %; "
+        f"the farthest is {max(far, default=0.0):.1%} off"
     )
 
 

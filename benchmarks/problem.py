@@ -1,7 +1,6 @@
-"""The problem that every contender solves: a GPT's initial weights and a token stream, in numpy
-alone.
+"""Define the contenders' common problem in numpy: a GPT's initial weights and a token stream.
 
-Each weight has its own generator, seeded by its name, so any framework can make any part of the
+Each weight has its own generator, seeded by its name, so any framework can create any part of the
 model. The text is over 64 symbols spread over the vocabulary; four times in five a symbol is
 followed by its successor in a fixed permutation, which a model learns in a few steps.
 """
@@ -17,11 +16,19 @@ SYMBOLS, PREDICTABLE = 64, 0.8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes and numbers of a run.
+    """Sizes and settings of a run.
 
     Attributes:
-      batch: sequences in a step, over all devices.
+      layers: number of blocks.
+      hidden: width of the residual stream.
+      heads: number of attention heads.
+      seq: tokens per sequence.
+      vocab: number of distinct tokens.
+      batch: sequences per step, over all devices.
+      steps: number of steps.
+      learning_rate: learning rate of AdamW.
       precision: "fp32" or "bf16" with float32 master weights.
+      seed: seed of the weights and of the text.
     """
 
     layers: int = 4
@@ -37,22 +44,22 @@ class Problem:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model."""
+        """Number of the model's parameters."""
         return sum(int(np.prod(shape)) for shape in shapes(self).values())
 
     def arguments(self) -> list[str]:
-        """Return command-line arguments that `parse` reads back."""
+        """Return command-line arguments that `from_arguments` reads back."""
         return [f"--{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each field."""
+    """Add one option to a parser for each field of `Problem`."""
     for field in dataclasses.fields(Problem):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
 
 
 def from_arguments(options: argparse.Namespace) -> Problem:
-    """Return the problem that `add_arguments` parsed."""
+    """Return the problem in options parsed with `add_arguments`."""
     return Problem(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Problem)})
 
 
@@ -76,11 +83,11 @@ def shapes(p: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def weight(p: Problem, name: str) -> np.ndarray:
-    """Return one initial float32 parameter: norms at one, biases at zero, matrices normal with
-    GPT-2's deviations.
+    """Return one initial float32 parameter.
 
-    With precision "bf16" they are numbers of bf16: DeepSpeed makes its float32 masters from the
-    rounded weights, and masters that begin between two such numbers learn faster at first.
+    Norms are one, biases are zero, and matrices are normal with GPT-2's deviations. With precision
+    "bf16" the values are bfloat16 numbers: DeepSpeed makes its float32 masters from the rounded
+    weights, and masters that start between two bfloat16 numbers learn faster at first.
     """
     shape, kind = shapes(p)[name], name.split(".")[-2]
     if name.endswith("bias"):
@@ -94,7 +101,7 @@ def weight(p: Problem, name: str) -> np.ndarray:
 
 
 def to_bf16(value: np.ndarray) -> np.ndarray:
-    """Return float32 numbers rounded to the nearest that bf16 has, ties to even; they stay float32."""
+    """Return float32 numbers rounded to bfloat16, ties to even; their dtype stays float32."""
     bits = value.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
@@ -105,7 +112,7 @@ def weights(p: Problem) -> dict[str, np.ndarray]:
 
 
 def batches(p: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (tokens, targets), i64[batch, seq], of each step."""
+    """Return (tokens, targets) of each step, int64[batch, seq] each."""
     count = p.steps * p.batch * (p.seq + 1)
     symbols = min(SYMBOLS, p.vocab)
     successor = np.random.default_rng([p.seed + 1, 0]).permutation(symbols)

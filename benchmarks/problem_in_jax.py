@@ -1,5 +1,6 @@
-"""The problem in JAX: the model of examples/gpt.py with the problem's weights, its optimizer, and
-the loop that is timed.
+"""Set up the problem in JAX: the model of examples/gpt.py, the optimizer, and the timed loop.
+
+The model has the problem's weights.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ Tree = dict[Any, Any]
 
 
 def gpt_config(p: Problem) -> Any:
-    """Return the gpt.GPTConfig of the problem."""
+    """Return the problem's gpt.GPTConfig."""
     import gpt
     import jax.numpy as jnp
 
@@ -37,7 +38,7 @@ def optimizer(p: Problem) -> Any:
 
 
 def norm(p: Problem, name: str) -> Tree:
-    """Return a norm's scale and bias."""
+    """Return the scale and the bias of a norm."""
     return {"scale": weight(p, f"{name}.weight"), "bias": weight(p, f"{name}.bias")}
 
 
@@ -47,9 +48,8 @@ def flax_block(p: Problem, i: int) -> Tree:
 
     def dense(name: str) -> Tree:
         w, b = weight(p, f"{name}.weight"), weight(p, f"{name}.bias")
-        if name.endswith(
-            "qkv"
-        ):  # torch's rows are [3, heads, width]; the Flax block's are [heads, 3, width]
+        # torch's rows are [3, heads, width]; the Flax block's are [heads, 3, width].
+        if name.endswith("qkv"):
             w = w.reshape(3, heads, width, -1).swapaxes(0, 1).reshape(w.shape)
             b = b.reshape(3, heads, width).swapaxes(0, 1).reshape(b.shape)
         return {"kernel": np.ascontiguousarray(w.T), "bias": b}
@@ -84,11 +84,10 @@ def flax_tree(p: Problem) -> Tree:
 
 
 def born_with_weights(model: Any, p: Problem, key: Any) -> Any:
-    """Return the LayeredModel whose `init(key)` makes the problem's weights, in whatever tier, one
-    layer at a time.
+    """Return the LayeredModel whose `init(key)` creates the problem's weights in any tier.
 
-    An init function knows its layer by the key it gets; the keys that layers get are found by
-    making a model of keys alone.
+    Layers are created one at a time. An init function recognizes its layer by its key; a model
+    whose parameters are the keys themselves shows which key each layer gets.
     """
     import jax
 
@@ -119,8 +118,9 @@ def born_with_weights(model: Any, p: Problem, key: Any) -> Any:
 
 
 def time_steps(step: Callable[[Any, Any], Any], state: Any, p: Problem) -> dict[str, Any]:
-    """Train over the problem's batches; return the losses, the seconds of each step, and what a
-    table tells of the run.
+    """Train over the problem's batches and return figures for a table.
+
+    They include the loss and the seconds of each step.
     """
     import jax
 

@@ -1,12 +1,12 @@
-"""Errors of gradients against float64 on 8 simulated devices, reduced in bfloat16 and in float32.
+"""Compare gradients reduced in bfloat16 and in float32 with float64, on 8 simulated devices.
 
     python benchmarks/reductions.py --save benchmarks/results/reductions_cpu2_202611.md
 
-Two models, at stage 3 in bfloat16. In the first each parameter meets data once and the loss is
-linear, so cotangents are exact: the errors are those of sums alone, and show how they grow with
-tokens. The second is a stack of blocks, whose activations and cotangents are bfloat16 with either
-reduction, so that most of its errors is common to both. The reference is the same loss in float64,
-at the same rounded parameters and data.
+Both models run at stage 3 in bfloat16. In the first, each parameter meets the data once and the
+loss is linear, so cotangents are exact: the errors come only from sums, and show how they grow with
+the number of tokens. The second is a stack of blocks. Its activations and cotangents are bfloat16
+with either reduction, so most of its error is common to both. The reference is the same loss in
+float64, at the same rounded parameters and data.
 """
 
 import argparse
@@ -42,12 +42,12 @@ LEAVES = {
 
 
 def draw(key: Any, shape: tuple[int, ...]) -> Any:
-    """Return a parameter."""
+    """Return the random initial value of a parameter."""
     return jax.random.normal(key, shape) / np.sqrt(shape[0] if len(shape) > 1 else 1)
 
 
 def init(key: Any) -> Any:
-    """Return one leaf of each kind."""
+    """Return one parameter leaf of each kind."""
     return {
         name: draw(jax.random.fold_in(key, n), shape)
         for n, (name, shape) in enumerate(LEAVES.items())
@@ -55,7 +55,7 @@ def init(key: Any) -> Any:
 
 
 def inner(a: Any, b: Any) -> Any:
-    """Return the inner product; its cotangents are exact."""
+    """Return the inner product of two arrays; its cotangents are exact."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.sum(a.astype(wide) * b.astype(wide))
 
@@ -65,7 +65,8 @@ def linear(p: Any, batch: Any, key: Any) -> Any:
     del key
     x, c = batch["x"].astype(p["matrix"].dtype), batch["c"]
     return (
-        inner(x @ p["matrix"], c) + inner(jnp.zeros_like(x) + p["bias"], c) + inner(x * p["scale"], c)
+        inner(x @ p["matrix"], c) + inner(jnp.zeros_like(x) + p["bias"], c)
+        + inner(x * p["scale"], c)
         + inner(p["table"][batch["tokens"]], c)
     )  # fmt: skip
 
@@ -90,7 +91,7 @@ def blocks(p: Any, batch: Any, key: Any) -> Any:
 
 
 def data(tokens: int) -> Any:
-    """Return a batch of so many tokens on each device, which bfloat16 holds exactly."""
+    """Return a batch with `tokens` tokens per device, which bfloat16 represents exactly."""
     random = np.random.default_rng(tokens)
     rows, seq = DEVICES * max(1, tokens // 64), min(64, tokens)
 
@@ -109,7 +110,7 @@ def data(tokens: int) -> Any:
 def errors(
     init: Any, loss: Any, batch: Any, reduce_dtype: Literal["float32"] | None
 ) -> dict[str, float]:
-    """Return the relative errors of gradients, by kind of leaf: norms over all leaves of a kind."""
+    """Return the gradients' relative errors by kind of leaf: norms over all leaves of a kind."""
     config = zj.ZeroConfig(stage=3, precision="bf16", reduce_dtype=reduce_dtype)
     program = zj.build_train_step(
         zj.Model(init, loss), optax.sgd(1.0), config, zj.make_mesh(fsdp=DEVICES)
@@ -131,7 +132,7 @@ def errors(
 
 
 def rows(tokens: int) -> list[str]:
-    """Return the lines of the table for so many tokens a device."""
+    """Return the lines of the table for `tokens` tokens per device."""
     batch, lines = data(tokens), []
     for name, model in (
         ("sums alone", (init, linear)),
@@ -147,21 +148,28 @@ def rows(tokens: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[64, 1024, 8192], help="on each device"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[64, 1024, 8192],
+        help="numbers of tokens per device",
     )
-    parser.add_argument("--save", type=pathlib.Path, help="the file to write")
+    parser.add_argument("--save", type=pathlib.Path, help="file to write")
     options = parser.parse_args()
     lines = [
         f"# Gradients reduced in bfloat16 and in float32, {datetime.date.today():%Y-%m}",
         "",
-        "Relative errors of gradients against float64, ||g - g64|| / ||g64|| over the leaves of a kind: stage 3, bf16, "
+        "Relative errors of gradients against float64, ||g - g64|| / ||g64|| over the leaves of "
+        "a kind: stage 3, bf16, "
         f"{DEVICES} simulated devices, hidden {HIDDEN}, vocabulary {VOCAB}.",
-        f"jax {jax.__version__}, Python {platform.python_version()}, on a CPU. Command: `python {' '.join(sys.argv)}`.",
+        f"jax {jax.__version__}, Python {platform.python_version()}, on a CPU. "
+        f"Command: `python {' '.join(sys.argv)}`.",
         "",
-        "On CPUs XLA adds bfloat16 arrays of several devices in float32, and rounds once. Within a device it rounds each step "
+        "On CPUs XLA adds bfloat16 arrays of several devices in float32, and rounds once. "
+        "Within a device it rounds each step "
         "of a sum that is no product. On GPUs both differ.",
         "",
         "| model | tokens a device | leaves | bfloat16 | float32 | ratio |",

@@ -1,4 +1,4 @@
-"""The programs whose numbers are compared: which there are, and what is told of each.
+"""List the programs whose numbers are compared, and collect each program's numbers.
 
 Only the public interface is used, so that this runs with earlier and later checkouts.
 """
@@ -39,7 +39,13 @@ STEPS, DEVICES = 3, 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program: `model()` on a mesh of these axes, and fields of its ZeroConfig."""
+    """A program to compare.
+
+    Attributes:
+      model: function that returns the model.
+      axes: axes of the mesh.
+      fields: fields of the ZeroConfig.
+    """
 
     model: Callable[..., Any]
     axes: dict[str, Any]
@@ -47,12 +53,12 @@ class Case:
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything rests there."""
+        """Whether anything is stored on disk."""
         return DISK in self.fields.values()
 
 
 def on(tier: str, *kinds: str) -> dict[str, str]:
-    """Return the fields that put kinds of state there."""
+    """Return the fields that store these kinds of state in a tier."""
     return dict.fromkeys(kinds, tier)
 
 
@@ -66,47 +72,67 @@ drawing_model = functools.partial(unrolled, stochastic=True)
 
 CASES: dict[str, Case] = {
     "stage 0, clipped": Case(layered, HYBRID, {"stage": 0, "clip_norm": 0.3}),
-    "stage 1, bf16, 2 microbatches": Case(drawing_layers, FSDP, {"stage": 1, "precision": "bf16", "num_microbatches": 2}),
+    "stage 1, bf16, 2 microbatches": Case(
+        drawing_layers, FSDP, {"stage": 1, "precision": "bf16", "num_microbatches": 2}
+    ),
     "stage 2, fp16": Case(drawing_model, HYBRID, {"stage": 2, **FP16, "clip_norm": 0.3}),
-    "stage 3, gather on use": Case(split_model, TENSOR, {"activations": "remat", "clip_norm": 0.3}),
+    "stage 3, gather on use": Case(
+        split_model, TENSOR, {"activations": "remat", "clip_norm": 0.3}
+    ),
     "stage 3, scan": Case(
-        layered, FSDP, {"precision": "bf16", "moments": "bfloat16", "num_microbatches": 2, "min_shard_bytes": 400}
+        layered, FSDP,
+        {"precision": "bf16", "moments": "bfloat16", "num_microbatches": 2,
+         "min_shard_bytes": 400},
     ),
     "stage 3, NNX in tiles": Case(flax_whole, HYBRID, {"clip_norm": 0.3}),
-    "stage 3, loss in tiles": Case(functools.partial(unrolled, tensor=True, tiled_loss=True), TENSOR, {"precision": "bf16"}),
+    "stage 3, loss in tiles": Case(
+        functools.partial(unrolled, tensor=True, tiled_loss=True), TENSOR, {"precision": "bf16"}
+    ),
     "host, all": Case(
         layered, FSDP,
-        {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "prefetch_distance": 2, "clip_norm": 0.3},
+        {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "prefetch_distance": 2,
+         "clip_norm": 0.3},
     ),
     "host, in backward": Case(
         functools.partial(layered, tensor=True, stochastic=True), TENSOR,
-        {**on(HOST, "params", "opt_state"), "update": "in_backward", "gather_ahead": True, "activations": "selective"},
+        {**on(HOST, "params", "opt_state"), "update": "in_backward", "gather_ahead": True,
+         "activations": "selective"},
     ),
     "host, update there": Case(
         layered, HYBRID,
-        {**on(HOST, *STATES), "update_on": "host", "precision": "bf16", "clip_norm": 0.3, "activations": "remat"},
+        {**on(HOST, *STATES), "update_on": "host", "precision": "bf16", "clip_norm": 0.3,
+         "activations": "remat"},
     ),
     "host, delayed update": Case(
-        layered, FSDP, {**on(HOST, "opt_state"), "update_on": "host", "delayed_update": True, "precision": "bf16"}
+        layered, FSDP,
+        {**on(HOST, "opt_state"), "update_on": "host", "delayed_update": True,
+         "precision": "bf16"},
     ),
     "host, half of the state": Case(
         layered, FSDP,
-        {**on(HOST, "opt_state"), "opt_state_device_fraction": 0.5, **FP16, "saved_names": ("hidden",),
-         "offloaded_names": ("mlp",), "activations": "remat"},
+        {**on(HOST, "opt_state"), "opt_state_device_fraction": 0.5, **FP16,
+         "saved_names": ("hidden",), "offloaded_names": ("mlp",), "activations": "remat"},
     ),
-    "host, plain model": Case(unrolled, FSDP, {**on(HOST, "opt_state"), "stage": 2, "clip_norm": 0.3}),
-    "nvme, all": Case(layered, FSDP, {**on(DISK, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.3}),
+    "host, plain model": Case(
+        unrolled, FSDP, {**on(HOST, "opt_state"), "stage": 2, "clip_norm": 0.3}
+    ),
+    "nvme, all": Case(
+        layered, FSDP,
+        {**on(DISK, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.3},
+    ),
     "nvme, in backward": Case(
         drawing_layers, HYBRID,
-        {**on(DISK, "params", "opt_state"), "update": "in_backward", "precision": "bf16", "moments": "bfloat16",
-         "gather_ahead": True, "activations": "remat", "io": "tensorstore"},
+        {**on(DISK, "params", "opt_state"), "update": "in_backward", "precision": "bf16",
+         "moments": "bfloat16", "gather_ahead": True, "activations": "remat", "io": "tensorstore"},
     ),
     "nvme, update on the host": Case(
-        split_layers, TENSOR, {**on(DISK, "grads", "opt_state"), "params": HOST, "update_on": "host", **FP16}
+        split_layers, TENSOR,
+        {**on(DISK, "grads", "opt_state"), "params": HOST, "update_on": "host", **FP16},
     ),
     "nvme, Linen": Case(linen, FSDP, {**on(DISK, "opt_state"), "clip_norm": 0.3}),
     "nvme, plain model, update on the host": Case(
-        unrolled, HYBRID, {**on(DISK, "opt_state"), "stage": 1, "update_on": "host", "precision": "bf16"}
+        unrolled, HYBRID,
+        {**on(DISK, "opt_state"), "stage": 1, "update_on": "host", "precision": "bf16"},
     ),
     "tiles, NNX": Case(flax_layered, FSDP, {"precision": "bf16"}),
     "tiles, host": Case(
@@ -114,7 +140,9 @@ CASES: dict[str, Case] = {
         {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.3},
     ),
     "tiles, nvme, in backward": Case(
-        tiled, FSDP, {**on(DISK, "params", "opt_state"), "update": "in_backward", "prefetch_distance": 2, "precision": "bf16"}
+        tiled, FSDP,
+        {**on(DISK, "params", "opt_state"), "update": "in_backward", "prefetch_distance": 2,
+         "precision": "bf16"},
     ),
 }  # fmt: skip
 
@@ -128,7 +156,7 @@ def digest(array: Any) -> str:
 
 
 def leaves_of(state: zj.TrainState) -> dict[str, str]:
-    """Return the hash of every leaf of a state, but those that are on disk."""
+    """Return the hash of every leaf of a state, except leaves on disk."""
     fields = ("step", "skipped", "key", "params", "master", "opt_state", "loss_scale", "pending")
     tree = {name: getattr(state, name) for name in fields}
     flat = jax.tree_util.tree_flatten_with_path(
@@ -142,7 +170,7 @@ def leaves_of(state: zj.TrainState) -> dict[str, str]:
 
 
 def train(case: Case, swap_dir: str) -> dict[str, Any]:
-    """Train a program whose state on disk is in `swap_dir`, and return its numbers."""
+    """Train a program and return its numbers; its state on disk is stored in `swap_dir`."""
     fields: dict[str, Any] = {"stage": 3, **case.fields} | (
         {"swap_dir": swap_dir} if case.on_disk else {}
     )
@@ -175,7 +203,7 @@ def train(case: Case, swap_dir: str) -> dict[str, Any]:
             "state": leaves_of(state),
             **plan_of(program, last),
         }
-        if not config.delayed_update:  # which is restored as such alone
+        if not config.delayed_update:  # such a state restores only into a delayed-update program
             with zj.Checkpointer(saved) as ckpt:
                 ckpt.save(program, state)
                 found["restored"] = restored(ckpt, model, tx, config)
@@ -183,7 +211,7 @@ def train(case: Case, swap_dir: str) -> dict[str, Any]:
 
 
 def plan_of(program: zj.Program, batch: Any) -> dict[str, Any]:
-    """Return what a program tells before it runs: where leaves are, its schedule and its bytes."""
+    """Return a program's facts before it runs: shardings, schedule and bytes."""
     shardings = jax.tree_util.tree_flatten_with_path(program.shardings)[0]
     return {
         "shardings": {
@@ -199,7 +227,7 @@ def plan_of(program: zj.Program, batch: Any) -> dict[str, Any]:
 
 
 def restored(ckpt: Any, model: Any, tx: Any, config: Any) -> dict[str, str]:
-    """Return the hashes of a saved state, restored into the memory of one device."""
+    """Return the hashes of a saved state, restored into one device's memory."""
     plain = zj.ZeroConfig(stage=0, precision=config.precision, moments=config.moments)
     with zj.build_train_step(
         model, tx, plain, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
@@ -207,7 +235,7 @@ def restored(ckpt: Any, model: Any, tx: Any, config: Any) -> dict[str, str]:
         return leaves_of(ckpt.restore(program))
 
 
-# --- compiled -------------------------------------------------------------------------------------
+# --- compiled programs ----------------------------------------------------------------------------
 
 
 COMPILED: dict[str, Case] = {
@@ -235,7 +263,7 @@ COMPILED: dict[str, Case] = {
 
 
 def reader(name: str) -> Any:
-    """Return a function that reads HLO, wherever it is."""
+    """Return the HLO-reading function with this name, from any module that has had it."""
     for module in (
         "zerojax.hlo",
         "zerojax.hlo_host",
@@ -252,7 +280,7 @@ def reader(name: str) -> Any:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """Compile a program for 8 H200s that are not there, and return its facts."""
+    """Compile a program for 8 H200s, without having any, and return its facts."""
     fields: dict[str, Any] = {
         "stage": 3,
         "precision": "bf16",
@@ -287,9 +315,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 
 
 def nameless(text: str) -> str:
-    """Return HLO without what tells where it comes from, its names numbered in the order in which
-    they come.
-    """
+    """Return HLO text without source locations, its names replaced by numbers in order."""
     lines = [line for line in text.splitlines() if re.match(r"\s|%|ENTRY|\}|HloModule", line)]
     text = "\n".join(
         line if line.startswith(" ") else re.sub(r"[\w.\-]+: ", "", line) for line in lines

@@ -1,26 +1,29 @@
-"""Every kind of program, trained and compiled, as numbers that two checkouts can be compared by,
-bit for bit.
+"""Reduce every kind of program to numbers that show whether two checkouts agree bit for bit.
 
-    cd FOLDER                                       # none of a checkout, so that PYTHONPATH decides which is imported
-    PYTHONPATH=BEFORE python AFTER/benchmarks/same_numbers.py run --out before.json             # about 5 minutes each
+    cd FOLDER    # outside of any checkout, so that PYTHONPATH decides which one is imported
+    # about 5 minutes each
+    PYTHONPATH=BEFORE python AFTER/benchmarks/same_numbers.py run --out before.json
     PYTHONPATH=AFTER python AFTER/benchmarks/same_numbers.py run --out after.json
-    python AFTER/benchmarks/same_numbers.py compare before.json after.json                      # exit status 1 if they differ
-    PYTHONPATH=AFTER python AFTER/benchmarks/same_numbers.py calls --out calls.json             # Python calls of a step
+    # exit status 1 if they differ
+    python AFTER/benchmarks/same_numbers.py compare before.json after.json
+    # Python calls of a step
+    PYTHONPATH=AFTER python AFTER/benchmarks/same_numbers.py calls --out calls.json
 
-For a change that must not change any number. `run` trains toys for 3 steps on 8 simulated devices,
-in every stage, tier, precision and form of a model, and keeps losses and norms as hexadecimal
-floats and a SHA-256 of every leaf of the state; a state on disk is read by way of a checkpoint that
-a program in memory restores. Then it compiles programs for H200s that are not there, and keeps
-their collectives, their bytes of memory, what they move over the link to the host, and a SHA-256 of
-their optimized HLO with names left out. A text that differs is told, and is no difference of
-numbers. Numbers of one machine and one version of jax are alike; those of two machines are not.
+Use it for a change that must not change any number. `run` trains toys for 3 steps on 8 simulated
+devices, in every stage, tier, precision and form of a model, and records losses and norms as
+hexadecimal floats and a SHA-256 of every leaf of the state. State on disk is read through a
+checkpoint that an in-memory program restores. `run` then compiles programs for H200s, without
+having any, and records their collectives, their bytes of memory, their traffic over the host link,
+and a SHA-256 of their optimized HLO without names. A different text is reported, but does not count
+as different numbers. Numbers are reproducible on one machine with one version of jax; different
+machines give different numbers.
 """
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the topology must not look for a driver
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # compiles in less time
+os.environ["XLA_FLAGS"] = (  # shortens compilation
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 )
 
 import argparse
@@ -39,12 +42,12 @@ from typing import Any
 
 import jax
 
-# zerojax is imported where it is used: `compare` needs none, and `calls` wraps what it imports.
+# zerojax is imported where it is used: `compare` does not need it, and `calls` wraps its imports.
 TRAINED, COMPILED = "trained", "compiled"
 
 
 def about() -> dict[str, str]:
-    """Return the checkout, and what numbers depend on beside it."""
+    """Return the checkout and everything else that the numbers depend on."""
     import zerojax as zj
 
     root = pathlib.Path(zj.__file__).parent.parent
@@ -70,7 +73,7 @@ def about() -> dict[str, str]:
 
 
 def work() -> list[tuple[str, str]]:
-    """Return the cases: what is done, and the name."""
+    """Return the kind (trained or compiled) and the name of each case."""
     import same_cases
 
     return [
@@ -80,7 +83,7 @@ def work() -> list[tuple[str, str]]:
 
 
 def start() -> None:
-    """Prepare a process for cases."""
+    """Prepare a process to run cases."""
     import same_cases
 
     jax.config.update("jax_num_cpu_devices", same_cases.DEVICES)
@@ -91,21 +94,21 @@ def numbers_of(kind: str, name: str, folder: str) -> tuple[dict[str, Any], float
     import same_cases
 
     began, found = time.monotonic(), {}
-    swap = pathlib.Path(folder) / str(os.getpid())  # the disk is probed once for each
+    swap = pathlib.Path(folder) / str(os.getpid())  # the disk is probed once per process
     swap.mkdir(exist_ok=True)
     try:
         if kind == TRAINED:
             found = same_cases.train(same_cases.CASES[name], str(swap))
         else:
             found = same_cases.compile_case(same_cases.COMPILED[name])
-    except Exception as error:  # the other cases are of interest all the same
+    except Exception as error:  # the other cases still run
         traceback.print_exc()
         found = {"failed": f"{type(error).__name__}: {error}"}
     return found, time.monotonic() - began
 
 
 def run(only: list[str], folder: str | None, jobs: int) -> dict[str, Any]:
-    """Return the numbers of the cases of which a name holds one of `only`."""
+    """Return the numbers of the cases whose names contain one of `only`."""
     found: dict[str, Any] = {"about": about()}
     print("zerojax of {zerojax}, {commit}".format(**found["about"]), flush=True)
     wanted = [
@@ -127,7 +130,7 @@ def run(only: list[str], folder: str | None, jobs: int) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, name: str = "") -> list[str]:
-    """List what two trees of JSON hold that is not alike."""
+    """Return a line for each difference between two trees of JSON."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys((*before, *after))
         return [
@@ -145,7 +148,7 @@ def differences(before: Any, after: Any, name: str = "") -> list[str]:
 
 
 def count_numbers(tree: Any) -> int:
-    """Return how many values a tree of JSON holds."""
+    """Return the number of values in a tree of JSON."""
     if isinstance(tree, dict | list):
         return sum(
             count_numbers(part) for part in (tree.values() if isinstance(tree, dict) else tree)
@@ -154,9 +157,9 @@ def count_numbers(tree: Any) -> int:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Print a table of what is alike; return whether all numbers are, and there are some.
+    """Print a table of differences; return whether there are numbers, and all of them agree.
 
-    Texts may differ, and are counted.
+    HLO texts may differ; differing texts are counted.
     """
     same, texts = len(before) > 1, [0, 0]
     for name, value in {**before["about"], **after["about"]}.items():
@@ -181,7 +184,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
         lines += [f"{name}{line}" for line in itertools.islice(found, 10)]
         same = same and not found
     print(
-        f"\n{'All numbers are the same.' if same else 'DIFFERENT numbers.'} HLO texts: {texts[1]} of {texts[0]} differ."
+        f"\n{'All numbers are the same.' if same else 'DIFFERENT numbers.'} "
+        f"HLO texts: {texts[1]} of {texts[0]} differ."
     )
     for line in lines:
         print(line)
@@ -194,19 +198,19 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="train and compile, and write the numbers")
     running.add_argument(
-        "--only", nargs="*", default=[], metavar="PART", help="cases with this in their name"
+        "--only", nargs="*", default=[], metavar="PART", help="cases whose names contain this"
     )
     running.add_argument(
-        "--folder", help="of a disk for what is swapped; a temporary one by default"
+        "--folder", help="folder on a disk for swapped records; a temporary folder by default"
     )
     running.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     counting = commands.add_parser(
-        "calls", help="count Python calls of a step with everything on disk"
+        "calls", help="count the Python calls of a step with all states on disk"
     )
     for each in (running, counting):
         each.add_argument("--out", required=True, metavar="FILE", type=pathlib.Path)
     comparing = commands.add_parser(
-        "compare", help="exit status 1 unless two files hold the same numbers"
+        "compare", help="compare two files; exit status 1 unless they hold the same numbers"
     )
     comparing.add_argument("before", type=pathlib.Path)
     comparing.add_argument("after", type=pathlib.Path)
@@ -228,8 +232,10 @@ def main() -> None:
     options.out.write_text(json.dumps({"about": about()} | found, indent=1) + "\n")
     low, high = found["range"]
     print(
-        f"{found['calls']:,} calls in callbacks and transfers of a step ({low:,} to {high:,}), {found['record formats']:,} of "
-        f"them sizes of records; {found['of the caller']:,} more in the caller, and {found['of all code']:,} of all code"
+        f"{found['calls']:,} calls in callbacks and transfers of a step ({low:,} to {high:,}), "
+        f"{found['record formats']:,} of "
+        f"them sizes of records; {found['of the caller']:,} more in the caller, "
+        f"and {found['of all code']:,} of all code"
     )
     for name, count in itertools.islice(found["by function"].items(), 40):
         print(f"{count:6,}  {name}")

@@ -1,6 +1,4 @@
-"""Small models of every form that zerojax takes, for programs whose numbers are compared bit for
-bit.
-"""
+"""Define small models of every form that zerojax accepts, for bit-for-bit comparisons."""
 
 import dataclasses
 import functools
@@ -21,7 +19,7 @@ from zerojax.tiling import tiled_dense, tiled_mlp
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a toy; those of the defaults do not divide by 8 everywhere."""
+    """Sizes of a toy; not all default sizes are divisible by 8."""
 
     layers: int = 3
     hidden: int = 16
@@ -34,19 +32,20 @@ class Sizes:
 TOY, LARGE = Sizes(), Sizes(layers=4, hidden=1024, inner=4096, vocab=512, seq=64, batch=32)
 HEADS = 2
 BLOCK_SPECS = {
-    "scale": P(), "qkv": P(None, "tensor"), "out": P("tensor", None), "w1": P(None, "tensor"), "b1": P("tensor"),
-    "w2": P("tensor", None), "gate": P(),
+    "scale": P(), "qkv": P(None, "tensor"), "out": P("tensor", None), "w1": P(None, "tensor"),
+    "b1": P("tensor"), "w2": P("tensor", None), "gate": P(),
 }  # fmt: skip
 
 
 def draw(key: Any, *shape: int) -> Any:
-    """Return weights for x @ w."""
+    """Return random weights for x @ w."""
     return jax.random.normal(key, shape) / np.sqrt(shape[-2])
 
 
 def init_ends(s: Sizes, key: Any) -> tuple[Any, Any]:
-    """Return a tied embedding beside a leaf that no axis divides, and a head with a leaf that is
-    not trained.
+    """Return the parameters of an embedding and of a head.
+
+    The embedding has a tied table and a leaf that no axis divides; the head has a frozen leaf.
     """
     k = jax.random.split(key, 3)
     embed = {
@@ -57,22 +56,24 @@ def init_ends(s: Sizes, key: Any) -> tuple[Any, Any]:
 
 
 def init_block(s: Sizes, key: Any) -> Any:
-    """Return a transformer's block, with a scalar."""
+    """Return the parameters of a transformer block, one of which is a scalar."""
     k = jax.random.split(key, 4)
     return {
-        "scale": jnp.ones(s.hidden), "qkv": draw(k[0], s.hidden, 3 * s.hidden), "out": draw(k[1], s.hidden, s.hidden),
-        "w1": draw(k[2], s.hidden, s.inner), "b1": jnp.zeros(s.inner), "w2": draw(k[3], s.inner, s.hidden),
+        "scale": jnp.ones(s.hidden), "qkv": draw(k[0], s.hidden, 3 * s.hidden),
+        "out": draw(k[1], s.hidden, s.hidden),
+        "w1": draw(k[2], s.hidden, s.inner), "b1": jnp.zeros(s.inner),
+        "w2": draw(k[3], s.inner, s.hidden),
         "gate": jnp.ones(()),
     }  # fmt: skip
 
 
 def norm(x: Any) -> Any:
-    """Return x over its root mean square."""
+    """Return x divided by its root mean square."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
 
 
 def embed(p: Any, batch: Any, key: Any) -> Any:
-    """Return x[B, T, H]."""
+    """Return the embedded tokens x[B, T, H]."""
     del key
     x = p["table"][batch["tokens"]]
     return x + jnp.sum(jnp.tanh(batch["features"].astype(x.dtype) @ p["odd"]), -1)[
@@ -81,7 +82,7 @@ def embed(p: Any, batch: Any, key: Any) -> Any:
 
 
 def block(p: Any, x: Any, key: Any) -> Any:
-    """Return x after attention and an MLP; with a key some of it is dropped."""
+    """Return x after attention and an MLP; with a key, x is dropped out first."""
     b, t, h = x.shape
     if key is not None:
         x = (x * jax.random.bernoulli(key, 0.9, x.shape)).astype(x.dtype)
@@ -98,7 +99,7 @@ def block(p: Any, x: Any, key: Any) -> Any:
 
 
 def head(p: Any, p_embed: Any, x: Any, batch: Any, key: Any) -> Any:
-    """Return the loss, by the embedding's own table."""
+    """Return the loss, with logits from the embedding's table."""
     del key
     logits = (x * (1 + 0.1 * p["frozen"])).astype(x.dtype) @ p_embed["table"].T + p["bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -108,7 +109,7 @@ def head(p: Any, p_embed: Any, x: Any, batch: Any, key: Any) -> Any:
 
 
 def layered(s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False) -> Any:
-    """Return a stack of layers."""
+    """Return a LayeredModel of these functions."""
     init_embed, init_head = (lambda key, i=i: init_ends(s, key)[i] for i in range(2))
     specs = {"block": BLOCK_SPECS} if tensor else None
     init = functools.partial(init_block, s)
@@ -128,7 +129,7 @@ def layered(s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False) -
 def unrolled(
     s: Sizes = TOY, *, tensor: bool = False, stochastic: bool = False, tiled_loss: bool = False
 ) -> Any:
-    """Return the same layers as a plain model, perhaps with a loss that never holds its logits."""
+    """Return the same layers as a plain model, optionally with a loss that never stores logits."""
 
     def init(key: Any) -> Any:
         first, *rest = jax.random.split(key, s.layers + 1)
@@ -153,8 +154,9 @@ def unrolled(
 
 
 def tiled(s: Sizes = TOY, *, tensor: bool = False) -> Any:
-    """Return layers of functions with two groups of tiles: a dense kernel in 2 x 2, and a gated MLP
-    in 4.
+    """Return a LayeredModel with two groups of tiles.
+
+    They are a dense kernel in 2 x 2 tiles and a gated MLP in 4 tiles.
     """
     d, h = s.hidden, s.inner // 4
 
@@ -196,19 +198,22 @@ def tiled(s: Sizes = TOY, *, tensor: bool = False) -> Any:
 
 
 class Ends(nnx.Module):
-    """The embedding and the head of a stack of modules, which share their weights."""
+    """Embedding and head of a stack of modules, which share a table."""
 
     def __init__(self, s: Sizes, dtype: Any, *, rngs: nnx.Rngs) -> None:
+        """Make the table."""
         self.table = nnx.Embed(s.vocab, s.hidden, dtype=dtype, rngs=rngs)
 
     def __call__(self, batch: Any) -> Any:
+        """Return the embedded tokens of a batch."""
         return self.table(batch["tokens"])
 
 
 class Block(nnx.Module):
-    """A layer of modules, whose operators are in tiles; with a rate it draws numbers."""
+    """Layer of modules with tiled operators, and with dropout if its rate is positive."""
 
     def __init__(self, s: Sizes, dtype: Any, rate: float, *, rngs: nnx.Rngs) -> None:
+        """Make the layer's modules."""
         self.norm = nnx.RMSNorm(s.hidden, dtype=dtype, rngs=rngs)
         self.dense = zj.TiledDense(s.hidden, s.hidden, num_tiles=2, dtype=dtype, rngs=rngs)
         self.mlp = zj.TiledMLP(
@@ -223,13 +228,14 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
 
     def __call__(self, x: Any) -> Any:
+        """Return the layer's output for x[B, T, H]."""
         x = x + self.dense(self.norm(x))
         x = x + self.mlp(self.norm(x))
         return x if self.dropout is None else self.dropout(x)
 
 
 def flax_loss(ends: Ends, x: Any, batch: Any) -> Any:
-    """Return the loss of x by the weights of `ends`."""
+    """Return the loss of x, with logits from the table of `ends`."""
     losses = optax.softmax_cross_entropy_with_integer_labels(
         ends.table.attend(x).astype(jnp.float32), batch["targets"]
     )
@@ -251,12 +257,13 @@ class Net(nnx.Module):
     """Separate NNX modules with dropout."""
 
     def __init__(self, s: Sizes, *, rngs: nnx.Rngs) -> None:
+        """Make the ends and the blocks."""
         self.ends = Ends(s, jnp.float32, rngs=rngs)
         self.blocks = nnx.List([Block(s, jnp.float32, 0.1, rngs=rngs) for _ in range(s.layers)])
 
 
 def flax_whole(s: Sizes = TOY) -> Any:
-    """Return a model of separate NNX modules, that draws random numbers."""
+    """Return a model of separate NNX modules that draws random numbers."""
 
     def loss(net: Net, batch: Any) -> Any:
         x = net.ends(batch)
@@ -274,6 +281,7 @@ class LinenNet(nn.Module):
 
     @nn.compact
     def __call__(self, batch: Any) -> Any:
+        """Return the logits of a batch."""
         x = nn.Embed(self.s.vocab, self.s.hidden)(batch["tokens"])
         for _ in range(self.s.layers):
             y = zj.linen.TiledMLP(self.s.inner, num_tiles=2)(nn.RMSNorm()(x))
@@ -282,7 +290,7 @@ class LinenNet(nn.Module):
 
 
 def linen(s: Sizes = TOY) -> Any:
-    """Return a model of one Linen module, that draws random numbers."""
+    """Return a model of one Linen module that draws random numbers."""
 
     def loss(net: Any, batch: Any) -> Any:
         losses = optax.softmax_cross_entropy_with_integer_labels(net(batch), batch["targets"])
@@ -292,7 +300,7 @@ def linen(s: Sizes = TOY) -> Any:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Return AdamW with a schedule, that leaves one leaf as it is."""
+    """Return AdamW with a schedule; it leaves leaves named "frozen" unchanged."""
 
     def frozen(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
@@ -307,7 +315,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def batches(s: Sizes, count: int, overflows: bool = False) -> list[Any]:
-    """Return batches, the second of which may overflow float16."""
+    """Return `count` batches; if `overflows`, the second one may overflow float16."""
     random, found = np.random.default_rng(0), []
     for i in range(count):
         tokens, targets = random.integers(0, s.vocab, (2, s.batch, s.seq)).astype(np.int32)
@@ -327,7 +335,7 @@ def batches(s: Sizes, count: int, overflows: bool = False) -> list[Any]:
 
 
 def matrices() -> Any:
-    """Return 3 layers of 3 leaves between ends of one."""
+    """Return a LayeredModel of 3 layers with 3 matrices each, and ends with one matrix each."""
 
     def init(key: Any) -> Any:
         return {f"w{i}": draw(k, 16, 16) for i, k in enumerate(jax.random.split(key, 3))}
@@ -343,6 +351,7 @@ def matrices() -> Any:
         return jnp.mean(jnp.square(x @ p["w"]))
 
     return zj.LayeredModel(
-        3, lambda key: {"w": draw(key, 8, 16)}, lambda p, batch, key: batch["x"] @ p["w"], init, layer,
+        3, lambda key: {"w": draw(key, 8, 16)}, lambda p, batch, key: batch["x"] @ p["w"],
+        init, layer,
         lambda key: {"w": draw(key, 16, 1)}, loss,
     )  # fmt: skip

@@ -1,24 +1,25 @@
-"""Predicted steps of a Llama of 6.7 B parameters on one H200: compiled without a GPU, and walked by
-`hlo.simulate`.
+"""Predict steps of a Llama of 6.7 B parameters on one H200, without a GPU, by `hlo.simulate`.
 
-    python benchmarks/simulated.py --save benchmarks/results/simulated_h200_aot_202611.md    # about 5 minutes for 16K and 32K
+    # about 5 minutes for 16K and 32K
+    python benchmarks/simulated.py --save benchmarks/results/simulated_h200_aot_202611.md
 
-Nothing here is measured. A step is compiled for an H200 that is not there, and its schedule is
-walked at the rates of `hlo.RATES["h200"]`, or those that are given. What becomes of a slice of host
-memory (copy or kernel), and the stream of each asynchronous operation, are read from XLA's thunks.
-The file that `--save` names has a section for each version of jax; that of the version that runs is
-put in its place. Products are cuBLAS's, since XLA cannot choose tiles of its own without a GPU.
+Nothing is measured here. A step is compiled for an H200, and its schedule is simulated at the rates
+of `hlo.RATES["h200"]`, or at given rates. XLA's thunks show whether a slice of host memory becomes
+a copy or a kernel, and the stream of each asynchronous operation. The file that `--save` names has
+a section for each version of jax; a run replaces the section of its own version. Products use
+cuBLAS, since XLA cannot choose its own tiles without a GPU.
 
-The model is that of Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences
-of 2048, bf16, AdamW, layers recomputed in backward; its attention is cuDNN's, its loss has no
-logits. With `--autotune` the settings of the schedule are tried for each of some sizes of Llama
-(`zj.autotune`). Needs zerojax[aot].
+The model is Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences of
+2048, bf16, AdamW, layers recomputed in backward, cuDNN's attention, and a loss without logits. With
+`--autotune`, settings of the schedule are tried for several sizes of Llama (`zj.autotune`). Needs
+zerojax[aot].
 
-    python benchmarks/simulated.py --graphs --chip h100 --save benchmarks/results/graphs_h100_aot_202611.md
+    # FILE is, for example, benchmarks/results/graphs_h100_aot_202611.md
+    python benchmarks/simulated.py --graphs --chip h100 --save FILE
 
-With `--graphs` each step is compiled without CUDA graphs, as by default, and with
-`cuda_graphs=True`: how many bytes of the link are then copied by nodes of graphs, and what is
-predicted if copy engines make these copies, and if the cores do.
+With `--graphs`, each step is compiled without CUDA graphs, as by default, and with
+`cuda_graphs=True`. The table shows how many bytes of the link are copied by nodes of graphs, and
+the predicted seconds if copy engines make these copies, and if the cores do.
 """
 
 import argparse
@@ -52,7 +53,7 @@ TUNED: dict[str, dict[str, Any]] = {
     "7.6 B": {"layers": 32, "ff": 14336, "vocab": 128256},
     "13 B": {"layers": 40, "hidden": 5120, "heads": 40, "ff": 13824},
 }
-"""Sizes for `--autotune`, by parameters."""
+"""Sizes for `--autotune`, by number of parameters."""
 
 
 def simulated(
@@ -63,10 +64,10 @@ def simulated(
     keep: pathlib.Path | None,
     streams: set[str],
 ) -> list[hlo.Simulation]:
-    """Compile a step; return what is predicted where kernels have the cores to themselves, and
-    where they run beside products.
+    """Compile a step and return its predictions.
 
-    The streams that its thunks name are added to `streams`.
+    In the first, kernels have the cores to themselves; in the second, they run during products. The
+    streams that the step's thunks name are added to `streams`.
     """
     batch = {
         name: jax.ShapeDtypeStruct((tokens // SEQ, SEQ), jnp.int32)
@@ -85,7 +86,7 @@ def simulated(
 
 
 def row(name: str, found: list[hlo.Simulation]) -> str:
-    """Return a line of the table."""
+    """Return a line of the table from a mode's two predictions."""
     s, beside = found
     ways = ("to_device", "to_host")
     moved = [
@@ -122,13 +123,16 @@ def table(
     keep: pathlib.Path | None,
     streams: set[str],
 ) -> list[str]:
-    """Return the lines of a table of modes for steps of so many tokens; `streams` is as for
-    `simulated`.
+    """Return the lines of a table of modes, for steps of `tokens` tokens.
+
+    The streams that the steps' thunks name are added to `streams`.
     """
     rows = [
-        f"Predicted steps of {tokens:,} tokens, {', '.join(f'{size} {name}' for name, size in sizes.items())}:",
+        f"Predicted steps of {tokens:,} tokens, "
+        f"{', '.join(f'{size} {name}' for name, size in sizes.items())}:",
         "",
-        "| states | s | idle | compute s | over compute | floor s | over floor | up: copies GB | kernels | callbacks "
+        "| states | s | idle | compute s | over compute | floor s | over floor "
+        "| up: copies GB | kernels | callbacks "
         "| down: copies GB | kernels | callbacks | host waits s | drains | TF/s |",
         "|" + "---|" * 16,
     ]
@@ -146,7 +150,7 @@ def table(
 
 
 def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
-    """Return what `zj.autotune` tells of a size, of steps of so many tokens."""
+    """Return the lines of `zj.autotune`'s report on a size, for each number of tokens per step."""
     mode, lines = MODES["opt_state on the host"], []
     for count in tokens:
         batch = {
@@ -173,12 +177,14 @@ def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
 def graphs_section(
     names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, chip: str
 ) -> str:
-    """Return the table of `--graphs` of this version of jax."""
+    """Return the section of `--graphs` for this version of jax."""
     rows = [
         f"## jax {jax.__version__}",
         "",
-        "| states | tokens | GB in graphs by default, up and down | s | with `cuda_graphs=True`: GB in graphs, up | down "
-        "| of all GB over the link | s, one node after another | s, by copy engines beside products | s, by the cores |",
+        "| states | tokens | GB in graphs by default, up and down | s "
+        "| with `cuda_graphs=True`: GB in graphs, up | down "
+        "| of all GB over the link | s, one node after another "
+        "| s, by copy engines beside products | s, by the cores |",
         "|" + "---|" * 10,
     ]
     for count in tokens:
@@ -227,7 +233,7 @@ def graphs_section(
 def compiled_text(
     config: zj.ZeroConfig, batch: Any, sizes: dict[str, Any], chip: str
 ) -> tuple[str, hlo.Thunks]:
-    """Compile a step for a chip; return its text and thunks."""
+    """Compile a step for a chip, and return its HLO text and its thunks."""
     with tempfile.TemporaryDirectory() as folder:
         program = zj.build_train_step(
             llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh(chip, gpus_per_host=1)
@@ -241,15 +247,18 @@ def compiled_text(
 
 
 def graphs_head(rates: hlo.Rates, chip: str) -> str:
-    """Return what stands above the sections of `--graphs`."""
+    """Return the text above the sections of `--graphs`."""
     assumed = ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(rates).items())
     return "\n".join(
         [
             f"# Copies in CUDA graphs, one {chip.upper()}, 2026-11",
             "",
-            "**Compiled and predicted, not measured.** Steps of a Llama of 6.7 B parameters, compiled for a GPU that is not",
-            "there. Bytes are read from XLA's thunks and are facts of the program; seconds are predicted by `hlo.simulate`.",
-            f"Command, once for each version of jax: `python benchmarks/simulated.py --graphs --chip {chip} --save FILE`.",
+            "**Compiled and predicted, not measured.** Steps of a Llama of 6.7 B parameters, "
+            "compiled for a GPU that is not",
+            "there. Bytes are read from XLA's thunks and are facts of the program; "
+            "seconds are predicted by `hlo.simulate`.",
+            "Command, once for each version of jax: "
+            f"`python benchmarks/simulated.py --graphs --chip {chip} --save FILE`.",
             "",
             f"Rates, assumed: {assumed}.",
             "",
@@ -266,7 +275,7 @@ def section(
     keep: pathlib.Path | None,
     title: str,
 ) -> str:
-    """Return the part of the file that is of this version of jax, and perhaps of a title."""
+    """Return the section for this version of jax, with `title` in its heading if there is one."""
     versions = f"jaxlib {importlib.metadata.version('jaxlib')}, Python {platform.python_version()}"
     tables, streams = [], set[str]()
     for count in tokens:
@@ -277,24 +286,32 @@ def section(
 
 
 def head(rates: hlo.Rates) -> str:
-    """Return what stands above the sections."""
+    """Return the text above the sections."""
     assumed = ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(rates).items())
     return "\n".join(
         [
             "# Predicted steps on one H200, 2026-11",
             "",
-            "**Predicted, not measured.** Steps of a Llama of 6.7 B parameters, compiled for an H200 without one and walked by",
-            "`hlo.simulate`. Command, once for each version of jax: `python benchmarks/simulated.py --save`",
-            "`benchmarks/results/simulated_h200_aot_202611.md`; of a vocabulary of 128256 with `--vocab 128256 --ff 14336`; of",
+            "**Predicted, not measured.** Steps of a Llama of 6.7 B parameters, "
+            "compiled for an H200 without one and walked by",
+            "`hlo.simulate`. Command, once for each version of jax: "
+            "`python benchmarks/simulated.py --save`",
+            "`benchmarks/results/simulated_h200_aot_202611.md`; "
+            "of a vocabulary of 128256 with `--vocab 128256 --ff 14336`; of",
             "settings of the schedule with `--autotune`.",
             "",
             f"Rates, assumed: {assumed}.",
             "",
-            "`s`: where kernels move host memory, from kernels that run beside products at no cost to kernels that have the",
-            "cores to themselves; the other columns are of the latter. `idle`: the share of the step in which the cores do",
-            "nothing but move host memory. `compute`: products and other kernels alone. `floor`: the busiest resource alone,",
-            "all bytes by copies. `callbacks`: GB that callbacks copy. `drains`: how often the host's thread waits until the",
-            "device has done everything. In the resident step of 32,768 tokens jax 0.12 recomputes more, to save memory.",
+            "`s`: where kernels move host memory, from kernels that run beside products "
+            "at no cost to kernels that have the",
+            "cores to themselves; the other columns are of the latter. "
+            "`idle`: the share of the step in which the cores do",
+            "nothing but move host memory. `compute`: products and other kernels alone. "
+            "`floor`: the busiest resource alone,",
+            "all bytes by copies. `callbacks`: GB that callbacks copy. "
+            "`drains`: how often the host's thread waits until the",
+            "device has done everything. In the resident step of 32,768 tokens "
+            "jax 0.12 recomputes more, to save memory.",
             "",
             "",
         ]
@@ -302,7 +319,7 @@ def head(rates: hlo.Rates) -> str:
 
 
 def save(path: pathlib.Path, text: str, start: str) -> None:
-    """Put a section in its place in a file, among those of other versions."""
+    """Insert a section into a file, or replace the section with the same heading."""
     old = path.read_text() if path.exists() else ""
     sections = {
         part.partition("\n")[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]
@@ -314,35 +331,37 @@ def save(path: pathlib.Path, text: str, start: str) -> None:
 
 
 def main() -> None:
-    """Compile, predict and print; write a file if asked to."""
+    """Compile, predict and print; write the file of --save."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768], help="of a step")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16384, 32768], help="tokens per step"
+    )
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument(
-        "--vocab", type=int, help="tokens of the embedding and the head, other than 32000"
-    )
-    parser.add_argument("--ff", type=int, help="width of the MLP, other than 11008")
+    parser.add_argument("--vocab", type=int, help="size of the vocabulary; 32000 by default")
+    parser.add_argument("--ff", type=int, help="hidden width of the MLP; 11008 by default")
     parser.add_argument(
         "--autotune",
         action="store_true",
-        help="try settings of the schedule of several sizes instead",
+        help="try settings of the schedule for several sizes instead",
     )
     parser.add_argument(
-        "--graphs", action="store_true", help="with and without CUDA graphs instead"
+        "--graphs", action="store_true", help="compare with and without CUDA graphs instead"
     )
-    parser.add_argument("--chip", choices=list(aot.CHIPS), default="h200", help="of --graphs")
+    parser.add_argument(
+        "--chip", choices=list(aot.CHIPS), default="h200", help="GPU to compile for with --graphs"
+    )
     parser.add_argument(
         "--rate",
         nargs=2,
         action="append",
         default=[],
         metavar=("NAME", "VALUE"),
-        help="of hlo.Rates",
+        help="field of hlo.Rates to replace, and its value",
     )
-    parser.add_argument("--keep", type=pathlib.Path, help="a folder for the HLO texts")
-    parser.add_argument("--title", default="", help="of the section, beside the version")
-    parser.add_argument("--save", type=pathlib.Path, help="the file to write")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for the HLO texts")
+    parser.add_argument("--title", default="", help="title of the section, after the version")
+    parser.add_argument("--save", type=pathlib.Path, help="file to write")
     options = parser.parse_args()
     rates = dataclasses.replace(
         hlo.RATES[options.chip], **{name: float(value) for name, value in options.rate}

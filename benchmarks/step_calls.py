@@ -1,10 +1,10 @@
-"""Count the Python calls of a warm step with parameters, gradients and optimizer state on disk, by
-function.
+"""Count the Python calls, by function, of a warm step with all states on disk.
 
-Those of zerojax and host_offload that callbacks of the program make, for which a GPU waits, and the
-threads that move records. XLA's threads are unknown to Python between two callbacks, so each
-callback sets the profile itself: `buffer_callback` is wrapped, which must be before zerojax is
-imported. How the threads interleave moves the count by two percent.
+The states are parameters, gradients and optimizer state. Counted are the calls of zerojax and
+host_offload in the program's callbacks, for which a GPU waits, and in the threads that move
+records. Between two callbacks Python does not know XLA's threads, so each callback sets the profile
+function itself: `buffer_callback` is wrapped, which must happen before zerojax is imported. The
+interleaving of the threads changes the count by two percent.
 """
 
 import collections
@@ -28,23 +28,23 @@ from jax.experimental import buffer_callback
 PACKAGES = ("zerojax", "host_offload")
 WARM, STEPS = 4, 15
 Call = tuple[bool, str, str]
-"""Whether a callback or a transfer made it, the file, and the function."""
+"""Whether a callback or a transfer made the call, the file, and the function."""
 Counts = collections.Counter[Call]
 
 
 class Calls:
-    """Counts Python calls in all threads, while `counts` is set."""
+    """Counter of Python calls in all threads, active while `counts` is set."""
 
     def __init__(self) -> None:
+        """Set the profile function for new threads, and wrap `buffer_callback`."""
         self.counts: Counts | None = None
         beside = functools.partial(self._count, True)
-        threading.setprofile(beside)  # of every thread that Python starts
+        threading.setprofile(beside)  # applies to every thread that Python starts
         make = buffer_callback.buffer_callback
 
         def counted(callback: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            def run(
-                *given: Any, site: Any = None
-            ) -> Any:  # in a thread of XLA or, on one device, in that of the step
+            # Runs in a thread of XLA or, on one device, in the step's own thread.
+            def run(*given: Any, site: Any = None) -> Any:
                 del site
                 before = sys.getprofile()
                 sys.setprofile(beside)
@@ -53,7 +53,7 @@ class Calls:
                 finally:
                     sys.setprofile(before)
 
-            # The site stays where it is looked for (`host_offload.calls.site_of`).
+            # `host_offload.calls.site_of` looks for the site here.
             known = functools.partial(run, site=getattr(callback, "keywords", {}).get("site"))
             return make(known, *args, **options)
 
@@ -65,7 +65,7 @@ class Calls:
             self.counts[is_beside, frame.f_code.co_filename, frame.f_code.co_qualname] += 1
 
     def of(self, call: Callable[[], Any]) -> tuple[Any, Counts]:
-        """Return what `call` returns, and the calls that were made meanwhile."""
+        """Return the result of `call`, and the Python calls in all threads during it."""
         counts: Counts = collections.Counter()
         self.counts, before = counts, sys.getprofile()
         sys.setprofile(functools.partial(self._count, False))
@@ -77,10 +77,10 @@ class Calls:
 
 
 def count_calls() -> dict[str, Any]:
-    """Return the calls of a warm step of 3 layers on one device: the middle one of several, by
-    their number.
+    """Return the calls of a warm step of 3 layers on one device.
 
-    "record formats" are the calls that recompute the sizes and offsets of records.
+    Several steps are counted, and the step with the median number of calls is returned. "record
+    formats" counts the calls that recompute the sizes and offsets of records.
     """
     calls = Calls()
     import same_toys  # and zerojax
@@ -113,7 +113,12 @@ def count_calls() -> dict[str, Any]:
 
 
 def ours(counts: Counts, beside: bool) -> collections.Counter[str]:
-    """Return the calls of functions of the packages, by file and function."""
+    """Return the calls of the packages' functions, by file and function.
+
+    Args:
+      counts: calls of all functions.
+      beside: whether to count calls in callbacks and transfers, or calls of the step's caller.
+    """
     found: collections.Counter[str] = collections.Counter()
     for name in PACKAGES:
         root = str(pathlib.Path(importlib.import_module(name).__file__ or "").parent) + os.sep

@@ -1,17 +1,19 @@
-"""Step time of the streamed step, tier by tier, over the resident step.
+"""Time the streamed step, tier by tier, over the resident step.
 
-    python benchmarks/streaming.py                                       # 24 layers x 512 on 2 simulated devices
-    python benchmarks/streaming.py --swap-dir /mnt/disk                  # and from a folder of that disk
+    # 24 layers x 512 on 2 simulated devices
+    python benchmarks/streaming.py
+    # and with states in a folder on a disk
+    python benchmarks/streaming.py --swap-dir /mnt/disk
     python benchmarks/streaming.py --save benchmarks/results/NAME.md
 
-Every program trains the same GPT, in one process, in turns: a round runs each once, and a ratio is
-taken within a round, so that a slow minute of the machine falls on all. On a CPU host memory and
-device memory are the same, so the ratio is what streaming costs by itself: slices, copies, loops.
-What a link costs only a GPU tells: benchmarks/gpu_check.py.
+Every program trains the same GPT, in one process and in turns. A round runs each program once, and
+ratios are taken within a round, so a slow minute of the machine affects all of them. On a CPU, host
+memory and device memory are the same, so the ratio is the cost of streaming itself: slices, copies,
+loops. Only a GPU shows the cost of a link: see benchmarks/gpu_check.py.
 
-Of a step from disk the table also tells the time that its bytes take at the disk's own speed,
-measured before the rounds (plain preadv and pwritev), what devices waited for the disk on average,
-and how much of the former is thereby hidden,
+For a step from disk, the table also shows the time that its bytes take at the disk's own speed
+(measured before the rounds with plain preadv and pwritev), the devices' average wait for the disk,
+and the hidden share of the disk's time:
 
     hidden = 1 - stall / (bytes read / read bandwidth + bytes written / write bandwidth)
 """
@@ -64,14 +66,14 @@ ON_DISK: dict[str, dict[str, Any]] = {
 
 
 def disk_rates(folder: str) -> Rates:
-    """Return the disk's own bandwidth: the best of three rounds."""
+    """Return the disk's own bandwidth, the best of three rounds."""
     with SwapFolder(folder) as swap, Bench(swap.path, tune(swap.path)) as bench:
         rounds = [bench.round()[PLAIN] for _ in range(3)]
     return Rates(read=max(r.read for r in rounds), write=max(r.write for r in rounds))
 
 
 def main() -> None:
-    """Run all rounds, print and save the table."""
+    """Run all rounds, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, default in (
         ("layers", 24),
@@ -84,16 +86,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--distance", type=int, default=1, help="layers fetched ahead")
-    parser.add_argument("--swap-dir", help="folder of the nvme tier, whose programs run too")
+    parser.add_argument("--swap-dir", help="folder of the nvme tier; also runs its programs")
     parser.add_argument(
-        "--only", nargs="*", help="parts of the names of the programs to run beside the base"
+        "--only", nargs="*", help="run only programs whose names contain one of these, and the base"
     )
-    parser.add_argument("--save", help="write the table here; a temporary folder by default")
+    parser.add_argument("--save", help="file for the table; in a temporary folder by default")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
     mesh = zj.make_mesh(fsdp=options.devices, devices=jax.devices()[: options.devices])
     c = gpt.GPTConfig(
-        layers=options.layers, hidden=options.hidden, heads=options.hidden // 64 or 1, seq=options.seq,
+        layers=options.layers, hidden=options.hidden, heads=options.hidden // 64 or 1,
+        seq=options.seq,
         dtype=jnp.bfloat16 if options.precision == "bf16" else jnp.float32,
     )  # fmt: skip
     random = np.random.default_rng(0)
@@ -127,7 +130,7 @@ def main() -> None:
             start = time.monotonic()
             states[name], metrics = programs[name].step(states[name], batch)
             jax.block_until_ready(states[name])
-            if turn:  # the first compiles
+            if turn:  # the first round compiles
                 seconds[name].append(time.monotonic() - start)
             losses[name].append(float(metrics["loss"]))
             told[name].append({key: float(value) for key, value in metrics.items()})
@@ -139,27 +142,36 @@ def main() -> None:
     lines = [
         f"# The streamed step, {datetime.date.today():%Y-%m}",
         "",
-        f"GPT of {c.layers} layers x {c.hidden}, {c.num_params / 1e6:.1f} M parameters, batch {options.batch} x {c.seq}, "
-        f"{options.precision}, AdamW, stage 3 over {options.devices} devices, prefetch_distance {options.distance}.",
-        f"Hardware: {jax.devices()[0].device_kind}, {os.cpu_count()} cores of {cpu_name()}. jax {jax.__version__}, "
+        f"GPT of {c.layers} layers x {c.hidden}, {c.num_params / 1e6:.1f} M parameters, "
+        f"batch {options.batch} x {c.seq}, "
+        f"{options.precision}, AdamW, stage 3 over {options.devices} devices, "
+        f"prefetch_distance {options.distance}.",
+        f"Hardware: {jax.devices()[0].device_kind}, {os.cpu_count()} cores of {cpu_name()}. "
+        f"jax {jax.__version__}, "
         f"Python {platform.python_version()}.",
         f"Command: `{' '.join(['python benchmarks/streaming.py', *sys.argv[1:]])}`",
         "",
-        f"{options.rounds} rounds in one process; a ratio is taken within a round. Below 1 is faster than the resident step.",
+        f"{options.rounds} rounds in one process; a ratio is taken within a round. "
+        "Below 1 is faster than the resident step.",
         "",
         "| program | ms a step | time over resident, median | range | largest loss difference "
         "| MB read, written | disk alone, ms | stall, ms | hidden |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     if rates is not None:
-        disk = f"The disk by itself: {rates.read / 1e9:.2f} GB/s read, {rates.write / 1e9:.2f} GB/s written."
+        disk = (
+            f"The disk by itself: {rates.read / 1e9:.2f} GB/s read, "
+            f"{rates.write / 1e9:.2f} GB/s written."
+        )
         lines.insert(lines.index("", 3), disk)
     for name in wanted:
         ratio = [a / b for a, b in zip(seconds[name], seconds[BASE], strict=True)]
         away = max(abs(a - b) for a, b in zip(losses[name], losses[BASE], strict=True))
         lines.append(
-            f"| {name} | {1e3 * statistics.median(seconds[name]):.0f} | {statistics.median(ratio):.2f} "
-            f"| {min(ratio):.2f}-{max(ratio):.2f} | {away:.1e} | {swapped(told[name][1:], rates, options.devices)} |"
+            f"| {name} | {1e3 * statistics.median(seconds[name]):.0f} "
+            f"| {statistics.median(ratio):.2f} "
+            f"| {min(ratio):.2f}-{max(ratio):.2f} | {away:.1e} "
+            f"| {swapped(told[name][1:], rates, options.devices)} |"
         )
     text = "\n".join(lines) + "\n"
     print(f"\n{text}")
@@ -174,7 +186,7 @@ def main() -> None:
 
 
 def swapped(steps: list[dict[str, float]], rates: Rates | None, devices: int) -> str:
-    """Return the cells of steps from disk: medians."""
+    """Return the disk's cells of a program's row, medians over its steps."""
     if rates is None or "swap_read_bytes" not in steps[0]:
         return " | | |"
     read, written, stall = (
@@ -182,7 +194,10 @@ def swapped(steps: list[dict[str, float]], rates: Rates | None, devices: int) ->
         for key in ("read_bytes", "write_bytes", "stall_seconds")
     )
     alone, stall = read / rates.read + written / rates.write, stall / devices
-    return f"{read / 1e6:.0f}, {written / 1e6:.0f} | {1e3 * alone:.0f} | {1e3 * stall:.0f} | {1 - stall / alone:.2f}"
+    return (
+        f"{read / 1e6:.0f}, {written / 1e6:.0f} | {1e3 * alone:.0f} | {1e3 * stall:.0f} "
+        f"| {1 - stall / alone:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""The widest MLP whose train step fits N H200s that are not there, by the number of its tiles:
-compiled, not run.
+"""Find the widest MLP whose train step fits on N H200s, by number of tiles, without a GPU.
 
-    python benchmarks/tiling.py --save benchmarks/results/NAME.md       # 64 GPUs, 1 to 32 tiles, about 10 minutes
-    python benchmarks/tiling.py --stream --gpus 1                       # one GPU, its states in host memory
+    # 64 GPUs, 1 to 32 tiles, about 10 minutes
+    python benchmarks/tiling.py --save benchmarks/results/NAME.md
+    # one GPU, its states in host memory
+    python benchmarks/tiling.py --stream --gpus 1
 
-A stack of MLPs h -> 4h -> h in bfloat16 at stage 3, with AdamW. The width is the largest multiple
-of STEP whose compiled step takes no more than the budget on each device: arguments, what it returns
-beside them, and temporary memory. States take 16 x 8 h^2 bytes a layer over all devices; what tiles
-lower is the rest, a whole layer gathered and its gradient. With --stream the layers' states are in
-host memory, 14 x 8 h^2 bytes a layer, and updated in backward; what tiles lower is nearly all that
-is on the device. Needs zerojax[aot].
+The model is a stack of MLPs h -> 4h -> h in bfloat16 at stage 3, with AdamW. The width is the
+largest multiple of STEP whose compiled step stays within the budget on each device, counting
+arguments and temporary memory. States take 16 x 8 h^2 bytes per layer over all devices; tiles
+reduce the rest, a gathered layer and its gradient. With --stream the layers' states are in host
+memory, 14 x 8 h^2 bytes per layer, and are updated in backward; tiles then reduce nearly all of the
+device's memory. Needs zerojax[aot].
 """
 
 import os
@@ -39,7 +40,13 @@ TILES = (1, 2, 4, 8, 16, 32)
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Bytes of a compiled step on each device."""
+    """Bytes of a compiled step on each device.
+
+    Attributes:
+      arguments: bytes of arguments.
+      temp: bytes of temporary memory.
+      gathered: peak bytes of gathered parameters.
+    """
 
     arguments: int
     temp: int
@@ -47,43 +54,48 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """Bytes that the step takes: donated arguments are returned in place."""
+        """Bytes that the step takes; results reuse the donated arguments."""
         return self.arguments + self.temp
 
 
 class Block(nnx.Module):
-    """One layer of a streamed stack: a normalised MLP in tiles of the hidden dim."""
+    """Layer of a streamed stack: a normalized MLP, tiled along its hidden dim."""
 
     def __init__(self, width: int, tiles: int, *, rngs: nnx.Rngs) -> None:
+        """Make a layer for a stream of `width`, with `tiles` tiles."""
         self.norm = nnx.RMSNorm(width, dtype=jnp.bfloat16, rngs=rngs)
         self.mlp = zj.TiledMLP(
             width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16, rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the layer's output for x[B, S, h]."""
         return x + self.mlp(self.norm(x))
 
 
 class Scale(nnx.Module):
-    """The ends of a streamed stack."""
+    """Embedding or head of a streamed stack: it scales its input."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        """Make a scale of ones."""
         del rngs
         self.scale = nnx.Param(jnp.ones(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x in bfloat16, scaled."""
         return x.astype(jnp.bfloat16) * self.scale[...].astype(jnp.bfloat16)
 
 
 STREAM = {"params": "pinned_host", "opt_state": "pinned_host", "update": "in_backward"}
-"""Where a streamed stack's states are, unless another place is asked for."""
+"""Default tiers of a streamed stack's states, and its update."""
 
 
 def streamed_program(
     width: int, tiles: int, gpus: int, layers: int, tokens: int, **fields: Any
 ) -> tuple[zj.Program, jax.ShapeDtypeStruct]:
-    """Return a streamed program of MLPs h -> 4h -> h, and the shape of its batch: `tokens` a
-    device.
+    """Return a streamed program of MLPs h -> 4h -> h, and the shape of its batch.
+
+    The batch has `tokens` tokens per device; `fields` are further fields of the ZeroConfig.
     """
     mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus), fsdp=gpus)
     model = zj.from_flax(
@@ -99,29 +111,31 @@ def streamed_program(
 
 
 class Net(nnx.Module):
-    """MLPs on a stream, in tiles of the hidden dim."""
+    """Stack of residual MLPs, tiled along their hidden dim."""
 
     def __init__(self, width: int, layers: int, tiles: int, *, rngs: nnx.Rngs) -> None:
+        """Make `layers` MLPs for a stream of `width`, with `tiles` tiles each."""
         make = functools.partial(
             zj.TiledMLP, width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16
         )
         self.mlps = nnx.List([make(rngs=rngs) for _ in range(layers)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the stack's output for x[B, S, h]."""
         for mlp in self.mlps:
             x = x + mlp(x)
         return x
 
 
 def loss(net: Net, x: jax.Array) -> jax.Array:
-    """Return the mean square of what the stack makes of x[B, S, h]."""
+    """Return the mean square of the stack's output for x[B, S, h]."""
     return jnp.mean(jnp.square(net(x).astype(jnp.float32)))
 
 
 def compile_width(
     width: int, tiles: int, gpus: int, layers: int, tokens: int, stream: bool = False
 ) -> Figures:
-    """Compile the step for `tokens` a device."""
+    """Compile a step with `tokens` tokens per device, and return its bytes."""
     if stream:
         program, batch = streamed_program(width, tiles, gpus, layers, tokens, **STREAM)
     else:
@@ -140,13 +154,18 @@ def compile_width(
 def widest(
     tiles: int, gpus: int, layers: int, tokens: int, budget: float, start: int, stream: bool = False
 ) -> tuple[int, Figures]:
-    """Return the widest multiple of STEP that fits, from `start` on, which must; by doubling and
-    halving.
+    """Return the largest multiple of STEP that fits the budget, and its bytes.
+
+    The search starts at `start` and widens by a step that is halved when a width does not fit.
+
+    Raises:
+      ValueError: if `start` does not fit.
     """
     fits, found = start, compile_width(start, tiles, gpus, layers, tokens, stream)
     if found.total > budget:
         raise ValueError(
-            f"a width of {start} takes {found.total} bytes, more than the budget of {budget:.0f}: give a larger one"
+            f"a width of {start} takes {found.total} bytes, more than the budget of {budget:.0f}: "
+            "give a larger one"
         )
     step = start
     while step >= STEP:
@@ -163,25 +182,29 @@ def widest(
 
 
 def main() -> None:
-    """Search for every number of tiles, print and save the table."""
+    """Search for every number of tiles, and print and save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=512, help="of a device")
-    parser.add_argument("--budget", type=float, default=128.0, help="GB of a device")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per device")
+    parser.add_argument("--budget", type=float, default=128.0, help="GB per device")
     parser.add_argument(
         "--stream", action="store_true", help="states in host memory, updated in backward"
     )
     parser.add_argument("--tiles", type=int, nargs="+", default=TILES)
-    parser.add_argument("--save", help="write the table here; a temporary folder by default")
+    parser.add_argument("--save", help="file for the table; in a temporary folder by default")
     options = parser.parse_args()
     where = "states in host memory, updated in backward" if options.stream else "stage 3"
     gpus = "one H200" if options.gpus == 1 else f"{options.gpus} H200s"
     lines = [
-        f"# The widest MLP on {gpus}{', streamed' if options.stream else ''}, {datetime.date.today():%Y-%m}", "",
-        f"{options.layers} MLPs h -> 4h -> h, {options.tokens} tokens a device, bf16, AdamW, {where}; {options.budget:g} GB.",
-        f"Compiled for H200s that are not there by jax {jax.__version__}, nothing run. Widths in steps of {STEP}.",
-        f"Command: `python benchmarks/tiling.py --gpus {options.gpus} --layers {options.layers} --tokens {options.tokens} "
+        f"# The widest MLP on {gpus}{', streamed' if options.stream else ''}, "
+        f"{datetime.date.today():%Y-%m}", "",
+        f"{options.layers} MLPs h -> 4h -> h, {options.tokens} tokens a device, bf16, AdamW, "
+        f"{where}; {options.budget:g} GB.",
+        f"Compiled for H200s that are not there by jax {jax.__version__}, nothing run. "
+        f"Widths in steps of {STEP}.",
+        f"Command: `python benchmarks/tiling.py --gpus {options.gpus} "
+        f"--layers {options.layers} --tokens {options.tokens} "
         f"--budget {options.budget:g}{' --stream' if options.stream else ''}`", "",
         "| tiles | widest h | parameters | arguments GB | temporary GB | gathered at once GB |",
         "|---|---|---|---|---|---|",
@@ -202,7 +225,7 @@ def main() -> None:
         row += "".join(f" {n / 1e9:.2f} |" for n in (found.arguments, found.temp, found.gathered))
         lines.append(row)
         print(row, flush=True)
-        start = max(STEP, width // 2 // STEP * STEP)  # more tiles may take a little more, too
+        start = max(STEP, width // 2 // STEP * STEP)  # more tiles may also take slightly more
     target = pathlib.Path(options.save or pathlib.Path(tempfile.mkdtemp()) / "tiling.md")
     target.write_text("\n".join(lines) + "\n")
     print(f"saved as {target}")

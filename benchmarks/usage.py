@@ -1,6 +1,6 @@
-"""What a process has used, as Linux tells it: memory and disk.
+"""Read a process's use of memory and disk on Linux.
 
-Of the standard library, for every contender's environment.
+Uses only the standard library, so that it runs in every contender's environment.
 """
 
 import pathlib
@@ -8,15 +8,15 @@ import resource
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has had resident."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux tells KiB
+    """Return the peak resident memory of this process, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux reports KiB
 
 
 def disk_bytes() -> tuple[int, int] | None:
-    """Return what this process has read from disks and written to them until now; None where the
-    system does not tell.
+    """Return the bytes that this process has read from disks and written to them so far.
 
-    What the page cache answers is not read from a disk; what goes into it is counted as written.
+    Reads from the page cache do not count; writes to it do. The result is None if the system has no
+    counters.
     """
     counters = pathlib.Path("/proc/self/io")
     if not counters.exists():

@@ -1,11 +1,10 @@
-"""A reproduction for XLA: on CPUs, gradients of weights are slow where activations have two batch
-dims. JAX alone.
+"""Reproduce slow gradients of XLA on CPUs when activations have two batch dims, in JAX alone.
 
     python benchmarks/xla_cpu_products.py
 
 A dense layer over x[B, T, D], and the same layer over x reshaped to [B T, D], compute the same
 numbers. The gradient of the weights sums over B and T. For two such dims, XLA for CPUs transposes
-each operand until these dims are last, and fuses the equations that make the operand into the
+each operand until these dims are last, and fuses the equations that compute the operand into the
 transpose. The fusion writes its result column by column, and takes several times as long as the
 product. For one dim there is no transpose.
 
@@ -34,9 +33,7 @@ def dense(x: Any, weights: Any) -> jax.Array:
 
 
 def adapted(x: Any, weights: Any) -> jax.Array:
-    """Return the same MLP with a low-rank adapter beside each weight; only the adapters are
-    trained.
-    """
+    """Return the same MLP with a trainable low-rank adapter on each frozen weight."""
 
     def product(x: Any, n: int) -> jax.Array:
         a, b = weights[n]
@@ -62,7 +59,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], jax.Array], Any]] = {
 
 
 def layers(function: Callable[[Any, Any], jax.Array], is_flat: bool) -> Any:
-    """Return a jitted function: the gradients of four such layers over x[B, T, D]."""
+    """Return a jitted function for the gradients of four such layers over x[B, T, D]."""
 
     def loss(weights: Any, x: Any) -> jax.Array:
         x = x.reshape(B * T, D) if is_flat else x
@@ -74,7 +71,7 @@ def layers(function: Callable[[Any, Any], jax.Array], is_flat: bool) -> Any:
 
 
 def main() -> None:
-    """Print a line for each case."""
+    """Time each case and print a line for it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the checks run, compiled for a GPU that is not there."""
+"""Compile the checks' programs for a GPU, without having one."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,9 @@ from gpu_checks.rows import Row, attempt
 
 
 def compile_rows(check: str, jobs: Sequence[Job], context: Context) -> Iterator[Row]:
-    """Compile what a check would run, jobs or forms, for a chip; look for host slices that are not
-    provably right.
+    """Compile a check's jobs, forms or kernels for a chip, and report their host slices.
+
+    A row fails if the indices of a host slice are not provably right.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""The same numbers from every mix of tiers."""
+"""Check that every mix of tiers gives the same numbers as the resident step."""
 
 import concurrent.futures
 import dataclasses
@@ -29,12 +29,13 @@ from gpu_checks.rows import Row, attempt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a mix may be from the resident step after all steps.
+    """Largest allowed differences between a mix and the resident step, after all steps.
 
     Attributes:
-      ulp: of a loss, in float32.
-      params: of a leaf's largest magnitude.
-      gradients: likewise, after one step; some leaves of a gradient are small sums of large terms.
+      ulp: difference of a loss, in float32 units in the last place.
+      params: difference of a leaf's elements, over the leaf's largest magnitude.
+      gradients: difference of a gradient leaf's elements after one step, over the leaf's largest
+        magnitude; some leaves are small sums of large terms.
     """
 
     ulp: float
@@ -42,9 +43,9 @@ class Tolerance:
     gradients: float = 1e-4
 
 
-# (platform, precision) -> tolerance. A GPU picks other kernels, and so other orders of summation,
-# for each program; in bf16 any compiler rounds where one program has a fusion and the other has
-# not.
+# (platform, precision) -> tolerance. A GPU picks different kernels, and so different orders of
+# summation, for each program. In bf16, any compiler rounds differently where only one of the
+# programs has a fusion.
 TOLERANCES = MappingProxyType(
     {
         ("cpu", "fp32"): Tolerance(ulp=4, params=1e-6, gradients=1e-6),
@@ -53,11 +54,11 @@ TOLERANCES = MappingProxyType(
         ("gpu", "bf16"): Tolerance(ulp=1e5, params=3e-2),
     }
 )
-HOST_PARAMS = 1e-5  # at least, for a mix that is updated on the host
+HOST_PARAMS = 1e-5  # least tolerance for parameters that are updated on the host
 
 
 def reference_of(fields: Fields) -> tuple[str, dict[str, Any]]:
-    """Return name and config of the resident step that a mix is compared with."""
+    """Return the name and config of the resident step that a mix is compared with."""
     same = {name: fields[name] for name in ("clip_norm", "num_microbatches") if name in fields}
     return ", ".join([RESIDENT_STEP, *(f"{name}={value}" for name, value in same.items())]), same
 
@@ -65,7 +66,7 @@ def reference_of(fields: Fields) -> tuple[str, dict[str, Any]]:
 def jobs(
     check: str, mixes: Mapping[str, Fields], p: Problem, sizes: Sizes, gradients: bool = False
 ) -> list[Job]:
-    """Return a check's jobs, those that the mixes are compared with first."""
+    """Return a check's jobs: first the resident reference steps, then the mixes."""
     found = chosen(check, mixes, sizes)
     base: dict[str, Any] = dict(RESIDENT) if gradients else {}
     references = {name: base | same for name, same in map(reference_of, found.values())}
@@ -97,7 +98,7 @@ def tile_jobs(sizes: Sizes) -> list[Job]:
 
 
 def largest_ulp(found: np.ndarray, right: np.ndarray) -> float:
-    """Return the largest difference of losses in units of the last place."""
+    """Return the largest difference of losses, in units in the last place."""
     return float((np.abs(found - right) / np.spacing(np.abs(right))).max())
 
 
@@ -111,7 +112,7 @@ def largest_part(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> fl
 
 
 def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> Row:
-    """Compare a mix with the resident step: losses, and parameters or what one step made of them."""
+    """Compare a mix with the resident step: losses, and parameters or one step's gradients."""
     (losses, before, after), (right_losses, right_before, right_after) = found, right
     if job.gradients:
         after = [a - b for a, b in zip(after, before, strict=True)]
@@ -126,14 +127,15 @@ def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> R
         job.name,
         f"loss {ulp:.1f} ulp, {'gradients' if job.gradients else 'params'} {part:.1e}",
         f"{tolerance.ulp:g} ulp, {limit:g}",
-        ulp <= tolerance.ulp and part <= limit,  # False where either is not a number
+        ulp <= tolerance.ulp and part <= limit,  # False if either is NaN
         {"loss_ulp": ulp, "params": part},
     )
 
 
 def nvme_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
-    """Return the jobs of "nvme", each with a swap folder of its own in `folder`; without one they
-    can only be compiled.
+    """Return the jobs of "nvme", each with its own swap folder in `folder`.
+
+    Without a folder they can only be compiled.
     """
     return [
         on_disk(job, folder) if "nvme" in job.fields.values() else job
@@ -144,19 +146,19 @@ def nvme_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
 
 
 def on_disk(job: Job, folder: str | None) -> Job:
-    """Return a job with a swap folder in `folder`."""
+    """Return a job with a new swap folder in `folder`."""
     swap_dir = "not there" if folder is None else tempfile.mkdtemp(dir=folder)
     return dataclasses.replace(job, fields={**job.fields, "swap_dir": swap_dir})
 
 
 def compare_jobs(all_jobs: Sequence[Job]) -> Iterator[Row]:
-    """Train every job, several at a time, and compare each mix with the resident step as soon as
-    both are trained.
+    """Train every job, several at a time, and compare each mix with its resident step.
+
+    A mix's row is yielded as soon as both are trained.
     """
     mesh, platform = one_device(), platform_name()
-    with concurrent.futures.ThreadPoolExecutor(
-        min(8, os.cpu_count() or 1)
-    ) as pool:  # they compile for longer than they run
+    # Jobs compile for longer than they run, so threads help.
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         trained = {job.name: pool.submit(job.train, mesh) for job in all_jobs}
         mixes = {
             trained[job.name]: job for job in all_jobs if not job.name.startswith(RESIDENT_STEP)

@@ -1,4 +1,4 @@
-"""A mix of tiers as a program: a GPT, its optimizer, its data."""
+"""Build and train a mix of tiers as a program: a GPT, its optimizer, its data."""
 
 import dataclasses
 import pathlib
@@ -11,16 +11,14 @@ from problem import Problem, batches
 from gpu_checks.mixes import Fields
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(ROOT),
-    str(ROOT / "examples"),
-]  # what is measured is what lies here, installed or not
+# The code of this repository is measured, installed or not.
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-EPSILON = 1e-3  # of Adam: an element whose gradient is rounding alone must not be moved by it
-NOISE = 0.02  # added to what the GPT is born with, biases above all
+EPSILON = 1e-3  # of Adam, so that a gradient of mere rounding errors does not move an element
+NOISE = 0.02  # scale of the noise added to the GPT's initial values, above all to biases
 
 Trained = tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]
-"""What `Job.train` returns."""
+"""Result of `Job.train`: losses, and the parameters' leaves before and after training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +26,11 @@ class Job:
     """One program: a GPT, an optimizer and a config.
 
     Attributes:
-      name: of its rows.
-      problem: sizes.
-      fields: of the ZeroConfig.
-      gradients: a step of gradient descent at rate 1, on blocks that mark a value.
-      mlp_tiles: of the GPT's MLPs; 0 is dense layers.
+      name: name of the job's rows.
+      problem: sizes of the GPT and of its data.
+      fields: fields of the ZeroConfig.
+      gradients: whether to take steps of gradient descent at rate 1, with blocks that name a value.
+      mlp_tiles: number of tiles of the GPT's MLPs; 0 means dense layers.
     """
 
     name: str
@@ -48,18 +46,19 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of host memory that the program keeps, at most: states and gradients, two float32
-        copies, activations.
+        """Upper bound of the host memory that the program keeps, in bytes.
+
+        It counts states and gradients, two float32 copies, and activations.
         """
         p = self.problem
         params = p.layers * 12 * p.hidden**2 + (2 * p.vocab + p.seq) * p.hidden
         return 24 * params + 8 * p.layers * p.batch * p.seq * p.hidden
 
     def build(self, mesh: Any) -> Any:
-        """Return the program.
+        """Return the program for a mesh.
 
         Raises:
-          NotImplementedError: this version does not build it.
+          NotImplementedError: if this version of zerojax does not support the config.
         """
         import gpt
         import jax.numpy as jnp
@@ -87,12 +86,13 @@ class Job:
         ]
 
     def train(self, mesh: Any) -> Trained:
-        """Train from key 0; returns losses f32[steps], and the float32 parameters' leaves before
-        and after.
+        """Train from key 0 and return the losses and the parameters before and after.
+
+        Losses are float32[steps]; parameters are lists of float32 leaves.
         """
         import jax
 
-        # TF32 would differ from program to program.
+        # TF32 results would differ between programs.
         with jax.default_matmul_precision("highest"), self.build(mesh) as program:
             state = program.init(jax.random.key(0))
             before, losses = leaves_of(program, state), []
@@ -103,8 +103,9 @@ class Job:
 
 
 def without_zeros(model: Any) -> Any:
-    """Return a LayeredModel none of whose leaves is born near zero: differences are told over a
-    leaf's largest magnitude.
+    """Return a LayeredModel whose leaves do not start near zero.
+
+    Differences are divided by a leaf's largest magnitude, which must not be tiny.
     """
     import jax
 
@@ -128,7 +129,7 @@ def without_zeros(model: Any) -> Any:
 
 
 def with_a_name(model: Any) -> Any:
-    """Return a LayeredModel whose blocks mark a value, "squashed", that their derivative reads."""
+    """Return a LayeredModel whose blocks name a value, "squashed", that their derivative reads."""
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
@@ -142,7 +143,7 @@ def with_a_name(model: Any) -> Any:
 
 
 def leaves_of(program: Any, state: Any) -> list[np.ndarray]:
-    """Return the float32 parameters as numpy arrays, those of the layers stacked, from any tier."""
+    """Return the float32 parameters' leaves as numpy arrays, from any tier, with stacked layers."""
     import jax
 
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
@@ -153,7 +154,7 @@ def leaves_of(program: Any, state: Any) -> list[np.ndarray]:
 
 
 def one_device() -> Any:
-    """Return the mesh of the first device."""
+    """Return a mesh of the first device."""
     import jax
 
     import zerojax as zj

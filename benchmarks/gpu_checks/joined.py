@@ -1,4 +1,4 @@
-"""Join the results of parts that ran apart into one table."""
+"""Join the results of parts that ran separately into one table."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ _MODES: Mapping[str, str] = {
 
 @dataclasses.dataclass(kw_only=True)
 class Found:
-    """What one run of a part left of one check: its rows, its status, its seconds."""
+    """Results of one check in one run of a part: its rows, its status, its seconds."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     status: str = CUT_OFF
@@ -29,13 +29,13 @@ class Found:
 
 @dataclasses.dataclass(kw_only=True)
 class PartRun:
-    """What one run of a part left.
+    """Results of one run of a part.
 
     Attributes:
       head: command, mode, limit, time, names of the checks.
-      facts: hardware, versions, sizes; empty where no check began.
-      checks: by name; those that were begun.
-      seconds: of all; None where the run was cut off.
+      facts: hardware, versions, sizes; empty if no check began.
+      checks: results of the checks that began, by name.
+      seconds: duration of the run; None if it was cut off.
     """
 
     head: Mapping[str, Any]
@@ -45,22 +45,22 @@ class PartRun:
 
     @property
     def versions(self) -> str:
-        """Names and versions in words."""
+        """Names and versions of the packages, as text."""
         return ", ".join(
             f"{name} {version}" for name, version in self.facts.get("versions", {}).items()
         )
 
 
 def read_runs(folder: pathlib.Path) -> list[PartRun]:
-    """Return what the files PART.jsonl in and below a folder hold, oldest first.
+    """Return the runs in the files PART.jsonl in and below a folder, oldest first.
 
     Raises:
-      ValueError: there is none.
+      ValueError: if there is none.
     """
     found = [run for path in sorted(folder.rglob("*.jsonl")) for run in _read(path)]
     if not found:
         raise ValueError(
-            f"{folder} holds no results: it is to be what --out named, or a folder of such"
+            f"{folder} holds no results; give the folder that --out named, or a parent of it"
         )
     return sorted(found, key=lambda run: run.head["time"])
 
@@ -88,8 +88,9 @@ def _read(path: pathlib.Path) -> list[PartRun]:
 
 
 def latest(runs: Iterable[PartRun]) -> list[PartRun]:
-    """Return the runs with, of each check, what the last run of one mode and one version of jax
-    says.
+    """Return the runs that hold the last result of each check.
+
+    Results of different modes, versions of jax and machines are kept apart.
     """
     kept: dict[tuple[str, ...], PartRun] = {}
     for run in runs:
@@ -101,7 +102,7 @@ def latest(runs: Iterable[PartRun]) -> list[PartRun]:
         )
         for name in run.head["checks"]:
             kept[*mode, name] = run
-    # A run that began no check knows no machine. Another one that came later stands for it.
+    # A run in which no check began has no machine. A later run on any machine replaces it.
     later: dict[tuple[str, ...], str] = {}
     for (part, mode, _, machine, name), run in kept.items():
         if machine:
@@ -120,7 +121,7 @@ def latest(runs: Iterable[PartRun]) -> list[PartRun]:
 
 
 def missing(run: PartRun) -> list[tuple[str, str]]:
-    """Return each check without a result, and why."""
+    """Return the name of each check without a result, and the reason."""
     found = []
     for name in run.head["checks"]:
         one = run.checks.get(name)
@@ -134,7 +135,7 @@ def missing(run: PartRun) -> list[tuple[str, str]]:
 
 
 def holds(runs: Iterable[PartRun]) -> bool:
-    """Tell whether every check was run and every bound holds."""
+    """Return whether every check was run and every bound holds."""
     runs = list(runs)
     return not any(missing(run) for run in runs) and all(
         row.ok is not False
@@ -145,7 +146,7 @@ def holds(runs: Iterable[PartRun]) -> bool:
 
 
 def table(runs: Iterable[PartRun], order: list[str]) -> str:
-    """Return the table in Markdown; `order` is that of the parts."""
+    """Return the report in Markdown; `order` lists the names of the parts."""
     runs = sorted(
         runs,
         key=lambda run: (
@@ -210,14 +211,14 @@ def table(runs: Iterable[PartRun], order: list[str]) -> str:
 
 
 FITS = ": device, host, pool"
-"""With which the names of rows end that tell what a compiled program takes."""
+"""Suffix of the rows that show the memory of a compiled program."""
 
 
 def fits(runs: Iterable[PartRun], order: list[str]) -> str:
-    """Return a table of what compiled programs take, in Markdown.
+    """Return a Markdown table of the memory that compiled programs take.
 
     Raises:
-      ValueError: no run compiled one.
+      ValueError: if no run compiled a program.
     """
     lines, seen = [], set[tuple[str, ...]]()
     for run in sorted(
@@ -248,17 +249,19 @@ def fits(runs: Iterable[PartRun], order: list[str]) -> str:
                     lines.append(f"| {' | '.join(cells)} |")
                 seen.add(cells)
     if not lines:
-        raise ValueError(
-            "these results tell of no compiled program: they are to be those of --compile-only"
-        )
+        raise ValueError("these results hold no compiled program; give results of --compile-only")
     head = [
         "# What the programs of gpu_check take, compiled",
         "",
-        "Compiled for GPUs that are not there; nothing was run. GiB of device memory by the compiler's count, of pinned host",
-        "memory, and of XLA's pool of it, which is 5 % more than a program keeps and at least 4. A program has as many layers",
-        "as fit into 0.92 of the device's memory, and into the host's 128 GiB less 12 for the system.",
+        "Compiled for GPUs that are not there; nothing was run. "
+        "GiB of device memory by the compiler's count, of pinned host",
+        "memory, and of XLA's pool of it, which is 5 % more than a program keeps and at least 4. "
+        "A program has as many layers",
+        "as fit into 0.92 of the device's memory, and into the host's 128 GiB less 12 "
+        "for the system.",
         "",
-        "Commands: `python benchmarks/gpu_check.py --compile-only --chip CHIP --out RESULTS` for each chip and version of jax,",
+        "Commands: `python benchmarks/gpu_check.py --compile-only --chip CHIP --out RESULTS` "
+        "for each chip and version of jax,",
         "then once `python benchmarks/gpu_check.py --join RESULTS --fits --save FILE`.",
         "",
         "| chip | jax | part | check | program | layers | device | host | pool | fits |",

@@ -1,4 +1,4 @@
-"""The kernels of pallas_kernels: errors and times of every case, or programs compiled."""
+"""Run or compile every case of pallas_kernels; report errors and times."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from gpu_checks.parts import Context
 from gpu_checks.rows import Row, attempt, skipped
 
 KINDS = ("matmul", "linear_cross_entropy", "quantize", "nf4")
-"""Of the cases of benchmarks/kernels.py, by their names: each kind is a check."""
+"""Kinds of the cases in benchmarks/kernels.py, from their names; each kind is a check."""
 
 
 def cases_of(kind: str, small: bool) -> list[Any]:
@@ -25,7 +25,7 @@ def cases_of(kind: str, small: bool) -> list[Any]:
 
 
 def check_kernels(kind: str, sizes: Sizes) -> Iterator[Row]:
-    """Run the cases of a kind."""
+    """Run the cases of a kind and report each program's time and error."""
     import kernels
 
     on_cpu = platform_name() == "cpu"
@@ -67,17 +67,16 @@ def check_kernels(kind: str, sizes: Sizes) -> Iterator[Row]:
 
 
 SWEPT = "matmul_measured.json"
-"""What the sweep's rows are kept as: rows for `pallas_kernels/matmul/measured.json`."""
+"""Suffix of the file that keeps the sweep's rows for `pallas_kernels/matmul/measured.json`."""
 SWEEP_SECONDS = 330.0
-"""After which the sweep begins no other product."""
+"""Seconds after which the sweep starts no further product."""
 
 
 def check_sweep(context: Context) -> Iterator[Row]:
-    """Look for the fastest sizes of matmul's kernel, beside XLA's form (cuBLAS) and JAX's own
-    kernel, product by product.
+    """Find the fastest sizes of matmul's kernel, product by product.
 
-    Each winner is written to a table in the form of `pallas_kernels/matmul/measured.json`, as soon
-    as it is found.
+    The kernel is compared with XLA's form (cuBLAS) and with JAX's own kernel. Each winner is
+    written immediately to a table in the form of `pallas_kernels/matmul/measured.json`.
     """
     import kernels
 
@@ -100,7 +99,8 @@ def check_sweep(context: Context) -> Iterator[Row]:
         row = outcome.row
         yield Row(
             name,
-            f"{took}, {rate}; {over_xla} of XLA's time, {over_jax or 'not comparable with'} that of JAX's kernel; None takes "
+            f"{took}, {rate}; {over_xla} of XLA's time, {over_jax or 'not comparable with'} "
+            "that of JAX's kernel; None takes "
             f"{takes}; {sizes}",
             values={
                 "seconds": row.seconds,
@@ -113,7 +113,7 @@ def check_sweep(context: Context) -> Iterator[Row]:
 def compile_kernels(
     kind: str, mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float], Row]
 ) -> Iterator[Row]:
-    """Compile the kernel of every case of a kind, or XLA's form of an op that has none."""
+    """Compile the kernel of every case of a kind, or XLA's form of an op without a kernel."""
     import jax
 
     from zerojax.sharding import named

@@ -1,6 +1,6 @@
-"""What there is to run on: a GPU and its memory, host memory as several files tell it, disks.
+"""Describe the machine: a GPU and its memory, the limits of host memory, disks.
 
-It is looked up once, by a process that ends: whoever starts JAX on a GPU takes memory of it, which
+A separate process looks up the GPU and ends: any process that starts JAX on a GPU takes memory that
 workers then lack.
 """
 
@@ -28,29 +28,30 @@ from gpu_checks.rows import Row
 
 GIB = 1 << 30
 SHARE = 0.92
-"""The share of a device's memory that workers of large steps take (XLA_PYTHON_CLIENT_MEM_FRACTION).
-"""
+"""Share of device memory for workers of large steps (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 SPARE = 12 * GIB
-"""Bytes of host memory that are left free beside what is pinned: for the system, the process itself
-and its page tables.
+"""Bytes of host memory left free in addition to pinned memory.
+
+They are for the system, the process itself and its page tables.
 """
 OVER_NEED = 1.05
-"""How far XLA's pool of pinned memory may grow over what a program keeps there: it rounds and
-fragments.
+"""Limit of XLA's pool of pinned memory, over what a program keeps there.
+
+The pool rounds sizes and fragments.
 """
 LEAST_POOL = 4
-"""GiB of the pool of a process whose programs keep nothing, or little, in host memory."""
+"""GiB in the pool of a process whose programs keep little or nothing in host memory."""
 _MEMINFO = pathlib.Path("/proc/meminfo")
 _GROUPS = (
     pathlib.Path("/sys/fs/cgroup/memory.max"),
     pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""The limit of the control group that a container sees as its root, in versions 2 and 1."""
+"""Files with the memory limit of a container's control group, in versions 2 and 1."""
 _UNLIMITED = 1 << 60
-"""Bytes from which on a limit is none: version 1 prints a number near 2**63."""
+"""Bytes from which a limit means no limit: version 1 prints a number near 2**63."""
 _PAGE = 4096
 _PATIENCE = 20.0
-"""Seconds after which `grow` touches no more memory."""
+"""Seconds after which `grow` stops touching memory."""
 _LOOK = f"""
 import json, os
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -64,15 +65,15 @@ print("LOOK " + json.dumps([jax.default_backend(), device.device_kind, stats.get
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What runs are fitted to.
+    """Machine that runs are fitted to.
 
     Attributes:
       platform: "gpu" or "cpu".
-      device_kind: as JAX names it.
-      device_bytes: that a program can get; None where the device does not say.
-      host_bytes: that all processes together can get: as --host-memory says, else the control
-        group's limit or MemTotal.
-      pool_gib: the limit of XLA's pool that the user set, or None.
+      device_kind: JAX's name of the device.
+      device_bytes: device memory that a program can get; None if the device does not report it.
+      host_bytes: host memory for all processes together: --host-memory, or else the smaller of the
+        control group's limit and MemTotal; None if unknown.
+      pool_gib: limit in GiB of XLA's pool that the user set, or None.
     """
 
     platform: str
@@ -83,16 +84,15 @@ class Machine:
 
     @property
     def key(self) -> str:
-        """Of what was measured: the device's name and the version of jax."""
+        """Key of measured rates: the device's name and the version of jax."""
         return f"{self.device_kind}, jax {importlib.metadata.version('jax')}"
 
     def pool(self, needed: float) -> int:
-        """Return the limit in GiB of the pool of a process that keeps so many bytes in pinned
-        memory.
+        """Return the limit in GiB of the pool of a process that pins `needed` bytes.
 
-        The pool grows by pieces that double, and its last piece takes all that the limit leaves. So
-        the limit is what will be pinned, and it is not above what is needed; nor above what the
-        user set, or what the host has.
+        The pool grows by pieces that double in size, and its last piece takes everything up to the
+        limit. The limit is therefore the amount that will be pinned. It is no larger than the need,
+        the limit that the user set, and the host's memory.
         """
         limits = [max(LEAST_POOL, math.ceil(needed * OVER_NEED / GIB))]
         limits += [] if self.pool_gib is None else [self.pool_gib]
@@ -101,13 +101,13 @@ class Machine:
 
 
 def look(host_memory: int | None) -> Machine:
-    """Look at this machine.
+    """Return a description of this machine.
 
     Args:
-      host_memory: bytes that the host has, as the user says; None: what the system says.
+      host_memory: bytes of host memory that the user claims; None uses the system's figures.
 
     Raises:
-      RuntimeError: JAX does not start.
+      RuntimeError: if JAX does not start.
     """
     done = subprocess.run(
         [sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False
@@ -127,7 +127,7 @@ def look(host_memory: int | None) -> Machine:
 
 
 def described(chip: str, host_memory: int | None) -> Machine:
-    """Return a machine that is not there, with one GPU of a name in `zerojax.aot.CHIPS`."""
+    """Return a hypothetical machine with one GPU, named as in `zerojax.aot.CHIPS`."""
     from zerojax.aot import CHIPS
 
     of = CHIPS[chip]
@@ -142,7 +142,7 @@ def described(chip: str, host_memory: int | None) -> Machine:
 
 
 def meminfo(name: str) -> int | None:
-    """Return an entry of /proc/meminfo in bytes, or None."""
+    """Return an entry of /proc/meminfo in bytes, or None if there is none."""
     try:
         found = re.search(rf"^{name}:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
     except OSError:
@@ -151,11 +151,11 @@ def meminfo(name: str) -> int | None:
 
 
 def group_limit() -> int | None:
-    """Return the bytes that this process's control group may take, or None."""
+    """Return the memory limit of this process's control group in bytes, or None."""
     for path in _GROUPS:
         try:
             limit = int(path.read_text())
-        except (OSError, ValueError):  # "max" is no limit
+        except (OSError, ValueError):  # "max" means no limit
             continue
         if limit < _UNLIMITED:
             return limit
@@ -163,11 +163,11 @@ def group_limit() -> int | None:
 
 
 def host_limit() -> int | None:
-    """Return the bytes of host memory that there are, or None.
+    """Return the bytes of host memory that the system reports, or None.
 
-    A virtual machine may add memory as it is taken: its MemTotal then is below what its control
-    group is promised. The larger one of both is not believed: a limit above what a machine has says
-    nothing of it. `--host-memory` says what there will be.
+    A virtual machine may add memory as it is taken, so its MemTotal can be below its control
+    group's limit. The smaller of the two is used, since a limit above the memory of the machine
+    says nothing about that memory. `--host-memory` sets what will be available.
     """
     return min(
         (size for size in (meminfo("MemTotal"), group_limit()) if size is not None), default=None
@@ -175,25 +175,25 @@ def host_limit() -> int | None:
 
 
 def told(size: int | None) -> str:
-    """Return bytes in words."""
+    """Return a number of bytes as text."""
     return "not told" if size is None else f"{size / GIB:.4g} GiB"
 
 
 def grow(
     size: int, threads: int | None = None, seconds: float = _PATIENCE
 ) -> tuple[int, int | None]:
-    """Touch host memory page by page, and give it back.
+    """Touch host memory page by page, then free it.
 
-    A machine that adds memory as it is taken has it from then on. The kernel clears each page, at a
-    few GB/s a thread.
+    A machine that adds memory as it is taken has this memory from then on. The kernel clears each
+    page, at a few GB/s per thread.
 
     Args:
       size: bytes to touch.
-      threads: that touch them; one a core by default.
-      seconds: after which no more is touched.
+      threads: number of threads that touch them; one per core by default.
+      seconds: time after which no more is touched.
 
     Returns:
-      The bytes that were touched, and MemTotal while they were held.
+      The number of touched bytes, and MemTotal in bytes while they were held.
     """
     pages, ends = mmap.mmap(-1, size), time.monotonic() + seconds
     step = -(-size // (threads or len(os.sched_getaffinity(0))))
@@ -205,7 +205,7 @@ def grow(
             if time.monotonic() > ends:
                 return
             piece = of_pages[at : min(stop, at + (1 << 28))]
-            piece[::_PAGE] = 1  # numpy lets other threads run meanwhile
+            piece[::_PAGE] = 1  # numpy lets other threads run in the meantime
             touched.append(piece.nbytes)
 
     workers = [threading.Thread(target=touch, args=(start,)) for start in range(0, size, step)]
@@ -219,14 +219,14 @@ def grow(
 
 
 def capacity_row(name: str, context: Context, *, device: int, pinned: int, beside: int) -> Row:
-    """Say whether a compiled program fits.
+    """Report whether a compiled program fits into device and host memory.
 
     Args:
-      name: of the program.
-      context: what there is.
-      device: bytes of the device, by the compiler's count.
-      pinned: bytes that it keeps in XLA's pool of pinned memory.
-      beside: bytes that callbacks pin by themselves.
+      name: name of the program.
+      context: the context with the memory limits.
+      device: bytes of device memory, by the compiler's count.
+      pinned: bytes that the program keeps in XLA's pool of pinned memory.
+      beside: bytes that callbacks pin outside the pool.
     """
     pool = max(LEAST_POOL * GIB, math.ceil(OVER_NEED * pinned / GIB) * GIB)
     device_most, host_most = context.device_bytes, context.host_bytes
@@ -235,7 +235,8 @@ def capacity_row(name: str, context: Context, *, device: int, pinned: int, besid
     )
     return Row(
         f"{name}: device, host, pool",
-        f"{told(device)} of {told(device_most)}; {told(pinned + beside)} of {told(host_most)}; {told(pool)}",
+        f"{told(device)} of {told(device_most)}; {told(pinned + beside)} of {told(host_most)}; "
+        f"{told(pool)}",
         f"within the memory of {context.chip} and host",
         fits,
         {"device": float(device), "host": float(pinned + beside), "pool": float(pool)},
@@ -243,8 +244,9 @@ def capacity_row(name: str, context: Context, *, device: int, pinned: int, besid
 
 
 def check_machine(context: Context) -> Iterator[Row]:
-    """Say what there is, and grow host memory where the user says that there is more than the
-    system does.
+    """Report the machine's memory, cores, disks and tools.
+
+    If the user claims more host memory than the system reports, touch it first to make it grow.
     """
     import jax
 
@@ -257,7 +259,10 @@ def check_machine(context: Context) -> Iterator[Row]:
         values={"bytes_limit": float(limit or 0)},
     )
     total, group = meminfo("MemTotal"), group_limit()
-    text = f"MemTotal {told(total)}, MemAvailable {told(meminfo('MemAvailable'))}, control group {told(group)}"
+    text = (
+        f"MemTotal {told(total)}, MemAvailable {told(meminfo('MemAvailable'))}, "
+        f"control group {told(group)}"
+    )
     text += f"; steps are fitted to {told(context.host_bytes)}"
     if group is not None and context.host_bytes is not None and group > 1.05 * context.host_bytes:
         text += f". If memory is added as it is taken, give --host-memory {group // GIB}"
@@ -270,7 +275,10 @@ def check_machine(context: Context) -> Iterator[Row]:
     ):
         wanted = context.host_bytes - SPARE
         held, after = grow(wanted)
-        text = f"MemTotal {told(after)} while {told(held)} were held, of {told(wanted)} that were wanted"
+        text = (
+            f"MemTotal {told(after)} while {told(held)} were held, "
+            f"of {told(wanted)} that were wanted"
+        )
         yield Row(
             "host memory, taken", text, values={"total": float(after or 0), "held": float(held)}
         )
@@ -295,10 +303,10 @@ def check_machine(context: Context) -> Iterator[Row]:
 
 
 def _where_ptxas() -> str:
-    """Say where XLA may find the assembler of CUDA: on PATH, or in a wheel of NVIDIA's."""
+    """Return where XLA may find CUDA's assembler: on PATH, or in one of NVIDIA's wheels."""
     if shutil.which("ptxas"):
         return "found on PATH"
-    spec = importlib.util.find_spec("nvidia")  # a namespace, with a folder for each wheel
+    spec = importlib.util.find_spec("nvidia")  # a namespace package, with a folder per wheel
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         if any(pathlib.Path(folder).glob("*/bin/ptxas")):
             return "found in a wheel"
@@ -306,10 +314,13 @@ def _where_ptxas() -> str:
 
 
 def _driver_rows() -> Iterator[Row]:
-    """Say what nvidia-smi tells of the link."""
+    """Report nvidia-smi's figures of the driver and the link."""
     if shutil.which("nvidia-smi") is None:
         return
-    fields = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,clocks.max.sm,power.limit"
+    fields = (
+        "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,"
+        "clocks.max.sm,power.limit"
+    )
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     done: Any = subprocess.run(query, capture_output=True, text=True, check=False)
     yield Row(

@@ -1,4 +1,4 @@
-"""Peak device memory."""
+"""Compare peak device memory with the closed form and the compiler's count."""
 
 import concurrent.futures
 import os
@@ -15,10 +15,9 @@ from gpu_checks.mixes import MEMORY_MIXES, SMALL, Sizes, chosen
 from gpu_checks.rows import Row, attempt, skipped
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "gpu_check.py"
-# most that device memory may be over program.memory, which leaves out what one layer makes and
-# drops
+# Largest peak over program.memory, which leaves out what one layer allocates and frees.
 ACCOUNT_RATIO = 1.15
-COMPILED_RATIO = 1.1  # and over what the compiler counts, which leaves out its libraries' workspace
+COMPILED_RATIO = 1.1  # over the compiler's count, which leaves out its libraries' workspace
 
 
 def memory_jobs(sizes: Sizes) -> list[Job]:
@@ -30,8 +29,9 @@ def memory_jobs(sizes: Sizes) -> list[Job]:
 
 
 def peak_of(job: Job) -> dict[str, float]:
-    """Train a little in a fresh process; returns its peak of device memory and what it should have
-    been.
+    """Train a few steps in a fresh process and return its peak device memory in bytes.
+
+    The result also holds the peak after init, `program.memory` and the compiler's count.
     """
     import jax
 
@@ -56,15 +56,16 @@ def peak_of(job: Job) -> dict[str, float]:
 def memory_row(
     name: str, figure: str, ratio: float, bound: float, sizes: Sizes, values: Mapping[str, float]
 ) -> Row:
-    """Return a row that is judged where states are large beside what a layer makes and drops."""
+    """Return a row that is judged only at sizes whose states outweigh a layer's temporaries."""
     if sizes.few:
         return Row(name, figure, values=values)
     return Row(name, figure, f"{bound:g}", ratio <= bound, {**values, "ratio": ratio})
 
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
-    """Compare each mix's peak, in a process of its own, with the closed form and with the
-    compiler's count.
+    """Compare each mix's peak with the closed form and with the compiler's count.
+
+    Each mix runs in its own process.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""The mixes of tiers that are checked, and the sizes at which."""
+"""List the mixes of tiers to check, and the sizes of the checks."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,13 @@ class LlamaSizes:
     """Sizes of a Llama, and the tokens of its steps.
 
     Attributes:
-      tokens: of each step that is looked at.
+      layers: number of layers.
+      hidden: width of the residual stream.
+      heads: number of attention heads.
+      ff: hidden width of the MLP.
+      vocab: number of distinct tokens.
+      seq: tokens per sequence.
+      tokens: the two numbers of tokens per step.
     """
 
     layers: int
@@ -33,13 +39,14 @@ class LlamaSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copied:
-    """A stack of records in host memory, and products beside their copies.
+    """A stack of records in host memory, and matrix products that run during its copies.
 
     Attributes:
-      shape: [L, D, F], float32.
-      left: [M, K] of `a @ b` in bfloat16.
-      right: [K, K].
-      products: in a tick: so few that a copy is the longer, and so many that they are.
+      shape: [L, D, F], the shape of the float32 stack.
+      left: [M, K], the shape of `a` in `a @ b`, in bfloat16.
+      right: [K, K], the shape of `b`.
+      products: numbers of products per tick: one that takes less time than a copy, and one that
+        takes more.
     """
 
     shape: tuple[int, int, int]
@@ -53,19 +60,19 @@ class Sizes:
     """Sizes of every check.
 
     Attributes:
-      equal: of "fp32", "bf16" and "activations".
-      lean: of "memory": little is active, so that states count.
-      fast: of "speed".
-      swapped: of the timed steps of "nvme".
-      rounds: timed steps of each mix.
-      link_bytes: of the array that measures the link.
-      llama: of the steps with states in host memory.
-      short: of the same in the part "first".
-      on_disk: of the same on a disk and on a RAM disk; fewer layers where these are smaller.
-      copied: of the loops of copies.
-      host_params: of the host's kernel.
-      peer: of what runs beside other frameworks.
-      few: run only the mixes of FEW.
+      equal: problem of "fp32", "bf16", "activations", "tiles" and the compared steps of "nvme".
+      lean: problem of "memory", with few activations, so that states dominate.
+      fast: problem of "speed".
+      swapped: problem of the timed steps of "nvme".
+      rounds: number of timed steps of each mix.
+      link_bytes: bytes of the array that measures the link.
+      llama: sizes of the steps with states in host memory.
+      short: sizes of the steps of 8 layers, in the parts "first" and "groups".
+      on_disk: sizes of the steps on a disk and on a RAM disk; smaller disks get fewer layers.
+      copied: stack and products of the loops of copies.
+      host_params: number of parameters that the host's kernel updates.
+      peer: problem of the comparison with other frameworks.
+      few: whether to run only the mixes of FEW.
     """
 
     equal: Problem
@@ -136,19 +143,31 @@ EQUAL_MIXES: Mapping[str, Fields] = {
     "grads, clipped": {"grads": H, "clip_norm": CLIP},
     "grads, opt_state, distance 0": {"grads": H, "opt_state": H, "prefetch_distance": 0},
     "opt_state, clipped": {"opt_state": H, "clip_norm": CLIP},
-    "half of opt_state, distance 2": {"opt_state": H, "opt_state_device_fraction": 0.5, "prefetch_distance": 2},
+    "half of opt_state, distance 2": {
+        "opt_state": H, "opt_state_device_fraction": 0.5, "prefetch_distance": 2,
+    },
     "params, half of opt_state, in_backward": {
         "params": H, "opt_state": H, "opt_state_device_fraction": 0.5, "update": "in_backward",
     },
-    "all, clipped, distance 2, gather_ahead": STATES | {"clip_norm": CLIP, "prefetch_distance": 2, "gather_ahead": True},
-    "all, activations, clipped, 4 microbatches": STATES | {"activations": H, "clip_norm": CLIP, "num_microbatches": 4},
+    "all, clipped, distance 2, gather_ahead": STATES | {
+        "clip_norm": CLIP, "prefetch_distance": 2, "gather_ahead": True,
+    },
+    "all, activations, clipped, 4 microbatches": STATES | {
+        "activations": H, "clip_norm": CLIP, "num_microbatches": 4,
+    },
     "all, in_backward, distance 0": IN_BACKWARD | {"prefetch_distance": 0},
     "all, in_backward, 4 microbatches": IN_BACKWARD | {"num_microbatches": 4},
-    "all, activations, in_backward, gather_ahead": IN_BACKWARD | {"activations": H, "gather_ahead": True},
-    "all, in_backward, distance 2, gather_ahead": IN_BACKWARD | {"prefetch_distance": 2, "gather_ahead": True},
+    "all, activations, in_backward, gather_ahead": IN_BACKWARD | {
+        "activations": H, "gather_ahead": True,
+    },
+    "all, in_backward, distance 2, gather_ahead": IN_BACKWARD | {
+        "prefetch_distance": 2, "gather_ahead": True,
+    },
     "opt_state, updated on the host": ON_HOST,
     "all, activations, updated on the host": STATES | ON_HOST | {"activations": H},
-    "all, clipped, 4 microbatches, updated on the host": STATES | ON_HOST | {"clip_norm": CLIP, "num_microbatches": 4},
+    "all, clipped, 4 microbatches, updated on the host": STATES | ON_HOST | {
+        "clip_norm": CLIP, "num_microbatches": 4,
+    },
     "all, in_backward, updated on the host": IN_BACKWARD | ON_HOST,
 }  # fmt: skip
 
@@ -159,8 +178,12 @@ ACTIVATION_MIXES: Mapping[str, Fields] = {
         "activations": H, "params": H, "prefetch_distance": 2, "num_microbatches": 4,
     },
     "a named value": {"activations": "remat", "offloaded_names": ("squashed",)},
-    "a named value, 4 microbatches": {"activations": "remat", "offloaded_names": ("squashed",), "num_microbatches": 4},
-    "a named value, pinned_host, gather_ahead": {"activations": H, "offloaded_names": ("squashed",), "gather_ahead": True},
+    "a named value, 4 microbatches": {
+        "activations": "remat", "offloaded_names": ("squashed",), "num_microbatches": 4,
+    },
+    "a named value, pinned_host, gather_ahead": {
+        "activations": H, "offloaded_names": ("squashed",), "gather_ahead": True,
+    },
 }  # fmt: skip
 
 NUM_TILES = 4
@@ -171,7 +194,7 @@ TILE_MIXES: Mapping[str, Fields] = {
     "all, activations, in_backward": IN_BACKWARD | {"activations": H},
     "all in_backward, distance 0": IN_BACKWARD | {"prefetch_distance": 0, "activations": "remat"},
 }
-"""Of "tiles", whose MLPs are in NUM_TILES tiles."""
+"""Mixes of "tiles", whose MLPs have NUM_TILES tiles."""
 
 RESIDENT: dict[str, Any] = {"activations": "remat"}
 RESIDENT_STEP = "resident"
@@ -214,8 +237,9 @@ NVME_SPEED_MIXES: Mapping[str, Fields] = {
     "params": RESIDENT | {"params": D},
 }
 BESIDE_PEER: dict[str, Any] = IN_BACKWARD | ON_HOST | {"activations": "save"}
-"""What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the
-device.
+"""Config that matches FSDP2's CPUOffloadPolicy.
+
+States and optimizer are on the host, activations on the device.
 """
 
 FEW: Mapping[str, Sequence[str]] = {
@@ -230,5 +254,5 @@ FEW: Mapping[str, Sequence[str]] = {
 
 
 def chosen(check: str, mixes: Mapping[str, Fields], sizes: Sizes) -> dict[str, Fields]:
-    """Return the mixes that a check runs at these sizes."""
+    """Return the mixes that a check runs at the given sizes."""
     return {name: fields for name, fields in mixes.items() if not sizes.few or name in FEW[check]}

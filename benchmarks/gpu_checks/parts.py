@@ -1,4 +1,4 @@
-"""What a check, a group of checks and a part are, and what a check is given."""
+"""Define checks, groups of checks, parts, and a check's context."""
 
 import dataclasses
 import pathlib
@@ -9,39 +9,39 @@ from gpu_checks.mixes import Sizes
 from gpu_checks.rows import Row
 
 TIME_LIMIT = 480.0
-"""Seconds of a part."""
+"""Time limit of a part, in seconds."""
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The variable that names the most GiB of host memory that XLA pins; a worker's is what its checks
-keep there, and a little.
+"""Environment variable with the most GiB of host memory that XLA pins.
+
+A worker's limit is slightly more than its checks keep there.
 """
 LEAST = 0.35
-"""The share of the seconds which later checks need that is kept for them, so that they run in their
-short forms.
-"""
+"""Share of later checks' seconds that is reserved for them, so that they run in short form."""
 START = 5.0
-"""Seconds in which a process starts: with less, a check that needs more is not begun."""
+"""Seconds that a process needs to start; a longer check is not begun if fewer are left."""
 KNOWN = "known."
-"""What a row's value is called, before its name, that later checks of the part are told."""
+"""Prefix of the names of a row's values that later checks of the part receive."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Context:
-    """What a check is given.
+    """Inputs of a check.
 
     Attributes:
-      sizes: of everything.
-      peer_python: an environment with torch, or None.
-      keep: the folder for files that the part keeps, such as profiles.
+      sizes: sizes of every check.
+      peer_python: Python of an environment with torch, or None.
+      keep: folder for files that the part keeps, such as profiles.
       swap_dir: a folder on a disk.
       ram_dir: a folder on a RAM disk.
-      part: the name of the part, with which the files that it keeps begin.
-      chip: the device, by its name in `zerojax.chips`: whose rates are assumed.
-      device_bytes: that a program can get of the device; None where it does not say.
-      host_bytes: of host memory that there are; None where nobody says.
-      is_short: fewer seconds are left than the check needs: fewer layers and steps, no profile.
-      known: what earlier checks of the part found, by name: rates, seconds.
-      shared: what checks of one process leave to each other.
-      check: the one that is run.
+      part: name of the part, with which the names of kept files begin.
+      chip: name of the device in `zerojax.chips`, whose assumed rates are used.
+      device_bytes: device memory that a program can get; None if the device does not report it.
+      host_bytes: host memory of the machine; None if unknown.
+      is_short: whether fewer seconds are left than the check needs, so that it runs fewer layers
+        and steps and no profile.
+      known: results of earlier checks of the part (rates, seconds), by name.
+      shared: objects that checks of one process hand on to each other.
+      check: name of the running check.
     """
 
     sizes: Sizes
@@ -61,16 +61,17 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Seconds that a check is said to need, with the start of its process.
+    """Seconds that a check needs, with the start of its process.
 
-    If fewer are left it runs all the same, in its short form; what it has found when its time is
-    over stays.
+    If fewer are left, the check runs in its short form, and keeps what it has found when its time
+    runs out.
 
     Attributes:
-      gpu: on one H200 with 16 cores; measured for the checks that one has run, and assumed for the
-        others.
-      compiled: by --compile-only, measured on 2 cores and rounded up.
-      small: by --small, with or without --compile-only; the same.
+      gpu: seconds on one H200 with 16 cores; measured for the checks that have run on one, and
+        assumed for the rest.
+      compiled: seconds with --compile-only, measured on 2 cores and rounded up.
+      small: seconds with --small, with or without --compile-only, measured on 2 cores and rounded
+        up.
     """
 
     gpu: float
@@ -84,18 +85,18 @@ def _nothing(_: Sizes) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that is looked at.
+    """One check of a part.
 
     Attributes:
-      name: unique in its part.
-      run: context -> rows, each written as soon as it is there.
-      compiled: the same for an H200 that is not there; None where there is nothing to compile.
-      needs: its time.
-      pinned: bytes that it keeps in XLA's pool of pinned memory.
-      shares: what it keeps there together with the checks of its process that name the same; empty:
-        nothing.
-      measures: what it tells later checks it also tells later parts, of the same device and version
-        of jax.
+      name: name of the check, unique in its part.
+      run: function from the context to rows; each row is written as soon as it is yielded.
+      compiled: function that compiles the check's programs for a GPU that is not there; None if
+        there is nothing to compile.
+      needs: seconds that the check needs.
+      pinned: bytes that the check keeps in XLA's pool of pinned memory.
+      shares: name of the pinned memory that the check shares with other checks of its process;
+        empty if it shares none.
+      measures: whether later parts on the same device and version of jax reuse the check's results.
     """
 
     name: str
@@ -109,11 +110,11 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Checks that share a process while none of them crashes, hangs or breaks the device.
+    """Checks that share a process until one of them crashes, hangs or breaks the device.
 
     Attributes:
-      checks: in order.
-      env: of the process.
+      checks: the checks, in order.
+      env: environment variables of the process.
     """
 
     checks: tuple[Check, ...]
@@ -122,12 +123,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one command runs within `TIME_LIMIT`.
+    """Checks that one command runs within `TIME_LIMIT`.
 
     Attributes:
-      name: for --part.
-      what: in words.
-      groups: in order, what decides most first.
+      name: value of --part.
+      what: description in words.
+      groups: groups of checks, most decisive first.
     """
 
     name: str
@@ -136,12 +137,15 @@ class Part:
 
     @property
     def checks(self) -> list[Check]:
-        """All checks, in order."""
+        """Checks of all groups, in order."""
         return [check for group in self.groups for check in group.checks]
 
 
 def seconds_of(needs: Needs, mode: str) -> float:
-    """Return what a check needs in a mode: "run", "compile-only", or either with "small" before it."""
+    """Return the seconds that a check needs in a mode.
+
+    The modes are "run" and "compile-only", and each with "small " in front.
+    """
     return (
         needs.small
         if mode.startswith("small")

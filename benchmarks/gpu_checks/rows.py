@@ -1,4 +1,4 @@
-"""Rows of the table."""
+"""Rows of the results' table."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-      name: what was looked at.
-      figure: what was seen, in words.
-      bound: what it must be; "" where it is only told.
-      ok: whether it is; None where nothing was judged.
-      values: the numbers of `figure`.
+      name: what was examined.
+      figure: the result, in words.
+      bound: the required result; "" if there is no requirement.
+      ok: whether the result meets the bound; None if it was not judged.
+      values: the numbers in `figure`, by name.
     """
 
     name: str
@@ -24,19 +24,19 @@ class Row:
 
 
 def skipped(name: str, why: object) -> Row:
-    """Return the row of something that could not be looked at."""
+    """Return the row of a result that could not be obtained."""
     return Row(name, f"skipped: {why}")
 
 
 def failed(name: str, error: BaseException) -> Row:
-    """Return the row of something that raised."""
+    """Return the row of a check that raised an exception."""
     text = " ".join(f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e is not None)
     text = " ".join(text.split())
     return Row(name, text if len(text) < 400 else f"{text[:400]} ...", ok=False)
 
 
 def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Yield rows; an exception becomes the last one."""
+    """Yield the rows of a call; an exception becomes the last row."""
     try:
         yield from rows()
     except NotImplementedError as e:
@@ -46,7 +46,7 @@ def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def line(check: str, row: Row) -> str:
-    """Return a row of the table in Markdown."""
+    """Return a row of the table in Markdown, with the name of its check."""
     ok = {True: "yes", False: "NO", None: ""}[row.ok]
     return (
         "| "

@@ -1,15 +1,15 @@
-"""Run the checks of a part, each within its time, so that none takes another's with it.
+"""Run the checks of a part within their time limits, isolated from each other's failures.
 
-A worker is a process that runs checks as they are asked for, over a pipe, a line of JSON each way:
+A worker is a process that runs checks on request. Both sides of the pipe send lines of JSON:
 
-    {"check": "copies up", "known": {"rates.link": 5.1e10}}     ->
-                                     <-  {"facts": {..}}  {"check": .., "row": {..}}  ..  {"check": .., "end": {..}}
+    {"check": "copies up", "known": {"rates.link": 5.1e10}, "short": false}   ->
+        <-  {"facts": {..}}  {"check": .., "row": {..}}  ..  {"check": .., "end": "done"}
 
-The runner appends each line to `PART.jsonl` as it arrives: what was found stays, whatever ends the
-run. It keeps the time. A check that gets fewer seconds than it needs runs in its short form, and
-only one with no time even to start is not run. A check whose seconds are over is stopped: the
-worker is killed, and the next check gets a new one, as after a crash. What is measured of the
-machine is kept in a file, which later parts read.
+The runner appends each line to `PART.jsonl` as it arrives, so results survive any end of the run.
+The runner also keeps the time. A check that gets fewer seconds than it needs runs in its short
+form, and a check is not run only if there is no time to start it. When a check's seconds are over,
+the worker is killed, and the next check gets a new worker, as after a crash. Measurements of the
+machine are stored in a file that later parts read.
 """
 
 import contextlib
@@ -36,26 +36,27 @@ Write = Callable[[Mapping[str, Any]], None]
 
 
 def share_of(left: float, needs: float, later: float) -> float:
-    """Return the seconds that a check gets, of those that are left.
+    """Return a check's share of the seconds that are left.
 
-    It gets all that later checks do not need. If seconds are short, it gets what it needs as long
-    as the later checks keep `LEAST` of theirs. If they are shorter still, all checks get the same
-    share of what they need.
+    It gets all seconds that later checks do not need. If seconds are short, it gets what it needs
+    as long as the later checks keep `LEAST` of theirs. If they are shorter still, all checks get
+    the same share of what they need.
 
     Args:
-      left: seconds of the part.
-      needs: seconds of the check.
+      left: seconds left for the part.
+      needs: seconds that the check needs.
       later: seconds that the checks after it need together.
     """
     return max(left - later, min(needs, left - LEAST * later), left * needs / (needs + later))
 
 
 class Worker:
-    """A process that runs checks when asked to."""
+    """A process that runs checks on request."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], errors: pathlib.Path
     ) -> None:
+        """Start the process; its error output is appended to the file `errors`."""
         self.errors = errors
         with errors.open("a") as out:
             self.process = subprocess.Popen(
@@ -85,7 +86,11 @@ class Worker:
         write: Write,
         is_short: bool = False,
     ) -> tuple[str, str]:
-        """Let it run a check, and write what it says; returns a status and why."""
+        """Run a check, pass its results to `write`, and return a status and a reason.
+
+        The status is STOPPED if the check takes longer than `seconds`, and CRASHED if the process
+        ends.
+        """
         ends = time.monotonic() + seconds
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -106,12 +111,13 @@ class Worker:
             write(said)
 
     def last_line(self) -> str:
-        """Return the last line of what it wrote beside its results."""
+        """Return the last line that the process wrote to its error output."""
         return next(iter(self.errors.read_text(errors="replace").strip().splitlines()[::-1]), "")
 
     def kill(self) -> None:
-        """End it, and what it started: torchrun's ranks have process groups of their own, and would
-        keep the device.
+        """End the process and its descendants.
+
+        The ranks that torchrun starts have their own process groups and would keep the device.
         """
         for pid in descendants(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -119,24 +125,22 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.reader.join(timeout=10)  # what left the process group may hold the pipe
+        self.reader.join(timeout=10)  # a process that left the group may hold the pipe
         for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # of what was asked for last
+            with contextlib.suppress(BrokenPipeError):  # from the last, unread request
                 if pipe is not None:
                     pipe.close()
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have; as Linux tells
-    them.
-    """
+    """Return the ids of a process's children and of their descendants, from Linux's /proc."""
     children: dict[int, list[int]] = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found = children.get(pid, [])
-    for child in found:  # which grows
+    for child in found:  # the list grows during the loop
         found += children.get(child, [])
     return found
 
@@ -146,16 +150,17 @@ class Run:
     """One run of a part.
 
     Attributes:
-      part: what is run.
-      only: names of the checks to run; all where it is None.
-      mode: "run", "compile-only", or either with "small " before it.
-      limit: seconds.
-      out: the folder of the results.
-      command: of a worker, without the part and the group.
-      pool: the limit in GiB of a group's pool of pinned memory; None: JAX's own.
-      key: of the device and the version of jax, for rates that later parts read; None: they are
-        neither read nor kept.
-      told: of the head: the command, as a user gave it.
+      part: the part to run.
+      only: names of the checks to run; None runs all.
+      mode: "run" or "compile-only", each possibly with "small " in front.
+      limit: time limit in seconds.
+      out: folder of the results.
+      command: command of a worker, without the part and the group.
+      told: command for the table, as the user gave it.
+      pool: function that returns the limit in GiB of a group's pool of pinned memory; None leaves
+        JAX's own limit.
+      key: device and version of jax under which rates are stored for later parts; None neither
+        reads nor stores rates.
     """
 
     part: Part
@@ -169,8 +174,10 @@ class Run:
     key: str | None = None
 
     def __call__(self, folders: Sequence[pathlib.Path] = ()) -> None:
-        """Run the checks, one after the other; `folders` are emptied of what a lost check leaves
-        there.
+        """Run the checks one after another.
+
+        Args:
+          folders: folders that are emptied after a check is lost.
         """
         starts = time.monotonic()
         chosen = [
@@ -228,7 +235,10 @@ class Run:
                         )
                         continue
                     if left < min(needs, START):
-                        why = f"not run: it needs {needs:.0f} s, and {max(0.0, left):.0f} s of {self.limit:g} s were left"
+                        why = (
+                            f"not run: it needs {needs:.0f} s, and {max(0.0, left):.0f} s "
+                            f"of {self.limit:g} s were left"
+                        )
                         self._end(write, check, NOT_RUN, Row(check.name, why), 0.0)
                         continue
                     worker = worker or Worker(
@@ -241,7 +251,7 @@ class Run:
                         check.name, known, seconds, write, is_short=seconds < needs
                     )
                     found = measured.get(check.name, {})
-                    # What failed halfway is measured again by the next part.
+                    # The next part repeats a measurement that failed halfway.
                     if (
                         status == DONE
                         and check.measures
@@ -268,9 +278,7 @@ class Run:
             _append(file, {"seconds": time.monotonic() - starts})
 
     def _errors(self) -> pathlib.Path:
-        """Return the file to which the part's workers write, one after the other, what is no
-        result.
-        """
+        """Return the file for the error output of the part's workers."""
         return self.out / f"{self.part.name}.log"
 
     def _env(self, group: Group, folder: str) -> dict[str, str]:
@@ -278,19 +286,18 @@ class Run:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache",
         }
-        env |= {
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"
-        }  # keep what kernels were timed, and not programs
+        # The cache keeps the timings of kernels, and no programs.
+        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
         if self.pool is not None:
             env[POOL] = str(self.pool(group))
         env |= group.env
         if self.mode.endswith("compile-only"):
             env |= {"JAX_PLATFORMS": "cpu"}
-            if self.mode.startswith(
-                "small"
-            ):  # without a GPU to try on, XLA's Triton backend finds no tiles for such products
+            # Without a GPU to try on, XLA's Triton backend finds no tiles for tiny products.
+            if self.mode.startswith("small"):
                 env |= {
-                    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+                    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
+                    "--xla_gpu_enable_triton_gemm=false"
                 }
         return env
 
@@ -302,27 +309,23 @@ class Run:
 
 
 RATES = "rates.json"
-"""The file of a results folder that holds what was measured: {key: {check: {"time": when, "rates":
-{name: rate}}}}.
-"""
+"""Results file with measured rates: {key: {check: {"time": when, "rates": {name: rate}}}}."""
 
 
 def read_rates(folder: pathlib.Path, key: str) -> dict[str, dict[str, float]]:
-    """Return what earlier parts measured of a machine, by check; nothing where there is no file of
-    that kind.
-    """
+    """Return the rates that earlier parts stored under a key, by check; {} if there are none."""
     return {check: one["rates"] for check, one in _kept_rates(folder).get(key, {}).items()}
 
 
 def keep_rates(folder: pathlib.Path, key: str, check: str, rates: Mapping[str, float]) -> None:
-    """Keep what a check measured for later parts."""
+    """Store a check's rates for later parts."""
     kept = _kept_rates(folder)
     kept.setdefault(key, {})[check] = {"time": _now(), "rates": dict(rates)}
     (folder / RATES).write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def _kept_rates(folder: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what the file holds; nothing where there is none, or where its writer was cut off."""
+    """Return the file's contents; {} if it does not exist or its writer was cut off."""
     try:
         return json.loads((folder / RATES).read_text())
     except (OSError, ValueError):
@@ -356,7 +359,7 @@ def serve(
     read: TextIO,
     send: TextIO,
 ) -> None:
-    """Run the checks that are asked for, until the pipe ends; what a worker does."""
+    """Run checks on request until the pipe ends, as a worker."""
 
     def say(said: Mapping[str, Any]) -> None:
         send.write(json.dumps(said) + "\n")
@@ -384,17 +387,17 @@ def serve(
 
 
 def _breaks(figure: str) -> bool:
-    """Tell whether an error may have left the device unusable to its process, as a kernel's wrong
-    address does.
+    """Return whether an error may have left the device unusable for its process.
+
+    A kernel's wrong address does so.
     """
     return "JaxRuntimeError" in figure.partition(":")[0] and "RESOURCE_EXHAUSTED" not in figure
 
 
 def pipes() -> tuple[TextIO, TextIO]:
-    """Return files for what a worker is asked and what it says.
+    """Return the files of a worker's requests and of its results.
 
-    Whatever else reads the standard input finds nothing there, and what else is printed goes where
-    errors go.
+    Afterwards, standard input is empty, and standard output goes to standard error.
     """
     read, send = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The link, step times, and overlap."""
+"""Measure the link, step times, and overlap."""
 
 import dataclasses
 import pathlib
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from zerojax.planner import Link
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
-# least part of the shorter of compute and transfers that a mix updated in backward must hide, on a
-# GPU
+# On a GPU, a mix updated in backward must hide at least this part of the shorter of compute and
+# transfers.
 HIDDEN = 0.5
 
 
@@ -29,7 +29,7 @@ def speed_jobs(sizes: Sizes) -> list[Job]:
 
 
 def check_speed(sizes: Sizes) -> Iterator[Row]:
-    """Measure the link, and each mix beside the resident step."""
+    """Measure the link, and time each mix in turn with the resident step."""
     from zerojax.planner import measure_link
 
     link = measure_link(one_device(), sizes.link_bytes)
@@ -48,7 +48,7 @@ def check_speed(sizes: Sizes) -> Iterator[Row]:
 
 
 def speed_rows(job: Job, timed: Timed, link: "Link") -> Iterator[Row]:
-    """Say how long a mix took, and how much of its transfers it hid."""
+    """Report how long a mix's step takes, and how much of its transfers is hidden."""
     step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
     yield ratio_row(job.name, timed)
     up, down = timed.to_device, timed.to_host
@@ -60,8 +60,8 @@ def speed_rows(job: Job, timed: Timed, link: "Link") -> Iterator[Row]:
         values={"to_device": up, "to_host": down, "bytes_per_second": rate},
     )
     if job.on_host or job.fields.get("activations") == "save":
-        # the host's own work, or less to compute than in the resident step, would count as
-        # transfers
+        # The host's own work, or less to compute than in the resident step, would count as
+        # transfers.
         return
     transfer = link.seconds(up, down)
     hidden = (compute + transfer - step) / min(compute, transfer)
@@ -85,11 +85,14 @@ def speed_rows(job: Job, timed: Timed, link: "Link") -> Iterator[Row]:
 
 
 def ratio_row(name: str, timed: Timed) -> Row:
-    """Say how long a mix took over the resident step."""
+    """Report a mix's step time over the resident step's."""
     step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
     ratios = [t / b for t, b in zip(timed.seconds, timed.resident, strict=True)]
     ratio = statistics.median(ratios)
-    text = f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}; {1e3 * step:.1f} ms over {1e3 * compute:.1f})"
+    text = (
+        f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}; "
+        f"{1e3 * step:.1f} ms over {1e3 * compute:.1f})"
+    )
     finite = bool(np.isfinite([m["loss"] for m in timed.metrics]).all())
     values = {"ratio": ratio, "seconds": step, "resident_seconds": compute}
     return Row(f"{name}: step over resident", text, "finite losses", finite, values)

@@ -1,4 +1,4 @@
-"""The nvme tier: the same numbers, the disk's speed, and what a step from disk waits for."""
+"""Check the nvme tier: equal numbers, the disk's speed, and the time a step waits for it."""
 
 import dataclasses
 import statistics
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def speed_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
-    """Return the jobs that are timed, the resident step first."""
+    """Return the jobs to time, the resident step first."""
     mixes = chosen("nvme", NVME_SPEED_MIXES, sizes)
     timed = [
         Job(name=f"timed: {name}", problem=sizes.swapped, fields=fields)
@@ -30,12 +30,12 @@ def speed_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
 
 
 def swap_jobs(sizes: Sizes) -> list[Job]:
-    """Return all jobs, to be compiled."""
+    """Return all jobs, for compilation only."""
     return nvme_jobs(sizes) + speed_jobs(sizes)
 
 
 def check_swap(sizes: Sizes) -> Iterator[Row]:
-    """Compare, measure the disk, and time."""
+    """Compare steps on disk with the resident step, measure the disk, and time steps."""
     from host_offload.disk import PLAIN
 
     with tempfile.TemporaryDirectory() as folder:
@@ -48,8 +48,9 @@ def check_swap(sizes: Sizes) -> Iterator[Row]:
 
 
 def measure_disk(folder: str, num_bytes: int) -> "dict[str, Rates]":
-    """Return the rates of a folder by reader, for files of `num_bytes` in all: the best of three
-    rounds.
+    """Return each reader's rates in a folder, the best of three rounds.
+
+    A round writes and reads files of `num_bytes` in total.
     """
     from host_offload.disk import Bench, Rates, SwapFolder, tune
 
@@ -73,7 +74,7 @@ def measure_disk(folder: str, num_bytes: int) -> "dict[str, Rates]":
 
 
 def time_jobs(all_jobs: list[Job], rounds: int, disk: "Rates") -> Iterator[Row]:
-    """Time each job in turns with the first, the resident step."""
+    """Time each job in turn with the first one, the resident step."""
     first, *others = all_jobs
     with Turns(first) as turns:
         for job in others:
@@ -87,7 +88,7 @@ def time_jobs(all_jobs: list[Job], rounds: int, disk: "Rates") -> Iterator[Row]:
 
 
 def swap_row(name: str, timed: Timed, disk: "Rates") -> Row:
-    """Say what a step moved, and what it waited for."""
+    """Report the bytes that a step reads and writes, and its wait for the disk."""
     step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
     read, written, stall = (
         statistics.median(m[f"swap_{key}"] for m in timed.metrics)
@@ -96,10 +97,13 @@ def swap_row(name: str, timed: Timed, disk: "Rates") -> Row:
     alone = read / disk.read + written / disk.write
     return Row(
         f"{name}: disk",
-        f"{read / 1e6:.0f} MB read, {written / 1e6:.0f} MB written: {(read + written) / step / 1e9:.2f} GB/s; "
-        f"alone {1e3 * alone:.0f} ms, stall {1e3 * stall:.0f} ms, {step / max(compute, alone):.2f} of the floor",
+        f"{read / 1e6:.0f} MB read, {written / 1e6:.0f} MB written: "
+        f"{(read + written) / step / 1e9:.2f} GB/s; "
+        f"alone {1e3 * alone:.0f} ms, stall {1e3 * stall:.0f} ms, "
+        f"{step / max(compute, alone):.2f} of the floor",
         values={
-            "read_bytes": read, "write_bytes": written, "stall_seconds": stall, "alone_seconds": alone,
+            "read_bytes": read, "write_bytes": written, "stall_seconds": stall,
+            "alone_seconds": alone,
             "over_floor": step / max(compute, alone),
         },
     )  # fmt: skip

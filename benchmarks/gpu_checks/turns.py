@@ -1,4 +1,4 @@
-"""Mixes timed in turns with the resident step, so that a slow minute of the machine falls on both."""
+"""Time mixes in turn with the resident step, so that a slow minute affects both."""
 
 import time
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from gpu_checks.jobs import Job, one_device
 
 
 class Timed(NamedTuple):
-    """What `Turns.time` saw.
+    """Result of `Turns.time`.
 
     Attributes:
-      seconds: of each step of the mix.
-      resident: of the resident steps between them.
-      metrics: of each step of the mix.
-      to_device: bytes that cross the host link up in a step, by `program.memory`.
-      to_host: likewise down.
+      seconds: seconds of each step of the mix.
+      resident: seconds of the resident steps between them.
+      metrics: metrics of each step of the mix.
+      to_device: bytes loaded over the host link per step, by `program.memory`.
+      to_host: bytes stored over the host link per step, by `program.memory`.
     """
 
     seconds: list[float]
@@ -28,9 +28,10 @@ class Timed(NamedTuple):
 
 
 class Turns:
-    """A resident program that is run, compiled, and ready for a turn; a context manager."""
+    """A resident program, compiled and warm, that takes turns with others; a context manager."""
 
     def __init__(self, job: Job) -> None:
+        """Build a job's program on the first device and run its warm-up."""
         import jax
 
         self.mesh, self.key = one_device(), jax.random.key(0)
@@ -45,7 +46,7 @@ class Turns:
         return state
 
     def time(self, job: Job, rounds: int) -> Timed:
-        """Run a job's program and the resident one in turns."""
+        """Run `rounds` steps of a job's program and of the resident program in turn."""
         times, base_times, told = [], [], []
         with job.build(self.mesh) as program:
             link = program.memory(self.batches[0]).host_link
@@ -61,15 +62,17 @@ class Turns:
         return Timed(times, base_times, told, link["to_device"], link["to_host"])
 
     def __enter__(self) -> "Turns":
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the resident program and free its state."""
         self.program.close()
         del self.state
 
 
 def step(program: Any, state: Any, batch: Any) -> tuple[Any, float, dict[str, float]]:
-    """Run one step; returns the state, seconds and metrics."""
+    """Run one step and return the new state, its seconds and its metrics."""
     import jax
 
     start = time.perf_counter()

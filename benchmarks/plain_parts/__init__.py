@@ -1,3 +1,1 @@
-"""The parts of `benchmarks/beside_plain.py`, each of which compares zerojax with plain programs
-that do the same work.
-"""
+"""Parts of `benchmarks/beside_plain.py`, which compare zerojax with equivalent plain programs."""

@@ -1,5 +1,6 @@
-"""Fine-tuning a Llama on CPUs: adapters and all weights, beside torch with PEFT and transformers on
-the same cores.
+"""Fine-tune a Llama on CPUs, adapters or all weights, compared with torch on the same cores.
+
+The torch contenders use PEFT and transformers.
 """
 
 import json
@@ -13,8 +14,9 @@ import numpy as np
 from plain_parts.rows import Row
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "max_position_embeddings": 256, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 ROWS, SEQ, STEPS, WARMUP = 4, 256, 8, 2
@@ -27,7 +29,7 @@ TABLE = (
 
 
 def batch_of() -> dict[str, np.ndarray]:
-    """Return i32[4, 256] of "tokens" and "targets"."""
+    """Return a batch with "tokens" and "targets", int32[4, 256] each."""
     tokens = (
         np.random.default_rng(0).integers(0, LLAMA["vocab_size"], (ROWS, SEQ + 1)).astype(np.int32)
     )
@@ -35,7 +37,7 @@ def batch_of() -> dict[str, np.ndarray]:
 
 
 def seconds(name: str) -> float:
-    """Return the median seconds of a step of a contender, by its name in the table."""
+    """Return a contender's median seconds per step, by its name in the table."""
     is_lora, ours = name.startswith("adapters"), "zerojax" in name
     if "torch" in name:
         return _torch(is_lora)
@@ -97,8 +99,9 @@ def _torch(is_lora: bool) -> float:
 
 
 def _plain() -> float:
-    """Return the seconds of adapters in JAX alone: the equations of the block, a scan over layers,
-    value_and_grad, optax.
+    """Return the seconds per step of adapters in JAX alone.
+
+    The program consists of the block's equations, a scan over layers, value_and_grad and optax.
     """
     import jax
     import jax.numpy as jnp

@@ -1,5 +1,6 @@
-"""The time until the first step of a model is compiled: build, init, trace and compile, each
-contender in a new process.
+"""Time a model until its first step is compiled: build, init, trace and compile.
+
+Each contender runs in a new process.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ ROWS = (Row("zerojax, stage 3", "plain jit", 1.3),)
 
 
 def seconds(name: str, p: Problem) -> float:
-    """Return the seconds from nothing to a state and a compiled step of 24 separate NNX layers on
-    two devices.
+    """Return a contender's seconds from nothing to a state and a compiled step.
+
+    The model has 24 separate NNX layers and runs on two devices.
     """
     import gpt
 
@@ -31,7 +33,7 @@ def seconds(name: str, p: Problem) -> float:
     jax.config.update("jax_num_cpu_devices", 2)
     p = dataclasses.replace(p, **SIZES)  # type: ignore[arg-type]
     c, tx, batch = gpt_config(p), optimizer(p), first_batch(p)
-    jax.block_until_ready(jnp.ones(2) + 1)  # the backend starts for both
+    jax.block_until_ready(jnp.ones(2) + 1)  # starts the backend for either contender
     start = time.perf_counter()
     if name == ROWS[0].name:
         program = zj.build_train_step(

@@ -1,5 +1,6 @@
-"""The GPT of `problem.py` in plain JAX: what somebody would write without zerojax, on one device
-and sharded by hand.
+"""Build the GPT of `problem.py` in plain JAX, as one would write it without zerojax.
+
+It runs on one device or is sharded by hand.
 """
 
 import dataclasses
@@ -18,18 +19,18 @@ from problem_in_jax import flax_tree, gpt_config, optimizer
 import zerojax as zj
 
 Step = Callable[[Any, Any], Any]
-"""`step(state, batch)` returns the next state and the loss."""
+"""Function `step(state, batch)` that returns the next state and the loss."""
 AXIS = "fsdp"
 
 
 def first_batch(p: Problem) -> dict[str, np.ndarray]:
-    """Return i32[batch, seq] of "tokens" and "targets"."""
+    """Return the first batch: "tokens" and "targets", int32[batch, seq] each."""
     tokens, targets = batches(p)[0]
     return {"tokens": tokens.astype(np.int32), "targets": targets.astype(np.int32)}
 
 
 def stacked(tree: Any) -> Any:
-    """Return the tree of the layered form: leaves of the blocks are stacks [L, ...]."""
+    """Return the layered form of a parameter tree, whose block leaves are stacks [L, ...]."""
     return {
         **tree,
         "blocks": jax.tree.map(lambda *layers: np.stack(layers), *tree["blocks"].values()),
@@ -39,11 +40,11 @@ def stacked(tree: Any) -> Any:
 def scanned(
     model: zj.LayeredModel, whole: Callable[[Any], Any] = lambda p: p
 ) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss of a LayeredModel as a plain scan.
+    """Return a LayeredModel's loss as a plain scan over its blocks.
 
     Args:
-      model: whose functions are called.
-      whole: applied to the parameters of a part where it is used.
+      model: model whose functions are called.
+      whole: function applied to a part's parameters before they are used.
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -59,7 +60,7 @@ def scanned(
 
 
 def plain(p: Problem, layered: bool) -> tuple[Step, Any]:
-    """Return a jitted step on one device, and its state: separate blocks, or a scan over them."""
+    """Return a jitted step on one device and its state, with separate blocks or a scan."""
     import gpt
 
     tx, c, tree = optimizer(p), gpt_config(p), flax_tree(p)
@@ -81,11 +82,10 @@ def plain(p: Problem, layered: bool) -> tuple[Step, Any]:
 
 
 def by_hand(p: Problem, stage: int, devices: int) -> tuple[Step, Any]:
-    """Return a step whose shardings are written by hand, as ZeRO's stage 2 or 3 has them, and its
-    state.
+    """Return a step sharded by hand, like ZeRO stage 2 or 3, and its state.
 
-    Optimizer state and gradients are split, and at stage 3 so are parameters, which a layer gathers
-    where it is used.
+    Optimizer state and gradients are sharded. At stage 3 parameters are sharded too, and each layer
+    gathers its own when it uses them.
     """
     import gpt
 
@@ -129,8 +129,9 @@ def by_hand(p: Problem, stage: int, devices: int) -> tuple[Step, Any]:
 
 
 def flax_loop(p: Problem) -> tuple[Step, Any]:
-    """Return Flax NNX's own loop, `nnx.Optimizer` in `nnx.jit`, which keeps the state in its
-    objects.
+    """Return Flax NNX's own loop: `nnx.Optimizer` in `nnx.jit`.
+
+    The loop keeps its state in its objects; the returned state is passed through unchanged.
     """
     import gpt
 
@@ -162,10 +163,10 @@ def zero(p: Problem, layered: bool, devices: int = 1, **fields: Any) -> tuple[St
     """Return zerojax's step, and its state with the problem's weights.
 
     Args:
-      p: the problem.
-      layered: a LayeredModel, else a Model.
-      devices: of the mesh, all on `fsdp`.
-      **fields: of the `ZeroConfig`.
+      p: problem to solve.
+      layered: whether the model is a LayeredModel or a Model.
+      devices: number of devices in the mesh, all on `fsdp`.
+      **fields: fields of the `ZeroConfig`.
     """
     import gpt
 
@@ -190,16 +191,18 @@ def zero(p: Problem, layered: bool, devices: int = 1, **fields: Any) -> tuple[St
 
 
 class Running:
-    """A step that runs on: each call is one more, on the same batch.
+    """A step that each call runs once more, on the same batch.
 
     Attributes:
-      losses: of the steps.
+      losses: losses of the steps so far.
     """
 
     def __init__(self, step: Step, state: Any, batch: Any) -> None:
+        """Take a step, its first state, and the batch of every call."""
         self._step, self._state, self._batch = step, state, batch
         self.losses: list[float] = []
 
     def __call__(self) -> None:
+        """Run one step, wait for it, and record its loss."""
         self._state, loss = self._step(self._state, self._batch)
         self.losses.append(float(jax.block_until_ready((self._state, loss))[1]))

@@ -1,4 +1,4 @@
-"""Imports and the command line: whole processes, from their start to their end."""
+"""Time imports and the command line as full processes, from their start to their end."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ ROWS = (
 
 
 def seconds(name: str) -> float:
-    """Return the seconds of a process."""
+    """Return the seconds of a process that runs one of `PROGRAMS`."""
     start = time.perf_counter()
     subprocess.run([sys.executable, *PROGRAMS[name]], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start

@@ -1,5 +1,6 @@
-"""An MLP in tiles, a checkpoint of state in memory, and AdamW on the host, each beside a simpler
-program.
+"""Time a tiled MLP, a checkpoint of state in memory, and the host's AdamW.
+
+Each is compared with a simpler program.
 """
 
 import statistics
@@ -30,7 +31,7 @@ KERNEL = (
 
 
 def tiles() -> dict[str, float]:
-    """Return the median seconds of value and gradient of an MLP 512 -> 2048 -> 512 over 2048 rows."""
+    """Return the median seconds of an MLP's value and gradient, 512 -> 2048 -> 512, 2048 rows."""
     import zerojax as zj
 
     jax.config.update("jax_num_cpu_devices", 1)
@@ -62,7 +63,11 @@ def tiles() -> dict[str, float]:
 
 
 def saves(num_bytes: int) -> dict[str, float]:
-    """Return the seconds for which a background save of a state in memory blocks the training loop."""
+    """Return the seconds for which a background save blocks the training loop.
+
+    Args:
+      num_bytes: approximate size of the state, which is in memory.
+    """
     import optax
     import orbax.checkpoint as ocp
 
@@ -109,12 +114,14 @@ def saves(num_bytes: int) -> dict[str, float]:
 
 
 def kernel(num_params: int, threads: int) -> dict[str, float]:
-    """Return the seconds of an update on the host, and of the bound, scaled to as many bytes."""
+    """Return the seconds of an update on the host, and of its bound, scaled to as many bytes."""
     import host_adam
 
     bound, contenders = host_adam.own_contenders(num_params, threads)
-    names = {name: next(key for key in contenders if key.startswith(f"fused kernel, {kind}"))
-             for name, kind in zip((row.name for row in KERNEL), ("fp32", "bf16"), strict=True)}  # fmt: skip
+    names = {
+        name: next(key for key in contenders if key.startswith(f"fused kernel, {kind}"))
+        for name, kind in zip((row.name for row in KERNEL), ("fp32", "bf16"), strict=True)
+    }
     bounds, found = [], {name: [] for name in names}
     for _ in range(3):
         bounds.append(bound() * host_adam.NUM_BYTES / 8)

@@ -1,4 +1,4 @@
-"""Rows of the table: a contender's time beside the time of its base, within one round."""
+"""Define the table's rows: a contender's time next to its base's time, within one round."""
 
 import dataclasses
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Call = Callable[[], Any]
-"""Does a contender's work once and blocks until it is done."""
+"""Function that does a contender's work once and blocks until it is done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Row:
 
 
 def in_turn(calls: Mapping[str, Call], repeats: int, warmup: int = 2) -> dict[str, float]:
-    """Run contenders one after the other, several times; return the median seconds of each.
+    """Run contenders in turn, several times, and return the median seconds of each.
 
     Args:
-      calls: by name.
-      repeats: how often each is timed.
-      warmup: how often each runs before that.
+      calls: contenders by name.
+      repeats: number of timed calls of each contender.
+      warmup: number of untimed calls of each contender before that.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warmup + repeats):

@@ -1,4 +1,4 @@
-"""Steps, and updates alone, beside plain programs on the same devices."""
+"""Time steps, and updates alone, against plain programs on the same devices."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ UPDATE = (
 
 
 def one_device(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the median seconds of steps on one device, and their losses."""
+    """Return the median seconds and the losses of steps on one device, by contender."""
     jax.config.update("jax_num_cpu_devices", 1)
     steps = {
         BLOCKS: plain(p, layered=False),
@@ -54,7 +54,7 @@ def one_device(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
 
 
 def two_devices(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the same on two devices."""
+    """Return the median seconds and the losses of steps on two devices, by contender."""
     jax.config.update("jax_num_cpu_devices", 2)
     steps = {HAND_2: by_hand(p, 2, 2), HAND_3: by_hand(p, 3, 2)}
     for row in TWO_DEVICES:
@@ -74,8 +74,9 @@ def _run(steps: dict[str, Any], p: Problem) -> tuple[dict[str, float], dict[str,
 
 
 def update(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the median seconds of the optimizer's update alone: of `optimizer(p)`, and after a
-    clipped norm.
+    """Return the median seconds of the optimizer's update alone, and no losses.
+
+    The update is `optimizer(p)`, without and with clipping by a global norm.
     """
     import gpt
 
@@ -114,7 +115,7 @@ def update(p: Problem) -> tuple[dict[str, float], dict[str, list[float]]]:
 
 
 class _Updating:
-    """An update that runs on: each call is one more, by the same gradients."""
+    """An optimizer update that each call runs once more, with the same gradients."""
 
     def __init__(self, update: Any, state: Any, grads: Any) -> None:
         self._update, self._state, self._grads = update, state, grads

@@ -185,4 +185,4 @@ def test_a_sweep_on_a_cpu_says_that_the_kernel_does_not_run_and_writes_nothing(
     monkeypatch.setattr(sys, "argv", ["kernels.py", "sweep", "--small", "--save", str(path)])
     with pytest.raises(SystemExit):
         kernels.main()
-    assert "--small is no measurement" in capsys.readouterr().err
+    assert "--small measures nothing" in capsys.readouterr().err

@@ -1,3 +1,1 @@
-"""The link to the host: its rates, which records slices of host memory are, and what they cost
-beside products.
-"""
+"""Check the host link: its rates, correct slices, and their cost during products."""

@@ -1,17 +1,19 @@
-"""Slices of host memory in a loop: the right records, bytes a second alone and beside products, one
-way and both at once.
+"""Check slices of host memory in a loop: correct records, and bytes per second.
 
-A stack `W[L, D, F]` rests in pinned host memory, and tick i of a loop uses record `order[i]`, from
-the last to the first, as backward does. The index is read from an array, or linear in the loop's
-counter:
+The bytes are measured alone and during products, one way and both ways at the same time.
+
+A stack `W[L, D, F]` is stored in pinned host memory, and tick i of a loop uses record `order[i]`,
+from the last record to the first, as in backward. The index is either read from an array or linear
+in the loop's counter:
 
     up     load W[order[i]]
-    down   store what is on the device at W[order[i]]
-    both   load U[order[i]], and store at W[order[i]] what the tick before loaded: while one array is read another is written
+    down   store the record on the device at W[order[i]]
+    both   load U[order[i]], and store the previous tick's record at W[order[i]]: one array is
+           read while another is written
 
-Beside them run products that nothing but the loop ties to the copies: as few as let a copy be the
-longer of the two, which tells the link's speed beside products, or as many as take longer than it,
-which tells what copies cost products.
+Products run during the copies, which depend on them only through the loop. With few products, a
+copy takes longer than they do, which shows the link's speed during products. With many products,
+they take longer than a copy, which shows how much copies slow them down.
 """
 
 import dataclasses
@@ -36,20 +38,21 @@ GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "",
     "xla_gpu_experimental_parallel_async_compute_limit": 64,
 }
-"""Those of a streamed step (`zerojax.program.compile`)."""
+"""Compiler options of a streamed step (`zerojax.program.compile`)."""
 
 
 def build_loop(
     way: str, index: str, products: int, shape: tuple[int, int, int]
 ) -> Callable[..., Any]:
-    """Return (U, W, a, b, order) -> (W, a, seen f32[L, 2]): of each tick's record the first and the
-    last element.
+    """Return a function (U, W, a, b, order) -> (W, a, seen).
+
+    `seen`, float32[L, 2], holds the first and the last element of each tick's record.
 
     Args:
-      way: of `WAYS`; "none" moves nothing.
+      way: one of `WAYS`; "none" moves nothing.
       index: "linear" or "array".
-      products: in a tick.
-      shape: of U and W.
+      products: number of products per tick.
+      shape: shape of U and W.
     """
     import jax
     import jax.numpy as jnp
@@ -58,7 +61,7 @@ def build_loop(
     num = shape[0]
 
     def loop(up: Any, down: Any, a: Any, b: Any, order: Any) -> Any:
-        # Keeps elements near 1 however many products follow each other: numbers that fade to 0 are
+        # Keeps elements near 1 through any number of products: numbers that fade to 0 are
         # multiplied faster.
         scale = jnp.bfloat16(b.shape[0] ** -0.5)
 
@@ -88,11 +91,11 @@ def build_loop(
 
 
 def jit_loop(way: str, index: str, products: int, copied: Copied, mesh: Any) -> Any:
-    """Return the loop, jitted: the stack that it writes is donated, and stays in host memory.
+    """Return the jitted loop; the stack that it writes is donated and stays in host memory.
 
-    On a GPU it has the options of a streamed step. By default XLA makes a CUDA graph of it, in
-    which copies and products run in turn: on an H100 the loop took 0.96 to 1.01 times the sum of
-    their times.
+    On a GPU the loop has the compiler options of a streamed step. By default XLA makes a CUDA graph
+    of it, in which copies and products run in turn: on an H100, such a loop took 0.96 to 1.01 times
+    the sum of their times.
     """
     import jax
 
@@ -101,15 +104,22 @@ def jit_loop(way: str, index: str, products: int, copied: Copied, mesh: Any) -> 
     there, here = named(mesh, (), H), named(mesh, ())
     on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
     return jax.jit(
-        build_loop(way, index, products, copied.shape), donate_argnums=1, out_shardings=(there, here, here),
+        build_loop(way, index, products, copied.shape), donate_argnums=1,
+        out_shardings=(there, here, here),
         compiler_options=GPU_OPTIONS if on_gpu else None,
     )  # fmt: skip
 
 
 @dataclasses.dataclass
 class Arrays:
-    """What the loops run over: stacks in host memory, matrices on the device, the order as an
-    array.
+    """Arguments of the loops.
+
+    Attributes:
+      up: stack in host memory that is read.
+      down: stack in host memory that is written.
+      a: left matrix of the products, on the device.
+      b: right matrix of the products, on the device.
+      order: indices of the records, on the device.
     """
 
     up: Any
@@ -120,7 +130,7 @@ class Arrays:
 
     @staticmethod
     def make(copied: Copied, mesh: Any) -> "Arrays":
-        """Make them. Record l of `up` is l + 1 everywhere."""
+        """Allocate the arrays on a mesh; every element of record l of `up` is l + 1."""
         import jax
         import jax.numpy as jnp
 
@@ -154,7 +164,7 @@ class Arrays:
         )
 
     def run(self, step: Any) -> Any:
-        """Run a loop once; returns what it saw, and keeps the stack."""
+        """Run a loop once, keep the stack that it wrote, and return `seen`."""
         import jax
 
         self.down, _, seen = jax.block_until_ready(
@@ -163,7 +173,7 @@ class Arrays:
         return seen
 
     def seconds(self, step: Any, repeats: int = 3) -> float:
-        """Return the median time of a loop."""
+        """Return the median time of a loop, in seconds."""
         found = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -173,19 +183,16 @@ class Arrays:
 
 
 def wrong_records(way: str, seen: np.ndarray, down: np.ndarray) -> int:
-    """Return how many records were not the right ones: of those that were loaded, and of those in
-    the stack afterwards.
-    """
+    """Return the number of wrong records, among loaded records and in the stack afterwards."""
     num = len(seen)
-    descending = np.arange(
-        num, 0, -1, dtype=np.float32
-    )  # tick i loads record num - 1 - i, whose elements are num - i
+    # Tick i loads record num - 1 - i, whose elements are num - i.
+    descending = np.arange(num, 0, -1, dtype=np.float32)
     wrong = 0
     if way in ("up", "both"):
         wrong += int((seen != descending[:, None]).any(1).sum())
     if way in ("down", "both"):
-        # Tick i stores, at num - 1 - i, i where records are counted up, and else what tick i - 1
-        # loaded; tick 0 stores 0.
+        # Tick i writes record num - 1 - i: the value i if way is "down", which counts up, and
+        # otherwise the record that tick i - 1 loaded; tick 0 writes 0.
         stored = (
             np.arange(num, dtype=np.float32)
             if way == "down"
@@ -196,7 +203,7 @@ def wrong_records(way: str, seen: np.ndarray, down: np.ndarray) -> int:
 
 
 def check_copies(way: str) -> Callable[[Context], Iterator[Row]]:
-    """Return the check of one way."""
+    """Return the check of copies in one direction or in both."""
 
     def rows(context: Context) -> Iterator[Row]:
         copied, mesh = context.sizes.copied, one_device()
@@ -245,8 +252,9 @@ def check_copies(way: str) -> Callable[[Context], Iterator[Row]]:
 
 
 def kernel_rate(way: str, index: str, rate: float) -> dict[str, float]:
-    """Return the rate of kernels that read host memory, for predictions: an index from an array
-    makes one.
+    """Return the rate of kernels that read host memory, for predictions.
+
+    Only loads with an index from an array run as such kernels; other loops return {}.
     """
     return {f"{KNOWN}rates.kernel_link": rate} if (way, index) == ("up", ARRAY) else {}
 
@@ -254,10 +262,14 @@ def kernel_rate(way: str, index: str, rate: float) -> dict[str, float]:
 def beside_rows(
     name: str, num_bytes: float, copies: float, products: float, beside: float, judged: bool
 ) -> Iterator[Row]:
-    """Say what copies and products take together, over the longer of the two: the link's share, or
-    the products' slowdown.
+    """Report the time of copies and products together, over the longer of the two alone.
+
+    The row shows the link's share of its speed if copies are longer, else the products' slowdown.
     """
-    text = f"{1e3 * beside:.2f} ms: copies alone {1e3 * copies:.2f}, products alone {1e3 * products:.2f}"
+    text = (
+        f"{1e3 * beside:.2f} ms: copies alone {1e3 * copies:.2f}, "
+        f"products alone {1e3 * products:.2f}"
+    )
     values = {
         "seconds": beside,
         "copies": copies,
@@ -276,7 +288,7 @@ def beside_rows(
 
 
 def compile_copies(way: str) -> Callable[[Context], Iterator[Row]]:
-    """Return the check of one way, compiled for a GPU: who moves the records, by XLA's thunks."""
+    """Return the check that compiles a loop and reports what moves its records, by XLA's thunks."""
 
     def rows(context: Context) -> Iterator[Row]:
         import jax
@@ -314,12 +326,14 @@ def compile_copies(way: str) -> Callable[[Context], Iterator[Row]]:
             judged = index == LINEAR
             yield Row(
                 f"{way}, {index} index, {products} products",
-                f"{moved / records:.3f} of the records' bytes, {100 * share:.1f} % of them by copies; predicted "
-                f"{1e3 * predicted.seconds:.2f} ms, products alone {1e3 * predicted.compute_seconds:.2f}; compiled in "
+                f"{moved / records:.3f} of the records' bytes, {100 * share:.1f} % of them by "
+                "copies; predicted "
+                f"{1e3 * predicted.seconds:.2f} ms, products alone "
+                f"{1e3 * predicted.compute_seconds:.2f}; compiled in "
                 f"{seconds:.1f} s",
                 "1.000, 99 %" if judged else "1.000",
-                moved == records
-                and (share >= 0.99 or not judged),  # more would be a stack that is copied whole
+                # More bytes would mean that a full stack is copied.
+                moved == records and (share >= 0.99 or not judged),
                 {
                     "share": share,
                     "moved": float(moved),

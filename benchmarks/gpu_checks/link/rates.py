@@ -1,6 +1,6 @@
-"""What this machine does in a second: products, memory, the link, the host's kernel.
+"""Measure this machine's rates: products, memory, the link, the host's kernel.
 
-A prediction takes them in its place.
+Predictions use them in place of assumed rates.
 """
 
 import dataclasses
@@ -18,8 +18,10 @@ RATE = f"{KNOWN}rates."
 
 
 def check_rates(context: Context) -> Iterator[Row]:
-    """Measure the link by `jax.device_put`, products and copies on the device, and one thread's
-    copy of host memory.
+    """Measure the link, the device and host memory.
+
+    That is: the link by `jax.device_put`, products and copies on the device, and one thread's copy
+    of host memory.
     """
     import kernels
 
@@ -55,7 +57,7 @@ def check_rates(context: Context) -> Iterator[Row]:
 
 
 def copy_rate(num_bytes: int, repeats: int = 3) -> float:
-    """Return the bytes a second that one thread copies within host memory."""
+    """Return the bytes per second that one thread copies within host memory."""
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     found = []
     for _ in range(repeats):
@@ -66,8 +68,9 @@ def copy_rate(num_bytes: int, repeats: int = 3) -> float:
 
 
 def check_host_kernel(context: Context) -> Iterator[Row]:
-    """Time the fused AdamW of `update_on="host"` on every core: bytes of host memory that it reads
-    and writes in a second.
+    """Time the fused AdamW of `update_on="host"` on every core.
+
+    The rate is the bytes of host memory that it reads and writes per second.
     """
     import host_adam
 
@@ -79,7 +82,10 @@ def check_host_kernel(context: Context) -> Iterator[Row]:
         given = (params, m, v, low_grads if low else grads, low_params, threads)
         seconds = host_adam.best_seconds(lambda update=update, given=given: update(*given))
         rate = host_adam.NUM_BYTES * n / seconds
-        text = f"{rate / 1e9:.0f} GB/s ({threads} threads, {n / 1e6:.3g} M parameters, {1e3 * seconds:.1f} ms)"
+        text = (
+            f"{rate / 1e9:.0f} GB/s ({threads} threads, {n / 1e6:.3g} M parameters, "
+            f"{1e3 * seconds:.1f} ms)"
+        )
         yield Row(
             f"host's kernel, {name}",
             text,

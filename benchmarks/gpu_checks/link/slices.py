@@ -1,4 +1,4 @@
-"""The forms in which a step slices host memory: run, or compiled."""
+"""Run or compile each form in which a step slices host memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from gpu_checks.rows import Row, attempt
 
 
 def check_slices(sizes: Sizes) -> Iterator[Row]:
-    """Run each form of access to host memory, in both directions."""
+    """Run each form of access to host memory, in ascending and descending order of records."""
     import jax
 
     from host_offload.device import build_form, forms, records
@@ -40,7 +40,7 @@ def check_slices(sizes: Sizes) -> Iterator[Row]:
 
 
 def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterator[Row]:
-    """Compile the forms of access to host memory."""
+    """Compile each form of access to host memory, in descending order of records."""
     import jax
 
     from host_offload.device import forms, linear_order, records

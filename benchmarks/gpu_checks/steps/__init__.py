@@ -1,1 +1,1 @@
-"""Whole steps of large models: seconds, idle time, profiles, disks, peers."""
+"""Check full steps of large models: seconds, idle time, profiles, disks, peers."""

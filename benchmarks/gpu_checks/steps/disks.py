@@ -1,9 +1,8 @@
-"""The same step with everything in host memory, on a RAM disk and on a disk: what is the engine's,
-and what is the disk's.
+"""Time the same step with all states in host memory, on a RAM disk and on a disk.
 
-A RAM disk takes no time worth telling, so what a step from it takes longer than one from host
-memory is the engine's. What a step from the disk takes longer than that is the disk's, whose
-bandwidth is measured in the same folder just before.
+A RAM disk takes hardly any time, so the extra time of its step over host memory's is the engine's.
+The extra time of the disk's step over the RAM disk's is the disk's, whose bandwidth is measured in
+the same folder just before.
 """
 
 import dataclasses
@@ -23,22 +22,23 @@ from gpu_checks.swap import measure_disk
 HOST, RAM, DISK = "host", "RAM disk", "disk"
 MODES = {HOST: "params, grads, opt_state on the host", RAM: "all on nvme", DISK: "all on nvme"}
 ENGINE = 1.10
-"""The most that a step from a RAM disk is to take over one from host memory."""
+"""Largest time of a step from a RAM disk, over a step from host memory."""
 BANDWIDTH = 0.95
-"""The least share of the disk's bandwidth that a step reaches while the disk is its bound."""
+"""Least share of the disk's bandwidth that a step must reach if the disk limits it."""
 BYTES = 14
-"""Of a parameter on disk: bf16, and three float32 arrays of the master and of Adam.
+"""Bytes per parameter on disk: bfloat16, and three float32 arrays (the master and Adam's moments).
 
-Updated in backward, it has no gradient.
+The update in backward leaves no gradient on disk.
 """
 SPARE, HOST_SPARE = 2 << 30, 40 << 30
-"""Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program,
-the system.
+"""Bytes of a disk, and of the memory behind a RAM disk, that are left free.
+
+They are for buffers, the program and the system.
 """
 
 
 def rooms(context: Context) -> dict[str, int]:
-    """Return the bytes that each disk has room for; 0 where it is not there."""
+    """Return the bytes that each disk has room for; 0 if its folder does not exist."""
     from host_offload.device import available_bytes
 
     room = {}
@@ -51,18 +51,20 @@ def rooms(context: Context) -> dict[str, int]:
 
 
 def fitting(sizes: LlamaSizes, room: Mapping[str, int], where: str) -> LlamaSizes:
-    """Return the sizes with as many layers as each disk has room for; one without room for any
-    counts only for itself.
+    """Return the sizes with as many layers as fit on every disk.
+
+    A disk without room for a single layer is ignored, except for its own check.
 
     Raises:
-      NotImplementedError: not one layer fits where it is to rest.
+      NotImplementedError: if no layer fits on the disk `where`.
     """
     a_layer = BYTES * (4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.ff)
     ends = 2 * BYTES * sizes.vocab * sizes.hidden
     layers = {name: (size - ends) // a_layer for name, size in room.items()}
     if layers.get(where, 1) < 1:
         raise NotImplementedError(
-            f"no layer of {a_layer / 2**30:.2g} GiB fits on the {where}, beside embedding and head of {ends / 2**30:.2g}: "
+            f"no layer of {a_layer / 2**30:.2g} GiB fits on the {where}, beside embedding and head "
+            f"of {ends / 2**30:.2g}: "
             f"it has {max(0, room[where]) / 2**30:.2g} GiB"
         )
     return dataclasses.replace(
@@ -71,22 +73,23 @@ def fitting(sizes: LlamaSizes, room: Mapping[str, int], where: str) -> LlamaSize
 
 
 def case_of(where: str, context: Context) -> Case:
-    """Return what is run: the same model in each place, at the first number of tokens; fewer layers
-    if seconds are short.
+    """Return the case to run: the same model in each place, at the first number of tokens.
+
+    It has fewer layers if seconds are short.
     """
     sizes = fitting(context.sizes.on_disk, rooms(context), where)
     return shortened(Case(mode=MODES[where], sizes=sizes, tokens=sizes.tokens[0]), context)
 
 
 def compiled_case(where: str) -> Callable[[Context], Case]:
-    """Return the case that is compiled without a disk."""
+    """Return a function that returns the case to compile, which needs no disk."""
     return lambda context: Case(
         mode=MODES[where], sizes=context.sizes.on_disk, tokens=context.sizes.on_disk.tokens[0]
     )
 
 
 def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
-    """Return the check of one place."""
+    """Return the check of steps with their states in one place."""
 
     def rows(context: Context) -> Iterator[Row]:
         case = case_of(where, context)
@@ -111,7 +114,7 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
 
 
 def layers_row(where: str, case: Case) -> Row:
-    """Say how many layers there are, and tell the checks of other places."""
+    """Report the number of layers, also to the checks of other places."""
     layers = case.sizes.layers
     return Row(
         "layers",
@@ -121,7 +124,7 @@ def layers_row(where: str, case: Case) -> Row:
 
 
 def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterator[Row]:
-    """Run the steps, and compare with those from host memory and with the disk's bandwidth."""
+    """Run the steps; compare them with steps from host memory and with the disk's bandwidth."""
     seconds = None
     for row in stepped.rows(warmup=1, timed=2, profiled=1):
         if row.name == "step":
@@ -138,7 +141,7 @@ def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterato
 def disk_rows(
     where: str, context: Context, stepped: Stepped, seconds: float, best: float
 ) -> Iterator[Row]:
-    """Say what was read, written and waited for."""
+    """Report the bytes that a step reads and writes, and its wait for the disk."""
     read, written, stall = (
         statistics.median(m[f"swap_{key}"] for m in stepped.metrics[1:])
         for key in ("read_bytes", "write_bytes", "stall_seconds")
@@ -148,7 +151,8 @@ def disk_rows(
     is_bound = where == DISK and stall > 0.05 * seconds
     yield Row(
         "reached",
-        f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} GB written: {rate / 1e9:.2f} GB/s, {share:.2f} of the disk's where "
+        f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} GB written: {rate / 1e9:.2f} GB/s, "
+        f"{share:.2f} of the disk's where "
         f"reads and writes take turns; stall {stall:.3g} s",
         f"at least {BANDWIDTH:g} while the disk is the bound" if is_bound and judged else "",
         share >= BANDWIDTH if is_bound and judged else None,

@@ -1,11 +1,11 @@
-"""Steps of a Llama with its states in one mode: time, idle share, bytes, memory; beside them what
-was predicted.
+"""Run a Llama's steps with its states in one mode; compare them with predictions.
 
-The steps that are timed are those of the program whose HLO and thunks are read: it is compiled
-once, with a dump. Seconds are the median of a few steps, each waited for. Idle share and overlap
-come from a profile of more of them, run back to back. What `hlo.simulate` predicts of the same
-program stands beside it twice: at the rates that it assumes, and at those that "rates" found on
-this machine.
+The rows show time, idle share, bytes and memory.
+
+The program is compiled once, with a dump, and the timed steps run the program whose HLO and thunks
+are read. Seconds are the median of a few steps; the timer waits for each step. Idle share and
+overlap come from a profile of further steps, which run back to back. `hlo.simulate` predicts the
+same program twice: at assumed rates, and at the rates that "rates" measured on this machine.
 """
 
 import dataclasses
@@ -33,23 +33,26 @@ if TYPE_CHECKING:
 
 WARMUP, TIMED, PROFILED = 2, 4, 2
 SHORT_LAYERS, SHORT_WARMUP, SHORT_TIMED = 8, 1, 2
-"""Of a step for which fewer seconds are left than it needs: at most so many layers, so many steps,
-and no profile.
+"""Limits of a step with fewer seconds left than it needs: layers, warm-up steps, timed steps.
+
+Such a step has no profile.
 """
 OVER_ACCOUNT = 1.15
-"""What is taken of the device over `program.memory`, which leaves out what one layer makes and
-drops.
+"""Device memory that a step may take, over `program.memory`.
+
+`program.memory` leaves out what one layer allocates and frees.
 """
 PATIENCE = 60.0
-"""Seconds of steps after which no other is timed."""
+"""Seconds of steps after which no further step is timed."""
 AGREES = 0.15
-"""How far a measured step may be from the predicted one at measured rates, as a part of it; and an
-idle share from its own.
+"""Largest relative difference between a measured step and its prediction at measured rates.
+
+The idle shares may differ by as much.
 """
 BOTH_WAYS = ("opt_state on the host", "params, grads, opt_state on the host")
-"""The modes whose backward loop copies both ways at once."""
+"""Modes whose backward loop copies both ways at the same time."""
 COPIED = 0.99
-"""The least share of the link's bytes that copies are to move."""
+"""Least share of the link's bytes that copies must move."""
 COMPUTE: Sequence[tuple[tuple[int, int], Mapping[str, float]]] = (
     (
         (0, 12),
@@ -68,14 +71,16 @@ COMPUTE: Sequence[tuple[tuple[int, int], Mapping[str, float]]] = (
         },
     ),
 )
-"""By the least version of jax and by mode, the least that compute alone is to be of a step of most
-tokens: a little less than `hlo.simulate` predicts of the program that this version compiles. Before
-0.12 downloads block uploads behind them. Before 0.11 there is no bound: 0.45 and 0.39 are
-predicted."""
+"""Least share of compute alone in a step of most tokens, by least version of jax and by mode.
+
+The bounds are slightly below what `hlo.simulate` predicts of the program that the version compiles.
+Before 0.12, downloads block the uploads behind them. Before 0.11 there is no bound: the predictions
+are 0.45 and 0.39.
+"""
 HOST_BYTES = 200e9
-"""Bytes a second of the host's kernel, from which on `COMPUTE` holds for an update on the host."""
+"""Least rate of the host's kernel, in bytes per second, for `COMPUTE` to judge a host update."""
 TERAFLOPS = {"opt_state on the host": 400.0}
-"""By mode, the least TF/s of a step of most tokens."""
+"""Least TF/s of a step of most tokens, by mode."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,12 +88,12 @@ class Case:
     """One mode at one number of tokens.
 
     Attributes:
-      mode: of `llama.MODES`.
-      sizes: of the model.
-      tokens: of a step.
-      is_largest: whether the bounds of the most tokens hold for it.
-      link_groups: of the config; None: the default.
-      cuda_graphs: of the config.
+      mode: key of `llama.MODES`.
+      sizes: sizes of the model.
+      tokens: tokens per step.
+      is_largest: whether the bounds of the most tokens apply.
+      link_groups: `link_groups` of the config; None is the default.
+      cuda_graphs: `cuda_graphs` of the config.
     """
 
     mode: str
@@ -100,20 +105,20 @@ class Case:
 
     @property
     def of(self) -> "Mode":
-        """The mode."""
+        """The mode's entry in `llama.MODES`."""
         from llama import MODES
 
         return MODES[self.mode]
 
     @property
     def name(self) -> str:
-        """For files and rows."""
+        """Name of the case in files and rows."""
         groups = "" if self.link_groups is None else f", link_groups={self.link_groups}"
         graphs = ", CUDA graphs" * self.cuda_graphs
         return f"{self.mode}, {self.sizes.layers} layers, {self.tokens} tokens{groups}{graphs}"
 
     def build(self, mesh: Any, swap_dir: str | None = None) -> Any:
-        """Return the program; attention is cuDNN's on GPUs."""
+        """Return the program on a mesh; on GPUs, attention is cuDNN's."""
         import optax
         from llama import llama
 
@@ -133,14 +138,14 @@ class Case:
         return zj.build_train_step(model, optax.adamw(1e-4), zj.ZeroConfig(**fields), mesh)
 
     def abstract_batch(self) -> Any:
-        """Return the batch's shapes."""
+        """Return the shapes and dtypes of a batch."""
         import jax
 
         shape = (self.tokens // self.sizes.seq, self.sizes.seq)
         return {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}
 
     def batch(self) -> Any:
-        """Return a batch: each token's target is the next one."""
+        """Return a random batch; each token's target is the next token."""
         rows = np.random.default_rng(0).integers(
             0, self.sizes.vocab, (self.tokens // self.sizes.seq, self.sizes.seq + 1)
         )
@@ -148,7 +153,7 @@ class Case:
 
     @property
     def model_flops(self) -> float:
-        """Of a step, without recomputation."""
+        """Floating-point operations of a step, without recomputation."""
         from zerojax.planner import flops_per_token
 
         s = self.sizes
@@ -160,8 +165,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """What a compiled program says of itself: text, thunks or why there are none, seconds to
-    compile, bytes on the device.
+    """What a compiled program reports about itself.
+
+    Attributes:
+      text: optimized HLO.
+      thunks: XLA's thunks, or None.
+      why: reason why there are no thunks, or None.
+      seconds: seconds of the compilation.
+      taken: bytes on the device, by the compiler's count.
     """
 
     text: str
@@ -172,7 +183,7 @@ class Read:
 
 
 def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
-    """Compile a program for a batch with a dump, and read it."""
+    """Compile a program for a batch, with a dump, and read the dump."""
     from zerojax import hlo
 
     start = time.perf_counter()
@@ -183,12 +194,12 @@ def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
         thunks, why = None, None
         if program.mesh.devices.flat[0].platform == "cpu":
             why = NotImplementedError(
-                "a program for a CPU does not tell host memory from a device's"
+                "a program for a CPU does not distinguish host memory from device memory"
             )
         else:
             try:
                 thunks = hlo.read_thunks(folder, hlo.module_name(text))
-            except ValueError as error:  # the steps can be timed all the same
+            except ValueError as error:  # the steps can still be timed
                 why = error
     stats: Any = compiled.memory_analysis()
     taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
@@ -196,7 +207,7 @@ def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
 
 
 def program_rows(read: Read) -> Iterator[Row]:
-    """Say what moves over the link, and by whom."""
+    """Report how many bytes cross the link, and whether copies or kernels move them."""
     from zerojax import hlo
 
     if read.why is not None:
@@ -215,8 +226,10 @@ def program_rows(read: Read) -> Iterator[Row]:
     judged = crosses and not traffic.has_callbacks
     share = traffic.share_of_copies
     text = (
-        f"by copies {copies['to_device'] / 1e9:.2f} GB up, {copies['to_host'] / 1e9:.2f} down; by kernels "
-        f"{kernels['to_device'] / 1e9:.2f} up, {kernels['to_host'] / 1e9:.2f} down; {100 * share:.1f} % by copies"
+        f"by copies {copies['to_device'] / 1e9:.2f} GB up, {copies['to_host'] / 1e9:.2f} down; "
+        "by kernels "
+        f"{kernels['to_device'] / 1e9:.2f} up, {kernels['to_host'] / 1e9:.2f} down; "
+        f"{100 * share:.1f} % by copies"
         + (", and what callbacks move" if traffic.has_callbacks else "")
     )
     values = {f"copies_{way}": float(size) for way, size in copies.items()}
@@ -225,14 +238,13 @@ def program_rows(read: Read) -> Iterator[Row]:
     text += (
         f"; in CUDA graphs {graphs['to_device'] / 1e9:.2f} up, {graphs['to_host'] / 1e9:.2f} down"
     )
-    yield Row("over the link, by its thunks", text, f"{100 * COPIED:g} % by copies" if judged else "",
+    yield Row("over the link, by its thunks", text,
+              f"{100 * COPIED:g} % by copies" if judged else "",
               share >= COPIED if judged else None, values)  # fmt: skip
 
 
 def predict(case: Case, read: Read, chip: str, rates: Mapping[str, float]) -> Any:
-    """Return what `hlo.simulate` predicts of a program at the rates assumed of a chip, or with some
-    of them replaced.
-    """
+    """Return the prediction of `hlo.simulate` at a chip's assumed rates, updated by `rates`."""
     from zerojax import hlo
 
     known = {field.name for field in dataclasses.fields(hlo.Rates)}
@@ -242,10 +254,12 @@ def predict(case: Case, read: Read, chip: str, rates: Mapping[str, float]) -> An
 
 
 def predicted_row(name: str, predicted: Any) -> Row:
-    """Say what was predicted."""
+    """Report a prediction."""
     text = (
-        f"predicted {predicted.seconds:.4g} s, idle {100 * predicted.idle:.0f} %, compute {predicted.compute_seconds:.4g} s, "
-        f"floor {predicted.floor_seconds:.4g} s, {predicted.flops / predicted.seconds / 1e12:.0f} TF/s, "
+        f"predicted {predicted.seconds:.4g} s, idle {100 * predicted.idle:.0f} %, "
+        f"compute {predicted.compute_seconds:.4g} s, "
+        f"floor {predicted.floor_seconds:.4g} s, "
+        f"{predicted.flops / predicted.seconds / 1e12:.0f} TF/s, "
         f"{predicted.num_host_waits} drains"
     )
     values = {
@@ -257,7 +271,7 @@ def predicted_row(name: str, predicted: Any) -> Row:
 
 
 def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
-    """Return a check that compiles a case, with the layers that fit, for a chip that is not there."""
+    """Return a check that compiles a case, with the layers that fit, without having the chip."""
 
     def rows(context: Context) -> Iterator[Row]:
         from llama import num_params
@@ -280,7 +294,8 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
         )
         yield Row(
             f"{given.name}: compiled",
-            f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; {read.taken / 2**30:.3g} GiB by the compiler, "
+            f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; "
+            f"{read.taken / 2**30:.3g} GiB by the compiler, "
             f"{sizes} by program.memory",
             values={"compile_seconds": read.seconds, "bytes": float(read.taken)},
         )
@@ -294,12 +309,12 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
 
 
 def fewer_layers(given: Case, asked: Case, is_short: bool = False) -> Iterator[Row]:
-    """Say that a case has fewer layers than were asked for, and why.
+    """Report that a case has fewer layers than were asked for, and why.
 
     Args:
-      given: the case as it is run.
-      asked: the case as it was asked for.
-      is_short: whether the state has few layers because the check that made it was short of
+      given: case as it is run.
+      asked: case as it was asked for.
+      is_short: whether the state has few layers because the check that created it was short of
         seconds.
     """
     if given.sizes.layers < asked.sizes.layers:
@@ -314,22 +329,22 @@ def fewer_layers(given: Case, asked: Case, is_short: bool = False) -> Iterator[R
 
 
 def shortened(case: Case, context: Context) -> Case:
-    """Return a case with `SHORT_LAYERS` at most if seconds are short."""
+    """Return a case, with at most `SHORT_LAYERS` layers if seconds are short."""
     layers = min(case.sizes.layers, SHORT_LAYERS) if context.is_short else case.sizes.layers
     return dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, layers=layers))
 
 
 @dataclasses.dataclass(kw_only=True)
 class Held:
-    """A program that checks of one mode and process hand on.
+    """A program that checks of one mode and process hand on to each other.
 
     Attributes:
-      sizes: of the model, with the layers that fit.
-      room: that the program is fitted to.
-      is_short: whether the check that made the state was short of seconds, so that it has
-        `SHORT_LAYERS` at most.
-      program: that runs the steps, of any number of tokens; None before it is built.
-      state: after the last step; None before the first one, and after a check that failed.
+      sizes: sizes of the model, with the layers that fit.
+      room: memory limits that the program is fitted to.
+      is_short: whether the check that created the state was short of seconds, so that the model has
+        at most `SHORT_LAYERS` layers.
+      program: program that runs the steps, with any number of tokens; None before it is built.
+      state: state after the last step; None before the first step, and after a check that failed.
     """
 
     sizes: LlamaSizes
@@ -340,18 +355,17 @@ class Held:
 
 
 def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
-    """Return a check that runs a case on the first device; checks of one mode and process hand the
-    state on.
+    """Return a check that runs a case on the first device.
 
-    More tokens take more memory: a program that no longer fits is built again, with fewer layers
-    and a new state.
+    Checks of one mode and process hand the state on. More tokens take more memory: a program that
+    no longer fits is rebuilt with fewer layers and a new state.
     """
 
     def rows(context: Context) -> Iterator[Row]:
         asked = case(context)
         key = (asked.mode, asked.sizes, asked.link_groups, asked.cuda_graphs)
         held = context.shared.pop(key, None)
-        context.shared.clear()  # of another program: its state would take the room of this one's
+        context.shared.clear()  # frees another program's state, which would take this one's room
         held = held or Held(
             sizes=shortened(asked, context).sizes, room=room_of(context), is_short=context.is_short
         )
@@ -360,15 +374,13 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
         if program is not held.program:
             held.sizes, held.program, held.state = given.sizes, program, None
         context.shared[key] = held
-        # Bounds are those of the whole model.
+        # The bounds apply to the full model.
         given = dataclasses.replace(
             given, is_largest=asked.is_largest and given.sizes == asked.sizes
         )
         yield from fewer_layers(given, asked, held.is_short)
-        stepped, held.state = (
-            Stepped(given, context, program, held.state),
-            None,
-        )  # a step that fails takes its state along
+        # A step that fails loses its state.
+        stepped, held.state = Stepped(given, context, program, held.state), None
         yield from stepped.rows()
         held.state = stepped.state
 
@@ -376,16 +388,23 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
 
 
 class Stepped:
-    """A program whose steps are run and looked at."""
+    """A program whose steps are run and examined."""
 
     def __init__(self, case: Case, context: Context, program: Any, state: Any) -> None:
+        """Take a built program and its state, or None for the state of a new run."""
         self.case, self.context, self.program, self.state = case, context, program, state
         self.metrics: list[dict[str, float]] = []
 
     def rows(
         self, warmup: int = WARMUP, timed: int = TIMED, profiled: int = PROFILED
     ) -> Iterator[Row]:
-        """Compile, run, profile: so many steps each. Of slow ones fewer are timed, at least one."""
+        """Compile the program, run and profile its steps, and report the results.
+
+        Args:
+          warmup: number of untimed steps.
+          timed: number of timed steps; slow steps are timed fewer times, but at least once.
+          profiled: number of profiled steps.
+        """
         import jax
 
         if self.context.is_short:
@@ -416,7 +435,7 @@ class Stepped:
             yield from attempt("predictions", lambda: self.predicted_rows(read, step))
 
     def step(self, batch: Any) -> float:
-        """Run a step; returns its seconds."""
+        """Run a step and return its seconds."""
         import jax
 
         start = time.perf_counter()
@@ -426,12 +445,16 @@ class Stepped:
         return seconds
 
     def step_rows(self, read: Read, step: float, seconds: list[float]) -> Iterator[Row]:
-        """Say how long a step takes."""
+        """Report the time of a step and its rates."""
         case, judged = self.case, judges(self.context)
         losses = [m["loss"] for m in self.metrics]
-        text = f"{step:.4g} s ({min(seconds):.4g}-{max(seconds):.4g}), {case.tokens / step:.5g} tokens/s"
+        text = (
+            f"{step:.4g} s ({min(seconds):.4g}-{max(seconds):.4g}), "
+            f"{case.tokens / step:.5g} tokens/s"
+        )
         yield Row("step", text, "finite losses", bool(np.isfinite(losses).all()),
-                  {"seconds": step, "tokens_per_second": case.tokens / step, "loss": losses[-1]})  # fmt: skip
+                  {"seconds": step, "tokens_per_second": case.tokens / step,
+                   "loss": losses[-1]})  # fmt: skip
         rate = case.model_flops / step / 1e12
         yield Row("of the model (PaLM, appendix B)", f"{rate:.4g} TF/s", values={"teraflops": rate})
         if read.thunks is not None:
@@ -440,20 +463,24 @@ class Stepped:
                 rate = predict(case, read, self.context.chip, {}).flops / step / 1e12
                 bound = TERAFLOPS.get(case.mode) if judged and case.is_largest else None
                 told = "" if bound is None else f"at least {bound:g}"
-                yield Row("of the program's products, recomputed ones too", f"{rate:.4g} TF/s", told,
-                          None if bound is None else rate >= bound, {"teraflops": rate})  # fmt: skip
+                yield Row("of the program's products, recomputed ones too", f"{rate:.4g} TF/s",
+                          told, None if bound is None else rate >= bound,
+                          {"teraflops": rate})  # fmt: skip
 
             yield from attempt("of the program's products", program)
 
     def memory_rows(self, read: Read, abstract: Any) -> Iterator[Row]:
-        """Say what it took of the device and of the host."""
+        """Report the device memory and the host memory that the process took."""
         from usage import peak_resident_bytes
 
         stats = self.program.mesh.devices.flat[0].memory_stats()
         account = sum(self.program.memory(abstract).tiers["device"].values())
         if stats:
             peak = stats["peak_bytes_in_use"]
-            text = f"{peak / 2**30:.4g} GiB; the compiler's count {read.taken / 2**30:.4g}, program.memory {account / 2**30:.4g}"
+            text = (
+                f"{peak / 2**30:.4g} GiB; the compiler's count {read.taken / 2**30:.4g}, "
+                f"program.memory {account / 2**30:.4g}"
+            )
             yield Row("peak device memory of the process", text, values={"bytes": float(peak)})
         else:
             yield skipped("peak device memory", "CPU devices do not count theirs")
@@ -465,7 +492,7 @@ class Stepped:
         )
 
     def profile_rows(self, read: Read, batch: Any, step: float, num_steps: int) -> Iterator[Row]:
-        """Profile steps, and compare with what was predicted."""
+        """Profile steps, keep the profile, and compare it with predictions."""
         import jax
 
         def run() -> None:
@@ -489,7 +516,7 @@ class Stepped:
 
         if read.thunks is None:
             raise NotImplementedError(
-                "without the program's thunks copies are not told from kernels"
+                "copies cannot be told from kernels without the program's thunks"
             )
         movers = {
             m.instruction for m in hlo.host_traffic(read.text, read.thunks, unknown_trips=1).kernels
@@ -505,12 +532,13 @@ class Stepped:
     def predicted_rows(
         self, read: Read, step: float, found: Measured | None = None
     ) -> Iterator[Row]:
-        """Say what is predicted of the program that was timed, and compare; with what a profile
-        found, if there is one.
+        """Report the predictions for the timed program and compare them with its steps.
+
+        The comparison includes a profile's results if there are any.
         """
         if read.thunks is None:
             raise NotImplementedError(
-                "without the program's thunks copies are not told from kernels"
+                "copies cannot be told from kernels without the program's thunks"
             )
         for whose, rates in (("assumed", {}), ("measured", dict(self.rates()))):
             if whose == "measured" and not rates:
@@ -521,20 +549,21 @@ class Stepped:
                 yield from compared_rows(found, step, predicted, judges(self.context))
 
     def rates(self) -> Iterator[tuple[str, float]]:
-        """Yield the rates that were measured on this machine."""
+        """Yield the name and value of each rate measured on this machine."""
         for name, rate in self.context.known.items():
             if name.startswith("rates."):
                 yield name.removeprefix("rates."), rate
 
 
 def judges(context: Context) -> bool:
-    """Tell whether bounds of speed hold here: on a GPU, at full size."""
+    """Return whether bounds of speed apply: on a GPU, at full size."""
     return platform_name() == "gpu" and not context.sizes.few
 
 
 def least_compute(mode: str, version: tuple[int, ...] | None = None) -> float | None:
-    """Return the bound of `COMPUTE` for a version of jax, the installed one by default; None if it
-    or the mode has none.
+    """Return the bound of `COMPUTE` for a version of jax, the installed one by default.
+
+    The result is None if the version or the mode has no bound.
     """
     import jax
 
@@ -546,14 +575,21 @@ def least_compute(mode: str, version: tuple[int, ...] | None = None) -> float | 
 def measured_rows(
     found: Measured, case: Case, judged: bool, both: float | None = None
 ) -> Iterator[Row]:
-    """Say what a profile saw; `both` is the link's rate in both directions at once, together, where
-    it was measured.
+    """Report a profile's results.
+
+    Args:
+      found: the profile's results.
+      case: the case that ran.
+      judged: whether bounds of speed apply.
+      both: the link's measured rate in both directions together, in bytes per second; None if it
+        was not measured.
     """
     compute = found.compute_seconds / found.seconds
     bound = least_compute(case.mode) if judged and case.is_largest else None
     yield Row(
         "compute alone over the step, by the profile",
-        f"{compute:.3f}: idle {100 * found.idle:.1f} % of {found.seconds:.4g} s, compute {found.compute_seconds:.4g} s, "
+        f"{compute:.3f}: idle {100 * found.idle:.1f} % of {found.seconds:.4g} s, "
+        f"compute {found.compute_seconds:.4g} s, "
         f"kernels that move host memory {found.mover_seconds:.3g} s",
         "" if bound is None else f"at least {bound:g}",
         None if bound is None else compute >= bound,
@@ -577,7 +613,8 @@ def measured_rows(
     both = both if judged and case.mode in BOTH_WAYS else None
     yield Row(
         "copies, by the profile",
-        f"{', '.join(ways)}; {100 * found.beside:.0f} % of their time beside compute; both ways at once "
+        f"{', '.join(ways)}; {100 * found.beside:.0f} % of their time beside compute; "
+        "both ways at once "
         f"{found.both_seconds:.3g} s, {found.both_rate / 1e9:.1f} GB/s",
         "" if both is None else f"both ways at once at least {BOTH:g} of {both / 1e9:.1f} GB/s",
         None if both is None else found.both_rate >= BOTH * both,
@@ -589,9 +626,7 @@ def measured_rows(
 def compared_rows(
     found: Measured | None, step: float, predicted: Any, judged: bool
 ) -> Iterator[Row]:
-    """Compare the measured step with the predicted one; of a step without a profile the seconds
-    alone.
-    """
+    """Compare the measured step with the prediction: seconds, and idle share if profiled."""
     ratio = step / predicted.seconds
     figure, bound = (
         f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g})",
@@ -613,11 +648,11 @@ def compared_rows(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes that a step may take of each memory; None: no limit is known.
+    """Bytes that a step may take of each memory; None means that no limit is known.
 
     Attributes:
-      host: pinned host memory, in XLA's pool and beside it.
-      pool: XLA's pool of it.
+      host: pinned host memory, inside and outside XLA's pool.
+      pool: XLA's pool of pinned host memory.
       device: device memory.
     """
 
@@ -627,7 +662,7 @@ class Room:
 
 
 def room_of(context: Context) -> Room:
-    """Return what there is, less what is left free and what a pool loses."""
+    """Return the memory of the machine, less what is left free and what a pool wastes."""
     from host_offload.device import available_bytes
 
     there = context.host_bytes if context.host_bytes is not None else available_bytes()
@@ -642,17 +677,16 @@ def room_of(context: Context) -> Room:
 def fitted(
     case: Case, build: Callable[[Case], Any], room: Room, program: Any = None
 ) -> tuple[Case, Any]:
-    """Return a case with as many layers as leave what it keeps within the room of each memory, and
-    its program.
+    """Return a case with as many layers as fit into each memory, and its program.
 
     Args:
-      case: with the most layers.
-      build: returns the program of a case.
-      room: bytes that there are.
-      program: of the case, if it is built already; it is closed if it does not fit.
+      case: case with the most layers.
+      build: function that returns a case's program.
+      room: memory limits in bytes.
+      program: program of `case` if it is already built; it is closed if it does not fit.
 
     Raises:
-      NotImplementedError: not one layer fits.
+      NotImplementedError: if not even one layer fits.
     """
     while True:
         program, asked = build(case) if program is None else program, case.sizes.layers

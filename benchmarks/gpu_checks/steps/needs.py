@@ -1,15 +1,14 @@
-"""How many bytes of pinned host memory a mode of the Llama keeps, in closed form: before a device
-is touched.
+"""Compute the pinned host memory of a Llama's mode in closed form, without a device.
 
 XLA reads the limit of its pool of pinned memory when it starts, and a program can only be built
-after that. So a worker's pool is sized from this; `program.memory` of the built program must agree,
-which a test holds.
+after that. A worker's pool is therefore sized by this closed form. A test checks that it agrees
+with `program.memory` of the built program.
 """
 
 from gpu_checks.mixes import LlamaSizes
 
 STATES = 12
-"""Bytes a parameter of a float32 master and of Adam's two moments."""
+"""Bytes per parameter of a float32 master and of Adam's two moments."""
 BYTES = {
     "resident": 0,
     "opt_state on the host": STATES,
@@ -19,12 +18,14 @@ BYTES = {
     "the same, delayed_update": STATES + 4,
     "all on nvme": 0,
 }
-"""By mode, bytes a parameter in XLA's pool. With a delayed update there are two sets of gradients
-in bfloat16: one is applied while the other is made."""
+"""Bytes per parameter in XLA's pool, by mode.
+
+A delayed update has two sets of bfloat16 gradients: one is applied while the other is computed.
+"""
 
 
 def num_params(sizes: LlamaSizes) -> int:
-    """Return the parameters of a Llama."""
+    """Return the number of a Llama's parameters."""
     layer = 4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.ff + 2 * sizes.hidden
     return sizes.layers * layer + 2 * sizes.vocab * sizes.hidden + sizes.hidden
 

@@ -1,10 +1,12 @@
-"""Ours beside FSDP2 and DeepSpeed with their states in host memory: the same GPT, batch, precision
-and attention.
+"""Compare zerojax with FSDP2 and DeepSpeed, with states in host memory.
 
-Each contender keeps parameters, gradients and optimizer state on the host, runs the optimizer
+All contenders use the same GPT, batch, precision and attention.
+
+Each contender stores parameters, gradients and optimizer state on the host, runs the optimizer
 there, and keeps activations on the device, as FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-3 with
-both offloads do; ours is also run with the update on the device, which they do not have. On GPUs
-attention is cuDNN's in all. Seconds are medians after the warm-up; a process each.
+both offloads do. zerojax also runs with the update on the device, which the peers do not have. On
+GPUs, all contenders use cuDNN's attention. Each contender runs in its own process, and seconds are
+medians after the warm-up.
 """
 
 import statistics
@@ -29,14 +31,14 @@ PEERS = {"FSDP2": ("fsdp2-offload", "torch"), "DeepSpeed": ("deepspeed3-offload"
 
 
 def our_jobs(context: Context) -> list[Job]:
-    """Return our jobs, to be run or compiled."""
+    """Return zerojax's jobs, to run or to compile."""
     return [
         Job(name=name, problem=context.sizes.peer, fields=fields) for name, fields in OURS.items()
     ]
 
 
 def check_ours(name: str) -> Callable[[Context], Iterator[Row]]:
-    """Return the check of one of ours."""
+    """Return the check of one of zerojax's contenders."""
 
     def rows(context: Context) -> Iterator[Row]:
         import jax
@@ -103,7 +105,7 @@ def contender_row(
     peak: int | None,
     version: str,
 ) -> Row:
-    """Say how fast a contender is, and what it takes of the device."""
+    """Report a contender's speed and peak device memory."""
     own = statistics.median(seconds[WARMUP:])
     rate = context.sizes.peer.batch * context.sizes.peer.seq / own
     text = f"{1e3 * own:.4g} ms, {rate:.5g} tokens/s" + (
@@ -117,7 +119,7 @@ def contender_row(
 
 
 def beside_rows(name: str, row: Row, context: Context) -> Iterator[Row]:
-    """Say who is faster, and who takes less of the device."""
+    """Report which contender is faster, and which takes less device memory."""
     for ours in OURS:
         for what, unit, more_wins in (
             ("tokens_per_second", "tokens/s", True),

@@ -1,10 +1,9 @@
-"""What a profile says of the device: idle time, copies beside kernels, both directions at once,
-bytes.
+"""Read a device's profile: idle time, copies during kernels, both directions, bytes.
 
-`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which XProf opens; here it is kept
-compressed. Its plane "/device:GPU:0" has a line for each stream. An event there is a kernel, or a
-copy ("MemcpyH2D", "MemcpyD2H") whose detail names its bytes. Kernels that move host memory are told
-by the instruction that they run, since the device sees no difference.
+`jax.profiler` stores CUPTI's events in a file `*.xplane.pb`, which XProf opens; here it is stored
+compressed. The plane "/device:GPU:0" has a line for each stream. An event there is a kernel, or a
+copy ("MemcpyH2D", "MemcpyD2H") whose details give its bytes. Kernels that move host memory are
+recognized by their instruction, since the profile shows no other difference.
 """
 
 import contextlib
@@ -25,11 +24,11 @@ Interval = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEvents:
-    """What ran on a device, in seconds from any point.
+    """Events on a device, in seconds from an arbitrary start.
 
     Attributes:
-      kernels: (start, end, instruction) of each kernel; the instruction is "" where the profile
-        does not tell it.
+      kernels: (start, end, instruction) of each kernel; the instruction is "" if the profile does
+        not name it.
       copies: (start, end, bytes) of each copy, by `UP` and `DOWN`.
     """
 
@@ -39,17 +38,18 @@ class DeviceEvents:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a device did in a step, measured.
+    """Measured activity of a device per step.
 
     Attributes:
-      seconds: from the first event to the last, over the steps.
-      compute_seconds: in which at least one kernel runs that does not move host memory.
-      mover_seconds: in which a kernel runs that moves host memory.
-      copy_seconds: in which a copy runs, by direction.
-      copied_bytes: by direction.
-      beside: the part of the copies' seconds in which kernels of `compute_seconds` run.
-      both_seconds: in which copies run in both directions.
-      both_rate: bytes a second, both ways together, while they do; 0 where they never do.
+      seconds: time from the first event to the last.
+      compute_seconds: time in which at least one kernel runs that does not move host memory.
+      mover_seconds: time in which a kernel runs that moves host memory.
+      copy_seconds: time in which a copy runs, by direction.
+      copied_bytes: bytes that copies move, by direction.
+      beside: share of the copies' time in which kernels of `compute_seconds` run.
+      both_seconds: time in which copies run in both directions.
+      both_rate: bytes per second in both directions together during `both_seconds`; 0 if copies
+        never run in both.
     """
 
     seconds: float
@@ -63,20 +63,19 @@ class Measured:
 
     @property
     def idle(self) -> float:
-        """The share of the step in which the cores do nothing but, at most, move host memory."""
+        """Share of the step in which the cores run no kernel, or only move host memory."""
         return 1 - self.compute_seconds / self.seconds
 
 
 @contextlib.contextmanager
 def profiled(keep: pathlib.Path) -> Iterator[None]:
-    """Profile what runs inside, and keep the profile as a file."""
+    """Profile the code inside and store the compressed profile in the file `keep`."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
         options: Any = jax.profiler.ProfileOptions()
-        options.python_tracer_level = (
-            0  # Python's calls, and the runtime's, would be most of the file
-        )
+        # The calls of Python and of the runtime would fill most of the file.
+        options.python_tracer_level = 0
         options.host_tracer_level = 1
         with jax.profiler.trace(folder, profiler_options=options):
             yield
@@ -89,10 +88,10 @@ def profiled(keep: pathlib.Path) -> Iterator[None]:
 
 
 def read_events(path: pathlib.Path) -> DeviceEvents:
-    """Read a profile that `profiled` kept.
+    """Read a profile that `profiled` stored.
 
     Raises:
-      NotImplementedError: it holds no GPU.
+      NotImplementedError: if it holds no GPU.
     """
     from jax.profiler import ProfileData
 
@@ -101,10 +100,10 @@ def read_events(path: pathlib.Path) -> DeviceEvents:
 
 
 def events_of(data: Any) -> DeviceEvents:
-    """Return what ran on the first GPU of a profile.
+    """Return the events on the first GPU of a profile.
 
     Raises:
-      NotImplementedError: it holds none.
+      NotImplementedError: if it holds no GPU.
     """
     planes = sorted(
         (plane for plane in data.planes if plane.name.startswith("/device:GPU")),
@@ -114,7 +113,7 @@ def events_of(data: Any) -> DeviceEvents:
         raise NotImplementedError("the profile holds no GPU, only its host")
     events = DeviceEvents([], {UP: [], DOWN: []})
     for one in planes[0].lines:
-        if not one.name.startswith("Stream"):  # others repeat the same events by step and by module
+        if not one.name.startswith("Stream"):  # other lines repeat the events by step and module
             continue
         for event in one.events:
             start, end = event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
@@ -130,15 +129,15 @@ def events_of(data: Any) -> DeviceEvents:
 
 
 def measure(events: DeviceEvents, movers: Collection[str], num_steps: int) -> Measured:
-    """Return what the steps of a profile did, each.
+    """Return the activity of a profile's steps, per step.
 
     Args:
-      events: of the device.
+      events: events on the device.
       movers: instructions whose kernels move host memory.
-      num_steps: steps, run back to back.
+      num_steps: number of steps in the profile, run back to back.
 
     Raises:
-      NotImplementedError: the device ran nothing that the profile saw.
+      NotImplementedError: if the profile holds no kernel.
     """
     all_copies = [interval for copies in events.copies.values() for interval in copies]
     if not events.kernels:
@@ -152,11 +151,12 @@ def measure(events: DeviceEvents, movers: Collection[str], num_steps: int) -> Me
     }
     both = common(ways[UP], ways[DOWN])
     either = union([*ways[UP], *ways[DOWN]])
+    # Bytes moved while both directions are in use, if each copy runs at an even rate.
     moved = sum(
         size * length(common([(start, end)], both)) / (end - start)
         for start, end, size in all_copies
         if end > start
-    )  # bytes while both directions are in use, each copy's taken to be even over its time
+    )
     return Measured(
         seconds=(max(ends) - min(starts)) / num_steps,
         compute_seconds=length(compute) / num_steps,
@@ -173,7 +173,7 @@ def measure(events: DeviceEvents, movers: Collection[str], num_steps: int) -> Me
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same time as intervals in order that do not touch."""
+    """Return disjoint intervals, in order, that cover the same time."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -184,7 +184,7 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the time that is in both of two lists of intervals, each as `union` returns it."""
+    """Return the time in both of two lists of intervals, each as returned by `union`."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -198,15 +198,15 @@ def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Return the seconds of intervals that do not touch."""
+    """Return the total seconds of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def keep_profile(run: Callable[[], None], keep: pathlib.Path) -> DeviceEvents:
-    """Run with a profile that is kept; returns what the device did.
+    """Profile a call, store the profile, and return the events on the device.
 
     Raises:
-      NotImplementedError: no GPU ran it. The file is kept all the same.
+      NotImplementedError: if the call ran on no GPU. The file is stored nevertheless.
     """
     with profiled(keep):
         run()
