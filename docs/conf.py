@@ -52,7 +52,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#\s]+)(#[^)]*)?\)")
 
 
 def link_files(app: Any, name: str, source: list[str]) -> None:
-    """Replace links to files outside the documentation by downloads, and links to folders by text."""
+    """Replace links to files outside the documentation by downloads, and to folders by text."""
     if name == "changelog":
         source[0] = (HERE.parent / "CHANGELOG.md").read_text().replace("](docs/", "](")
     folder = (HERE / name).parent

@@ -24,9 +24,8 @@ HEAD = f"""\
 
 This table shows what the planner chooses for one GPU with 128 GB of host memory and an SSD (2 TB,
 6 GB/s of reads, 4 GB/s of writes). Each step trains {BATCH} sequences of {SEQ} tokens in bf16 with
-AdamW. A cell names where parameters (P), gradients (G) and optimizer state (O) are stored if that is
-not the device, and the predicted tokens per second. "on CPU" means that the host runs the
-optimizer.
+AdamW. A cell says where parameters (P), gradients (G) and optimizer state (O) are stored, if not on
+the device, and the predicted tokens per second. "on CPU" means that the host runs the optimizer.
 
 These are predictions from vendors' figures, not measurements. On an H200 and an H100 such
 predictions were within 10 % of measured steps ([performance](../performance.md)). Plan with your
