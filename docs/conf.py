@@ -32,7 +32,11 @@ default_role = "code"
 
 html_theme = "sphinx_book_theme"
 html_title = "zerojax"
-html_theme_options = {"use_download_button": True, "show_toc_level": 2}
+html_theme_options = {
+    "use_download_button": True,
+    "show_toc_level": 2,
+    "navbar_persistent": [],  # the sidebar has the search field
+}
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
