@@ -1,4 +1,4 @@
-"""Figures of machines: by name, from a file, replaced; what nobody gave, and what is wrong."""
+"""Machine figures: by name, from a file, replaced, missing, and wrong."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def test_machines_h200_has_the_rates_that_a_simulation_assumes():
     assert zj.machine("h200").rates() == hlo.RATES["h200"]
     slow = dataclasses.replace(zj.machine("h200"), link_up=11e9, disk_read=2e9).rates()
     assert (slow.link, slow.kernel_link, slow.disk_read) == (11e9, 9e9, 2e9)
-    assert zj.machine("v100-32").rates().products == 70e12  # of float16: it has no other
+    assert zj.machine("v100-32").rates().products == 70e12  # for float16: it has no other rate
     with pytest.raises(ValueError, match=r"has no figure for flops\.bf16"):
         zj.Machine(name="empty").rates()
 
@@ -53,7 +53,9 @@ def test_machines_say_which_figure_nobody_gave():
         machine.needs("device_bytes", "host_bytes", "disk_read")
     with pytest.raises(ValueError, match=r"flops=\{\*\*machine\.flops, 'fp16': \.\.\.\}"):
         zj.Machine(name="m").need("flops.fp16")
-    with pytest.raises(ValueError, match="unknown machine figure 'link_upp': did you mean 'link_up'"):
+    with pytest.raises(
+        ValueError, match="unknown machine figure 'link_upp': did you mean 'link_up'"
+    ):
         machine.need("link_upp")
     assert dataclasses.replace(machine, host_bytes=2e12).need("host_bytes") == 2 * 10**12
 
@@ -94,7 +96,10 @@ def test_machines_are_hashed_copied_and_pickled():
         ({"flops": {"bf17": 1e12}}, r"flops\.bf17 .* flops\.bf16"),
         ({"flops": {"bf16": -1.0}}, r"flops\.bf16 = -1\.0: must be FLOP per second"),
         ({"flops": 1e12}, r"flops is not a mapping"),
-        ({"source": {"link": "x"}}, r"'link', which is not a machine figure.*did you mean 'link_up'"),
+        (
+            {"source": {"link": "x"}},
+            r"'link', which is not a machine figure.*did you mean 'link_up'",
+        ),
         ({"name": ""}, r"a name is needed"),
     ],
 )
@@ -149,7 +154,10 @@ def test_machines_files_start_from_a_named_one(tmp_path):
             "nodes = 2\ndisk_raed = 3e9\n",
             r"bad\.toml, line 2: 'disk_raed' is not a machine figure: did you mean 'disk_read'",
         ),
-        ('\n\nlink_up = "fast"\n', r"bad\.toml, line 3: link_up = 'fast': must be bytes per second"),
+        (
+            '\n\nlink_up = "fast"\n',
+            r"bad\.toml, line 3: link_up = 'fast': must be bytes per second",
+        ),
         ("[flops]\nfp8 = 1e12\n", r"bad\.toml, line 2: flops\.fp8 = .* not a precision"),
         ("flops = 1e12\n", r"line 1: flops = .* per precision; choose from flops\.fp32"),
         ('base = "h300"\n', r"bad\.toml, line 1: base 'h300' is unknown: did you mean 'h200'"),
