@@ -1,9 +1,11 @@
 """Small models written as their authors write them, without any zerojax code.
 
 lm1b        Flax's example: Linen, logical axes, dropout set by a config, masks
-gemma       Flax's example: NNX, a sharding config over axes "fsdp" and "tp" for parameters and activations
+gemma       Flax's example: NNX, a sharding config over axes "fsdp" and "tp" for parameters and
+            activations
 qwen3       as bonsai writes it: NNX, a ShardConfig, and `reshard` wherever there is a mesh
-maxtext     Linen: nn.scan over nn.remat with a name for the layer axis, logical axes of parameters and activations
+maxtext     Linen: nn.scan over nn.remat with a name for the layer axis, logical axes of parameters
+            and activations
 diffusion   NNX: a loss that draws noise, modules that take `rngs` at the call
 recurrent   NNX: nnx.RNN over LSTM and GRU cells
 stacked     NNX: nnx.vmap and nnx.scan with a name for the layer axis, dropout
