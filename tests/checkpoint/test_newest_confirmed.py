@@ -4,7 +4,8 @@ The promise is tested over sequences of these calls:
 
   save        confirmed when the save and the wait for it return
   fail        a save in which the n-th call of some kind to the file system fails
-  kill        a save that ends in the middle: another run continues with the directory at the n-th change
+  kill        a save that ends in the middle: another run continues with the directory at the n-th
+              change
   go back     restore an older step; the next save sets the newer steps aside
   damage      a record of a step is changed on disk
   keep        another run, with another max_to_keep
