@@ -1,7 +1,8 @@
 """Build the library that makes system calls fail (`shim.c`), and control it when it is loaded.
 
     faults = Faults(library, root)
-    with faults.some(Plan(...)) as injected:    calls on files below `root` fail in here, in all threads
+    with faults.some(Plan(...)) as injected:    in here, calls on files below `root` fail, in all
+                                                threads
         ...
     injected()                                  what failed, in order
 
