@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
         named = set(marker.args)
         if not named or len(by_id) < len(found):
             raise pytest.UsageError(
-                f"{path}: {name}: by_default names cases of a test that has several"
+                f"{path}: {name}: by_default must name cases of a parametrized test"
             )
         if hidden := sorted(
             case for case in named & set(by_id) if by_id[case].get_closest_marker("exhaustive")

@@ -1,4 +1,4 @@
-"""The splits found for the values of a traced function are those of the partitioner."""
+"""The splits found for a traced function's values equal the partitioner's."""
 
 from typing import Any
 

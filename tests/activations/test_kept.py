@@ -132,7 +132,7 @@ def test_closed_forms_of_the_papers_models(preset, theirs, ours):
     assert [round(n) for n in percent] == [theirs, ours]
 
 
-# --- #  which values ------------------------------------------------------------------------------
+# --- which values ---------------------------------------------------------------------------------
 
 
 def kept_of(block, mode="save", x=X, key=None, params=W):

@@ -253,7 +253,7 @@ def test_configs_of_any_content_are_shown(step):
         config.write_bytes(before)
 
 
-# --- #  what is not a file ------------------------------------------------------------------------
+# --- what is not a file ---------------------------------------------------------------------------
 
 
 def fifo(path: pathlib.Path) -> None:

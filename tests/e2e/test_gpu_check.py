@@ -178,7 +178,7 @@ def test_a_part_needs_less_than_its_limit(mode):
         assert len({check.name for check in part.checks}) == len(part.checks)
 
 
-# --- #  parts, whatever they check ----------------------------------------------------------------
+# --- parts, whatever they check -------------------------------------------------------------------
 
 WORKER = """
 import os, subprocess, sys, time
@@ -560,7 +560,7 @@ def test_a_row_says_what_was_raised():
     assert (row.ok, row.figure) == (None, "skipped: not built")
 
 
-# --- #  reports of checks -------------------------------------------------------------------------
+# --- reports of checks ----------------------------------------------------------------------------
 
 
 def test_a_sweep_tells_verdicts_and_fails_where_a_winner_is_wrong(monkeypatch, tmp_path):

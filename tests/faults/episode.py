@@ -138,7 +138,7 @@ class Episode:
                 where = "" if other is error else " in a thread"
                 raise Found("bare error", f"{type(other).__name__}{where}: {other}", other)
         if error is not None and not self.injected:
-            raise Found("stuck", f"nothing failed, and it raised {error}", error)
+            raise Found("stuck", f"nothing failed, but it raised {error}", error)
         return result, error
 
     @property
@@ -218,24 +218,24 @@ class Episode:
     def latest_step(self) -> None:
         step, error = self.attempt("latest_step", self.ckpt.latest_step)
         if error is None and not self.lost_bytes and step != (newest := max(self.on_disk())):
-            raise Found("lost", f"latest_step() is {step}, and step {newest} is whole")
+            raise Found("lost", f"latest_step() is {step}, but step {newest} is complete")
 
     def best_step(self) -> None:
         step, error = self.attempt("best_step", self.ckpt.best_step)
         if error is None and not self.lost_bytes and step != (newest := max(self.on_disk())):
-            raise Found("lost", f"best_step() is {step}, and step {newest} is whole")
+            raise Found("lost", f"best_step() is {step}, but step {newest} is complete")
 
     def all_steps(self) -> None:
         steps, error = self.attempt("all_steps", self.ckpt.all_steps)
         if error is None and steps != self.on_disk():
-            raise Found("lost", f"all_steps() is {steps}, and {self.on_disk()} are there")
+            raise Found("lost", f"all_steps() is {steps}, but {self.on_disk()} exist")
 
     def inspect(self) -> None:
         report, error = self.attempt("inspect", lambda: inspect(self.folder / "c", verify=True))
         if (
             error is None and "damaged" in report.text and not self.lost_bytes
         ):  # incomplete ones may exist too
-            raise Found("lost", f"told damaged: {report.text}")
+            raise Found("lost", f"it reports damage without cause: {report.text}")
 
     def export(self) -> None:
         form = self.random.choice(sorted(EXPORTS))
@@ -279,7 +279,7 @@ class Episode:
             ):
                 return
         raise Found(
-            "wrong number", f"the exported weights are none of steps {steps}: {sorted(found)}"
+            "wrong number", f"the exported weights are not those of steps {steps}: {sorted(found)}"
         )
 
     def import_weights(self) -> None:
@@ -355,7 +355,7 @@ class Episode:
             raise Found("bare error", f"the SwapError names no file: {error}", error)
         self.regain()
 
-    # --- #  common parts --------------------------------------------------------------------------
+    # --- common parts -----------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Train a step if this one was saved."""
@@ -368,7 +368,7 @@ class Episode:
         if loss != self.toy.losses[step]:
             raise Found(
                 "wrong number",
-                f"the loss of step {step} is {loss}, and not {self.toy.losses[step]}",
+                f"the loss of step {step} is {loss}, not {self.toy.losses[step]}",
             )
         with self.told_later():
             require_same(
@@ -390,9 +390,9 @@ class Episode:
         """Take a restored state, and require that it is the newest readable one."""
         self.state, step, there = state, int(state.step), self.on_disk()
         if step not in self.toy.saved or step not in there:
-            raise Found("wrong number", f"step {step} was restored, and {there} are there")
+            raise Found("wrong number", f"step {step} was restored, but {there} exist")
         if step != max(there) and not self.lost_bytes:
-            raise Found("lost", f"step {step} was restored, and step {max(there)} is whole")
+            raise Found("lost", f"step {step} was restored, but step {max(there)} is complete")
         self.last = step
         self.confirmed = {other for other in self.confirmed if other <= step} | {
             step
@@ -446,7 +446,7 @@ class Episode:
         if (
             not is_saved and step not in self.on_disk()
         ):  # it already existed, and was only not synced
-            raise Found("lost", f"step {step} was not saved, is not there, and is not saved again")
+            raise Found("lost", f"step {step} was not saved, is missing, and is not saved again")
         self.confirmed.add(step)
         self.last = step
 
@@ -479,24 +479,24 @@ class Episode:
                 )
             except CheckpointError as error:
                 raise Found(
-                    "lost", f"the checkpoint of step {step} is there, and not whole: {error}", error
+                    "lost",
+                    f"the checkpoint of step {step} exists, but is incomplete: {error}",
+                    error,
                 ) from error
         if not there or max(there) < newest:
             names = sorted(os.listdir(self.folder / "c"))
-            raise Found(
-                "lost", f"step {newest} was saved, and {there or 'none'} are there: {names}"
-            )
+            raise Found("lost", f"step {newest} was saved, but {there or 'none'} exist: {names}")
         keep = self.settings["max_to_keep"]
         missing = self.confirmed - set(there)
         if (keep is None and missing) or len(there) < min(keep or 0, len(self.confirmed)):
             raise Found(
                 "lost",
-                f"steps {sorted(missing)} were saved, and {there} are there; max_to_keep={keep}",
+                f"steps {sorted(missing)} were saved, but {there} exist; max_to_keep={keep}",
             )
         self.confirmed -= missing  # which retention removed
         found = zj.Checkpointer(self.folder / "c").latest_step()
         if found != max(there):
-            raise Found("lost", f"latest_step() is {found}, and {there} are there")
+            raise Found("lost", f"latest_step() is {found}, but {there} exist")
 
     OPERATIONS: Mapping[str, tuple[float, float]] = {
         "save": (3, 3), "save_and_step": (1, 2), "save_and_close": (1, 1), "begin_again": (1.5, 1.5), "restore": (2, 2),
@@ -565,7 +565,7 @@ class Episode:
         if self.toy.on_disk:
             left += [str(path) for path in self.toy.swap.glob("zerojax-swap-0/snapshot-*")]
         if left:
-            raise Found("stuck", f"{left} are left")
+            raise Found("stuck", f"{left} are left over")
 
 
 @contextlib.contextmanager

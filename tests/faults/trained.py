@@ -195,7 +195,7 @@ def require_same(
     if sorted(actual) != sorted(expected):
         raise Found(
             "wrong number",
-            f"{what} holds {sorted(set(actual) ^ set(expected))} too many or too few",
+            f"{what} has extra or missing entries: {sorted(set(actual) ^ set(expected))}",
         )
     for name, value in expected.items():
         found = actual[name]

@@ -95,9 +95,7 @@ def need(*modules: str) -> None:
 
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
         if os.environ.get("CI"):
-            raise RuntimeError(
-                f"CI installs zerojax[dev], and {', '.join(absent)} of it cannot be found"
-            )
+            raise RuntimeError(f"CI installs zerojax[dev], but {', '.join(absent)} cannot be found")
         pytest.skip(
             f"this module needs {', '.join(absent)}; run pip install 'zerojax[dev]'",
             allow_module_level=True,

@@ -354,7 +354,7 @@ def test_layers_are_updated_by_a_worker_beside_the_program():
     # Python 0.75 where gradients and parameters cross, 0.625 where parameters do. Nothing waits for
     # the device:
     #   d 0..2, down 2..4, kernel 4..6, up 6..8;  d 2..4, down 4..6, kernel 6..8, up 8..10.
-    # The third call is there at 1.5 and waits from 2.25 for the first kernel, until 6:
+    # The third call arrives at 1.5 and waits from 2.25 for the first kernel, until 6:
     #   d 4..6, down 6..8, the first parameters at 8, kernel 8..10, up 10..12.
     # The fourth waits from 6.75 until 8:  d 8..10, down 10..12, kernel 12..14, up 14..16.
     # The others wait from 8.625 until 10 and from 10.625 until 14.

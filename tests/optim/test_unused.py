@@ -83,7 +83,7 @@ def test_unused_gradients_are_those_that_no_update_depends_on(name):
         assert is_equal == (i in expected)
 
 
-# --- #  in a step ---------------------------------------------------------------------------------
+# --- in a step ------------------------------------------------------------------------------------
 
 LAYERS, WIDTH = 2, 8
 

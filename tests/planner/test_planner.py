@@ -592,7 +592,7 @@ def test_plan_tells_what_it_did_not_consider():
     )  # there is no disk, and the user said so
 
 
-# --- #  nothing fits ------------------------------------------------------------------------------
+# --- nothing fits ---------------------------------------------------------------------------------
 
 
 def check_repair(case: Any) -> None:

@@ -488,7 +488,7 @@ def test_step_time_is_that_of_a_simulation_of_more_events(first):
         check_step(seed)
 
 
-# --- #  steps of known duration -------------------------------------------------------------------
+# --- steps of known duration ----------------------------------------------------------------------
 
 BYTE_A_SECOND = Wires(up=1, down=1, link_both=2, read=1, write=1, disk_both=2)
 

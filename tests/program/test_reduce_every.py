@@ -268,7 +268,7 @@ def test_other_settings_and_models_equal_a_reduction_a_microbatch(case, caplog):
     assert not [r for r in caplog.records if "reduce_every" in r.getMessage()]
 
 
-# --- #  the rewriting -----------------------------------------------------------------------------
+# --- the rewriting --------------------------------------------------------------------------------
 
 ROWS, D = 16, 6
 

@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 def lines_of(folder: RunFolder, name: str = METRICS) -> list[dict[str, float]]:
     def refuse(literal: str) -> None:
-        raise AssertionError(f"{literal} is no JSON")
+        raise AssertionError(f"{literal} is not JSON")
 
     text = pathlib.Path(folder.file(name)).read_text()
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]

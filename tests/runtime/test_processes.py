@@ -1,6 +1,6 @@
 """An error in one of several processes is raised in all of them.
 
-Of two kinds of errors, all processes raise the more severe kind.
+If there are two kinds of errors, all processes raise the more severe kind.
 """
 
 import threading

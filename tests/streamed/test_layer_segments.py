@@ -379,7 +379,7 @@ def test_a_checkpoint_is_restored_into_other_segments(tmp_path):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-# --- #  values by number --------------------------------------------------------------------------
+# --- values by number -----------------------------------------------------------------------------
 
 
 def labels(**fields):
@@ -440,7 +440,7 @@ def test_what_is_inside_of_a_loop_is_kept_by_number():
         toys.assert_trees_close(tree, pieces[piece], atol=2e-6)
 
 
-# --- #  refused settings --------------------------------------------------------------------------
+# --- refused settings -----------------------------------------------------------------------------
 
 WRONG = {
     "num_layers": (lambda: S(0), "num_layers=0 of a Segment: an integer of at least 1 is needed"),

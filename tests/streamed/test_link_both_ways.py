@@ -214,7 +214,7 @@ def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
     assert sorted(crossed(phase)) == sorted(crossed(same))  # in another order
 
 
-# --- #  unstacked leaves --------------------------------------------------------------------------
+# --- unstacked leaves -----------------------------------------------------------------------------
 
 
 def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_the_drain():

@@ -348,7 +348,7 @@ def test_what_moves_whole_layers_says_so(fields, caplog):
     )
 
 
-# --- #  what is not a loop over tiles -------------------------------------------------------------
+# --- what is not a loop over tiles ----------------------------------------------------------------
 
 
 def remat(p, x, key):

@@ -133,7 +133,7 @@ def test_changed_headers_end_in_an_error_that_tells_them(tmp_path, num):
     print(f"{num // 4} flipped bits: {dict(found)}")
 
 
-# --- #  other inputs of an import -----------------------------------------------------------------
+# --- other inputs of an import --------------------------------------------------------------------
 
 
 def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:

@@ -290,7 +290,7 @@ def test_state_that_is_computed_from_weights(tmp_path):
         zj.import_params(program, tmp_path / "out", key=jax.random.key(0))
 
 
-# --- #  refused inputs ----------------------------------------------------------------------------
+# --- refused inputs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", EXPORTS)
