@@ -112,7 +112,7 @@ def seconds(found: hlo.Simulation):
 def test_a_copy_beside_a_product_costs_nothing():
     text = module(lines(start("c"), product("d1"), done("c"), product("d2")))
     found = hlo.simulate(text, rates=RATES)
-    # The copy 0..2 beside d1 0..2, then d2 2..4.
+    # The copy 0..2 during d1 0..2, then d2 2..4.
     assert seconds(found) == (4, 4, 0)
     assert found.idle == pytest.approx(0, abs=1e-6)
     assert found.traffic.by_copies == {"to_device": 2_000_000, "to_host": 0}
