@@ -7,13 +7,13 @@ import pathlib
 import sys
 import zlib
 
-# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in,
-# and compile in one thread, as each worker has a core. Fusions without MLIR compile in half the
-# time, and round in another way; later versions of XLA have no such flag.
+# Small programs take longer to compile than to run: skip LLVM's optimizations but not XLA's, and
+# compile in one thread, since each worker has a core. Fusions without MLIR compile in half the
+# time, and round differently; later versions of XLA have no such flag.
 HAS_FUSION_FLAG = importlib.metadata.version("jax").startswith("0.10.")
 SMALL_MODULES = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# Of what is compiled for GPUs, tests read the program and the kernels of Mosaic, which this flag
-# does not reach.
+# From programs compiled for GPUs, tests read the program and the Mosaic kernels, which this flag
+# does not affect.
 SMALL_MODULES += ["--xla_gpu_disable_gpuasm_optimizations=true"]
 FLAGS = [*SMALL_MODULES, *(["--xla_cpu_use_fusion_emitters=false"] if HAS_FUSION_FLAG else [])]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
@@ -30,7 +30,7 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-# Collect garbage less often: walking what was imported, and the programs that JAX keeps, takes a
+# Collect garbage less often: visiting imported modules and the programs that JAX keeps takes a
 # tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 
@@ -42,8 +42,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After the last test of a file, take what lives on out of later collections: JAX's caches keep
-    it anyway.
+    """After the last test of a file, exclude surviving objects from later collections.
+
+    JAX's caches keep them anyway.
     """
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
@@ -52,9 +53,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture(autouse=True, scope="session")
 def _disk_is_not_probed():
-    """Take default settings of a disk: programs from disk are built many times, and a probe takes a
-    second.
-    """
+    """Use default disk settings: programs are built on disk many times, and probes are slow."""
     from host_offload.disk.tuning import DEFAULT
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,14 +63,15 @@ def _disk_is_not_probed():
 
 @pytest.fixture
 def default_fusions():
-    """Compile zerojax's programs as users do, fusions with MLIR and all: for claims about the last
-    bits.
+    """Compile zerojax's programs as users do, including fusions with MLIR.
+
+    This is for claims about the last bits.
     """
     jit = jax.jit
 
     def as_users_do(*args, **options):
         caller = sys._getframe(1).f_globals["__name__"]
-        nested = caller == "zerojax.tiling.loops"  # options are those of the whole program
+        nested = caller == "zerojax.tiling.loops"  # options apply to the entire program
         if caller.startswith("zerojax.") and not nested and options.get("compiler_options") is None:
             options["compiler_options"] = {"xla_cpu_use_fusion_emitters": True}
         return jit(*args, **options)
@@ -88,14 +88,15 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks are looked at, and groups are added to names
+@pytest.hookimpl(tryfirst=True)  # before marks are evaluated, and groups are added to names
 def pytest_collection_modifyitems(config, items):
-    """Leave the cases that `by_default` does not name to `-m exhaustive`, and take a tenth of all
-    where it is asked for.
+    """Leave the cases that `by_default` does not name to `-m exhaustive`.
+
+    If requested, run only a tenth of all cases.
 
     Raises:
-      UsageError: no case is named, or one that is exhaustive by another mark; or, where all cases
-        were collected, one that the test does not have.
+      UsageError: if no case is named, or a case that is exhaustive by another mark; or, if all
+        cases were collected, a case that the test does not have.
     """
     cases = {}
     for item in items:
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
         named = set(marker.args)
         if not named or len(by_id) < len(found):
             raise pytest.UsageError(
-                f"{path}: {name}: by_default names cases of a test that has several"
+                f"{path}: {name}: by_default must name cases of a parametrized test"
             )
         if hidden := sorted(
             case for case in named & set(by_id) if by_id[case].get_closest_marker("exhaustive")
@@ -116,7 +117,7 @@ def pytest_collection_modifyitems(config, items):
             )
         is_whole = not any(
             "::" in argument for argument in config.args
-        )  # else some cases may not have been collected
+        )  # otherwise some cases may not have been collected
         if is_whole and (unknown := sorted(named - set(by_id))):
             raise pytest.UsageError(
                 f"{path}: {name} has no cases {unknown}: they are {sorted(by_id)}"
@@ -125,7 +126,7 @@ def pytest_collection_modifyitems(config, items):
             if case not in named:
                 item.add_marker(pytest.mark.exhaustive)
     if config.getoption("tenth"):
-        # By their names, so that a test that is added changes nothing for the others.
+        # By their names, so that an added test does not change the selection of the others.
         chosen = [zlib.crc32(f"{item.path.name}::{item.name}".encode()) % 10 == 0 for item in items]
         config.hook.pytest_deselected(
             items=[item for item, taken in zip(items, chosen, strict=True) if not taken]
@@ -135,7 +136,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def h200_compiler():
-    """Skip where nothing can be compiled for an H200 that is not there; on Linux that is a failure."""
+    """Skip if compilation for an absent H200 is impossible; on Linux that is a failure."""
     from zerojax import aot
 
     try:

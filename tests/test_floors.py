@@ -1,5 +1,4 @@
-"""The house: which package, folder and module may import which, and that folders are entered by
-their doors.
+"""Which package, folder and module may import which, and that imports enter folders by their doors.
 
 `python tests/test_floors.py` prints the folders, with files, arrows and floors.
 """
@@ -17,7 +16,7 @@ PACKAGES = {
     "host_offload": set(),
     "pallas_kernels": set(),
 }
-"""What each package may import of the others."""
+"""The packages that each package may import."""
 
 ROOMS = {
     # files that are low floors under several folders
@@ -88,13 +87,13 @@ ROOMS = {
     "host_offload.host_update": ("calls", "device", "disk", "engine"),
     "host_offload.trace": ("engine", "disk", "schedule"),
 }  # fmt: skip
-"""What each folder or file of a package may import of the same package."""
-FEWEST = 20  # rooms that there must at least be, lest a table of nothing be held
+"""What each folder or file of a package may import from the same package."""
+FEWEST = 20  # minimum number of rooms, so that an empty table does not pass
 
 
 @functools.cache
 def imported(path: pathlib.Path) -> frozenset[tuple[str, str]]:
-    """Return (module, name) of what a file imports from; of `import a.b` the name is empty."""
+    """Return (module, name) for each import of a file; for `import a.b` the name is empty."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -120,7 +119,7 @@ def files_of(*packages: str) -> list[pathlib.Path]:
 
 
 def doors() -> dict[str, set[str]]:
-    """Return the names that each folder's `__init__` offers."""
+    """Return the names that each folder's `__init__` exports."""
     offered = {}
     for package in ("zerojax", "host_offload"):
         for path in sorted((ROOT / package).glob("*/__init__.py")):
@@ -129,14 +128,14 @@ def doors() -> dict[str, set[str]]:
 
 
 def rooms_used(path: pathlib.Path) -> set[str]:
-    """Return the rooms of its own package that a file imports from, other than its own."""
+    """Return the other rooms of its own package that a file imports from."""
     package, own = path.relative_to(ROOT).parts[0], room_of(module_of(path))
     names = {f"{module}.{name}" if module == package else module for module, name in imported(path)}
     return {room_of(name) for name in names if name.startswith(f"{package}.")} - {own}
 
 
 def arrows(modules: bool = False) -> dict[str, set[str]]:
-    """Return what each room imports; of `modules`, each module of the two packages."""
+    """Return the imports of each room; with `modules`, of each module of the two packages."""
     graph: dict[str, set[str]] = {}
     for path in files_of("zerojax", "host_offload"):
         module = module_of(path)
@@ -150,11 +149,15 @@ def arrows(modules: bool = False) -> dict[str, set[str]]:
 
 
 def floors(graph: dict[str, set[str]]) -> dict[str, int]:
-    """Return the floor of each node, 0 for one that imports none; raises AssertionError at a cycle."""
+    """Return the floor of each node, 0 for a node without imports.
+
+    Raises:
+      AssertionError: if there is a cycle.
+    """
     graph, floor = {node: set(used) & graph.keys() for node, used in graph.items()}, {}
     while len(floor) < len(graph):
         ready = [node for node, used in graph.items() if node not in floor and used <= floor.keys()]
-        assert ready, f"a cycle among {sorted(graph.keys() - floor.keys())}"
+        assert ready, f"there is an import cycle among {sorted(graph.keys() - floor.keys())}"
         floor |= {node: 1 + max((floor[u] for u in graph[node]), default=-1) for node in ready}
     return floor
 
@@ -174,7 +177,7 @@ def test_floors_rooms_import_what_the_table_says():
     for room, used in graph.items():
         may = {f"{room.split('.')[0]}.{name}" for name in ROOMS[room]}
         assert used <= may, f"{room} imports {sorted(used - may)}"
-        assert may <= used, f"{room} may import {sorted(may - used)}, and does not"
+        assert may <= used, f"{room} may import {sorted(may - used)}, but does not"
     floors(graph)  # no cycle between rooms
 
 
@@ -192,12 +195,12 @@ def test_floors_folders_are_entered_by_their_doors():
         for module, name in imported(path):
             room = room_of(module)
             if room in offered and room != own:
-                assert module == room, f"{path} reaches behind the door of {room}: {module}"
+                assert module == room, f"{path} imports {module}, past the door of {room}"
                 assert name in offered[room], (
-                    f"{path} imports {name!r}, which the door of {room} does not offer"
+                    f"{path} imports {name!r}, which the door of {room} does not export"
                 )
             if path.is_relative_to(ROOT / "zerojax") or path.is_relative_to(ROOT / "host_offload"):
-                # A folder as a whole would give its modules as attributes, past the door.
+                # A folder's module would give access to its modules as attributes, past the door.
                 assert f"{module}.{name}" not in offered, (
                     f"{path} imports the folder {module}.{name}: import from it by name"
                 )
@@ -212,17 +215,15 @@ def test_floors_doors_name_what_they_offer():
         if path.name == "__init__.py" and len(path.relative_to(ROOT).parts) == 3:
             body = ast.parse(path.read_text()).body
             assert ast.get_docstring(ast.parse(path.read_text())), (
-                f"{path} does not say what the folder is"
+                f"{path} needs a docstring that says what the folder is"
             )
             for node in body[1:]:
-                assert isinstance(node, ast.ImportFrom), f"{path} holds code"
+                assert isinstance(node, ast.ImportFrom), f"{path} must hold no code"
                 assert all(a.asname == a.name for a in node.names), f"{path}: write 'x as x'"
 
 
 def test_floors_doors_offer_what_others_use():
-    """A name of a door is imported elsewhere, read off the folder as an attribute, or in the
-    documentation.
-    """
+    """A door's name is imported elsewhere, read as an attribute, or used in the documentation."""
     used, read = set[tuple[str, str]](), set[tuple[str, str]]()
     for path in files_of(*PACKAGES, "tests", "benchmarks", "examples"):
         own = room_of(module_of(path))
@@ -246,8 +247,8 @@ def test_floors_doors_offer_what_others_use():
             for n in names
             if (folder, n) not in used and (alias, n) not in read and n not in words
         }
-        idle = {n for n in idle if f'"{n}": "{folder}"' not in tables}  # imported when asked for
-        assert not idle, f"nobody uses what the door of {folder} offers: {sorted(idle)}"
+        idle = {n for n in idle if f'"{n}": "{folder}"' not in tables}  # imported on demand
+        assert not idle, f"nothing uses these names of the door of {folder}: {sorted(idle)}"
 
 
 def test_floors_no_folder_is_too_full():
@@ -273,7 +274,7 @@ def test_floors_contributors_read_the_same_table():
 
 
 def table() -> str:
-    """Return the figures of the house."""
+    """Return a table of rooms, and the totals of each package."""
     graph, lines = (
         arrows(),
         {path: len(path.read_text().splitlines()) for path in files_of("zerojax", "host_offload")},

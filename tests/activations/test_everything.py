@@ -1,6 +1,4 @@
-"""`activations="everything"`: all that JAX keeps is kept, and backward computes nothing of forward
-again.
-"""
+"""`activations="everything"` keeps all that JAX keeps, and backward recomputes nothing."""
 
 import dataclasses
 import re
@@ -44,8 +42,9 @@ def gpt_batches(count: int, rows: int = 8) -> list[Any]:
 
 
 def dropping() -> zj.LayeredModel:
-    """A model whose block has weights that are scaled and transposed, a random mask, a loop and two
-    names.
+    """Return a model whose block has many kinds of values to keep.
+
+    They are scaled and transposed weights, a random mask, a loop and two names.
     """
 
     def block(p: Any, x: jax.Array, key: Any) -> jax.Array:
@@ -118,7 +117,7 @@ def test_backward_evaluates_no_activation_again(model: Any, fields: Any, count: 
         )
 
     assert tanhs("everything") == count
-    assert tanhs("save") > count  # so that the count could tell
+    assert tanhs("save") > count  # so that the count would show it
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -138,7 +137,7 @@ def test_bytes_of_a_layer_are_the_closed_form(dtype: str) -> None:
     )
     assert kept.num_bytes == pytest.approx(
         2 * expected, rel=0.03
-    )  # besides statistics of rows, which it leaves out
+    )  # in addition to row statistics, which the estimate omits
     assert program.memory(batch).tiers["device"]["activations"] == kept.num_bytes
 
 
@@ -146,7 +145,7 @@ def test_bytes_of_a_layer_are_the_closed_form(dtype: str) -> None:
     "fields", [{"stage": 0}, {"update": "in_backward"}], ids=["resident", "streamed"]
 )
 def test_what_is_kept_is_what_the_compiled_step_takes_more(fields: Any) -> None:
-    """Against remat: of the same step the compiled program needs more by what it keeps besides."""
+    """The compiled step needs more memory than with remat, by what it keeps in addition."""
     c = gpt.GPTConfig(vocab=32, seq=64, hidden=64, layers=8, heads=4, loss_tiles=0)
     batch = {name: np.zeros((16, 64), np.int32) for name in ("tokens", "targets")}
     found: dict[Any, tuple[int, int]] = {}
@@ -161,8 +160,9 @@ def test_what_is_kept_is_what_the_compiled_step_takes_more(fields: Any) -> None:
 
 
 def test_nothing_of_the_parameters_is_kept() -> None:
-    """A scaled weight is as large as the gathered layer: keeping it would end ZeRO-3's bound on
-    memory.
+    """A scaled weight is as large as the gathered layer.
+
+    Keeping it would break ZeRO-3's bound on memory.
     """
     program = build(dropping(), activations="everything", params=HOST)
     weights = {(toys.HIDDEN, toys.INNER), (toys.INNER, toys.HIDDEN), (toys.HIDDEN, toys.HIDDEN)}
@@ -188,8 +188,9 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 def averaging() -> zj.LayeredModel:
-    """A model whose block averages its input twenty times: cheap to keep, and a pass over memory
-    each to compute again.
+    """Return a model whose block averages its input twenty times.
+
+    The averages are cheap to keep, and each costs a pass over memory to recompute.
     """
 
     def block(p: Any, x: jax.Array, key: Any) -> jax.Array:
@@ -229,7 +230,7 @@ def test_a_plan_leaves_it_out_where_tiles_are_off_the_device(
 def test_a_plan_takes_it_where_it_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         traced, "is_there", lambda mesh: False
-    )  # so that seconds follow from the machine's rates
+    )  # so that seconds are computed from the machine's rates
     mesh, batch = zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), toys.batches(1, 512)[0]
     plans = [
         zj.plan(model, optax.adam(1e-3), mesh, batch, MACHINE)

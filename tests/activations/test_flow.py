@@ -1,4 +1,4 @@
-"""How the values of a traced function are split: as the partitioner splits them."""
+"""The splits found for a traced function's values equal the partitioner's."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ def floats(*shapes):
 
 
 def specs_of(function, specs, *shapes, sizes=None):
-    """Return what `flow` says of the results of a function."""
+    """Return what `flow` reports for the results of a function."""
     program = traced(function, *floats(*shapes))
     slots = flow(program, specs, sizes or {"data": 1, "fsdp": 2, "tensor": 2})
     return [slots[ref] for ref in program.outputs]
 
 
 def chosen(program, specs, args, mesh, slots):
-    """Return the shardings that XLA gives some slots, of a program that returns them."""
+    """Return the shardings that XLA chooses for some slots of a program that returns them."""
 
     def run(*leaves):
         values = dict(zip(program.inputs, leaves, strict=True))

@@ -1,4 +1,4 @@
-"""What a layer keeps: results of what costs, once each; the rest is made again."""
+"""What a layer saves: results that are costly to compute, once each; the rest is recomputed."""
 
 import collections
 import itertools
@@ -23,7 +23,7 @@ from zerojax.resident.segments import keep_by_segments
 from zerojax.streamed.residuals import derivative_jaxpr, plan_layer
 
 SMALL = {"vocab": 32, "seq": 32, "hidden": 32, "layers": 2, "heads": 4, "loss_tiles": 0}
-# Random: of equal elements norms are 0, and so is what a wrong derivative would change.
+# Random: norms of equal elements are 0, which would hide a wrong derivative.
 X = jax.random.normal(jax.random.key(0), (4, 8, 16))
 W = {name: 0.2 * jax.random.normal(jax.random.key(n), (16, 16)) for n, name in enumerate("wv", 1)}
 
@@ -40,7 +40,7 @@ def batch(rows=8, seq=32):
 
 
 def primitives(jaxpr, counts=None):
-    """Count the equations of a jaxpr by primitive, those inside of others included."""
+    """Count the equations of a jaxpr by primitive, including nested ones."""
     counts = collections.Counter() if counts is None else counts
     for eqn in jaxpr.eqns:
         counts[eqn.primitive.name] += 1
@@ -117,8 +117,9 @@ def test_the_closed_forms_of_the_papers():
     [("22b", 16, 9), ("175b", 18, 11), ("530b", 20, 12), ("1t", 20, 12)],
 )
 def test_closed_forms_of_the_papers_models(preset, theirs, ours):
-    """Figure 7 of arXiv:2205.05198: percent that both of its techniques leave at tensor 8, a fifth;
-    and ours of the same.
+    """Figure 7 of arXiv:2205.05198: the percentage left by both of its techniques at tensor 8.
+
+    The paper's percentage is about a fifth; ours is lower.
     """
     c = gpt.PRESETS[preset]
     sizes = (c.seq, 1, c.hidden, c.heads)
@@ -152,7 +153,7 @@ def mlp(p, x, key):
 
 def test_elementwise_steps_norms_and_random_masks_are_made_again():
     _, shapes = kept_of(mlp, key=jax.random.key(0))
-    assert shapes == [X.shape]  # the first product; the second one is not read by backward
+    assert shapes == [X.shape]  # the first product; backward does not read the second one
 
 
 def test_an_activation_that_holds_a_call_is_made_again():
@@ -180,7 +181,10 @@ def kernel(x, w):
 
 
 def kernel_forward(x, w):
-    """Return a log-softmax, and what its rule saves: the logsumexp, as fused attention does."""
+    """Return a log-softmax, and the value that its rule saves.
+
+    The value is the logsumexp, as in fused attention.
+    """
     y = x @ w
     total = jax.lax.cumlogsumexp(y, y.ndim - 1)[..., -1:]
     z = y - total
@@ -201,7 +205,7 @@ def with_kernel(p, x, key):
 
 
 def live(closed):
-    """Return a jaxpr without what its results do not need."""
+    """Return a jaxpr without the equations that its results do not need."""
     from jax.interpreters import partial_eval
 
     return partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
@@ -219,7 +223,7 @@ def test_a_custom_derivative_runs_forward_once_in_save_and_again_in_selective(mo
     grads = jax.jit(layer.backward)(W, X, None, Given(), kept, jnp.ones_like(y), None)[:2]
     toys.assert_trees_close(grads, plain, atol=1e-5)
     assert backward_of(layer)["cumlogsumexp"] == again
-    # Its result, and what its rule saves; x and w are made again.
+    # Its result and the value that its rule saves; x and w are recomputed.
     assert shapes == ([X.shape, (4, 8, 1)] if mode == "save" else [X.shape])
 
 
@@ -230,11 +234,11 @@ def test_the_resident_step_keeps_the_same():
     count = [primitives(live(jax.make_jaxpr(f)(W, X))) for f in (plain, kept)]
     assert count[0]["cumlogsumexp"] == count[1]["cumlogsumexp"] == 1
     assert count[0]["dot_general"] == count[1]["dot_general"]
-    assert count[1]["rsqrt"] > count[0]["rsqrt"]  # the norm is made again
+    assert count[1]["rsqrt"] > count[0]["rsqrt"]  # the norm is recomputed
 
 
 def looped(p, x, key):
-    """Return what a loop of products makes."""
+    """Return the result of a loop of products."""
 
     def body(carry, w):
         return carry + jnp.tanh(norm(carry) @ w), None
@@ -252,8 +256,8 @@ def test_a_loop_keeps_its_products_and_repeats_none():
     assert sorted(shapes) == [
         (3, *X.shape),
         X.shape,
-    ]  # the product of each turn, and the result; what is carried is made again
-    # Two gradients for each product, and no product again.
+    ]  # the product of each iteration, and the result; the carry is recomputed
+    # Two gradients per product, and no product is recomputed.
     assert backward_of(layer)["dot_general"] == 4
     resident = jax.make_jaxpr(
         jax.grad(lambda p, x: keep_products(looped)(p, x, None).sum(), argnums=(0, 1))
@@ -262,7 +266,7 @@ def test_a_loop_keeps_its_products_and_repeats_none():
 
 
 def test_a_sum_over_tiles_keeps_no_tile():
-    """Resident: a tile's result is added up, and its derivative reads the operands alone."""
+    """In a resident step, a tile's result is summed, and its derivative reads only the operands."""
     c = gpt.GPTConfig(**SMALL, mlp_tiles=2)
     kept = program(c, stage=1).kept(batch())
     assert sum(value.num_bytes for value in of_layers(kept)) == sum(
@@ -301,7 +305,7 @@ def test_a_constant_that_a_block_returns_is_kept_by_nobody():
     names = [value.name for value in program(model=model).kept({"x": X}) if value.shape == X.shape]
     assert (
         len([name for name in names if "dot_general" in name]) == 1
-    )  # the second is read by no derivative
+    )  # no derivative reads the second
 
 
 def test_branches_and_integers():
@@ -322,7 +326,7 @@ def test_branches_and_integers():
 
 
 def with_product_for_gpus(p, x, key):
-    """A product of 16 bits into 32 that CPUs lack, as attention in float16 has."""
+    """A 16-bit product with a 32-bit result, as in float16 attention, which CPUs lack."""
     on_gpu = lambda x, w: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F16_F16_F32)  # noqa: E731
     on_cpu = lambda x, w: (x.astype(jnp.float32) @ w.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
     y = jax.lax.platform_dependent(x.reshape(-1, 16), p["w"], cpu=on_cpu, default=on_gpu)
@@ -376,7 +380,8 @@ def test_what_a_rule_keeps_is_split_as_its_operands_are():
     kept = program(
         model=model, devices=2, tensor=2, stage=0, activations="save", update="in_backward"
     ).kept({"x": X})
-    # What its derivative reads, and its result, which the next product's does; x itself.
+    # The value that its derivative reads, its result, which the next product's derivative reads,
+    # and x itself.
     assert sorted(value.spec[2] or "" for value in kept) == ["", "tensor", "tensor"]
 
 
@@ -420,8 +425,8 @@ def test_a_model_keeps_the_same_by_segments():
         }
         return sum(v.aval.size * v.aval.dtype.itemsize for v in made)
 
-    # Two a layer: the stream, or the second product, and the first product; and what the mean
-    # reads.
+    # Two per layer (the stream or the second product, and the first product), and the values that
+    # the mean reads.
     assert num_bytes(keep_by_segments(loss, "save")) < 11 * X.nbytes
     assert num_bytes(loss) > 25 * X.nbytes
     products = [
@@ -439,7 +444,7 @@ def test_a_model_keeps_the_same_by_segments():
 @pytest.mark.parametrize("activations", ["save", "selective", "remat"])
 def test_steps_are_those_of_one_device(activations, tensor, form):
     if form == "unrolled" and activations == "selective":
-        pytest.skip("a Model has no layers: save or remat")
+        pytest.skip("a Model has no layers: only save and remat apply")
     make = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}[form]
     c = gpt.GPTConfig(**SMALL, dropout=0.1)
     random = np.random.default_rng(0)

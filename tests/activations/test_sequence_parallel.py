@@ -1,5 +1,6 @@
-"""Sequence parallelism: equal to the plain program, placed by the weights' specs, and refused where
-it cannot be.
+"""Sequence parallelism equals the plain program and is placed by the weights' specs.
+
+It is refused where it is impossible.
 """
 
 import dataclasses
@@ -49,9 +50,9 @@ def mesh_of(data=1, fsdp=1, tensor=1):
 
 
 def trained(config, mesh, **settings):
-    """Return the losses of 5 steps and the parameters after them, and the products that were read."""
-    # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of
-    # that.
+    """Return the losses of 5 steps, the parameters after them, and the products that were read."""
+    # A large eps: a key bias's gradient is 0 except for rounding, which Adam would turn into full
+    # steps.
     with zj.build_train_step(
         gpt.layered_gpt(config), optax.adamw(1e-3, eps=1e-3), zj.ZeroConfig(**settings), mesh
     ) as program:
@@ -143,7 +144,7 @@ def test_sequence_parallel_operations_spell_out_their_transposes():
 
 
 def functions_of(embed, mix=lambda x: x):
-    """Return a model of plain functions with an MLP, of which x, or x["x"], is the stream."""
+    """Return a model of plain functions with an MLP, whose stream is x or x["x"]."""
 
     def block(p, x, key):
         tree = x if isinstance(x, dict) else {"x": x}
@@ -167,7 +168,7 @@ def functions_of(embed, mix=lambda x: x):
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", ["bias", pytest.param("fft", marks=pytest.mark.exhaustive)])
 def test_sequence_parallel_of_leaves_without_a_sequence_and_of_transforms_along_it(case, tensor):
-    """A bias[B, 1, 1, T] rests whole.
+    """A bias[B, 1, 1, T] stays unsharded.
 
     A transform along a split sequence would end the process in XLA's partitioner.
     """
@@ -201,7 +202,7 @@ def test_sequence_parallel_is_refused_by_name():
         zj.build_train_step(unsplit, optax.adamw(1e-3), config, mesh)
     zj.build_train_step(
         unsplit, optax.adamw(1e-3), config, mesh_of()
-    )  # of one device tensor means nothing
+    )  # on one device, tensor has no meaning
     flat = functions_of(lambda x: x[:, 0])
     with pytest.raises(
         ValueError, match=r"no floating leaf of x has three dims: x is float32\[8, 16\]"

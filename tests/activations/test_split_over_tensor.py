@@ -1,8 +1,9 @@
-"""Activations split over `tensor`, by sequence parallelism and by what is kept: equal to a program
-that splits nothing.
+"""Activations split over `tensor` equal those of a program that splits nothing.
 
-Relative differences allowed after 5 steps: of losses; of a parameter, over its leaf's largest; of
-all, over how they moved. In 16 bits a leaf whose gradients are rounding alone says nothing.
+They are split by sequence parallelism and when they are saved. The table has the allowed relative
+differences after 5 steps: of losses; of a parameter, over its leaf's largest element; of all
+parameters, over how far they moved. In 16 bits, a leaf whose gradients are pure rounding says
+nothing.
 
     float32     2e-6     1e-5     1e-4
     bfloat16    1e-3     -        4e-2
@@ -60,8 +61,9 @@ def is_valid(case):
 
 
 def pairs():
-    """Return quick cases, and some in which all pairs of values are of two axes that 600 random
-    cases have.
+    """Return quick cases, and cases with all pairs of values of two axes.
+
+    The pairs are those that occur in 600 random cases.
     """
     draw = random.Random(0)
     drawn = (named(draw.choice(values) for values in AXES.values()) for _ in range(600))
@@ -88,7 +90,7 @@ def settings_of(case, swap_dir):
     return fields | {"swap_dir": str(swap_dir)}
 
 
-@pytest.mark.xdist_group("split_over_tensor")  # one reference for both of them
+@pytest.mark.xdist_group("split_over_tensor")  # one reference for both
 @pytest.mark.by_default(*("-".join(map(str, case)) for case in QUICK.values()))
 @pytest.mark.parametrize("case", pairs(), ids=matrix.name_of)
 def test_split_activations_train_as_whole_ones_do(case, tmp_path):
@@ -180,8 +182,8 @@ B, T, H = 4, 8, 8
 
 
 def run_block(operations, p, x):
-    """Run operations on values [B, T, ...] in turn; each reads some that are there already."""
-    stream, inner = [x], []  # [B, T, H], and [B, T, F] as products with split weights leave them
+    """Run operations on values [B, T, ...] in turn; each reads some of the existing values."""
+    stream, inner = [x], []  # [B, T, H], and [B, T, F] as returned by products with split weights
     for n, (name, k) in enumerate(operations):
         z, h = stream[k % len(stream)], inner[k % len(inner)] if inner else None
         w = {leaf: a for leaf, a in p.items() if leaf.startswith(f"{n}-")}.get(f"{n}-{name}")

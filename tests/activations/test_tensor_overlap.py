@@ -1,5 +1,6 @@
-"""Gathers and scatters around rings, beside their products: values, transposes, and whole programs
-equal the plain ones.
+"""Gathers and scatters around rings, overlapped with their products, equal the plain ones.
+
+Values, transposes and full programs are compared.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def normal(*shape):
 
 
 def value_and_transpose(function, *args):
-    """Return a function's results, and the cotangents of its arguments for cotangents that vary."""
+    """Return a function's results, and its arguments' cotangents for varying output cotangents."""
 
     def run(*args):
         outs, transpose = jax.vjp(function, *args)
@@ -79,7 +80,7 @@ def test_rings_equal_their_products_in_value_and_transpose(mesh, again):
     def row(h, v):
         product = RingProduct(
             ((3, 2), (1, 0)), False, 1, 0
-        )  # heads and their width, as attention has them
+        )  # heads and their width, as in attention
         y = row_product(split(h, "fsdp", None, "tensor"), split(v, "tensor"), product, mesh)
         return split(y, "fsdp", "tensor")
 
@@ -96,8 +97,9 @@ def equations(jaxpr):
 
 
 def test_gradients_beside_rings_are_float32_products_of_16_bits():
-    """The pieces of z go around beside those of cotangents, and are no cotangents: their products
-    are not to be widened.
+    """Pieces of z go around the ring together with pieces of cotangents.
+
+    They are not cotangents, so their products must not be widened.
     """
     mesh, product = mesh_of(tensor=2), RingProduct(((2,), (0,)), False, 1, 1)
     z, w, dy = (
@@ -133,8 +135,9 @@ AROUND = {
 
 
 def gated(multiply=lambda z, w: z.astype(w.dtype) @ w):
-    """Return a model of gated blocks: two column products read one value, each by a cast of its
-    own.
+    """Return a model of gated blocks.
+
+    Two column products read one value, each through a cast of its own.
     """
 
     def init(key):
@@ -184,7 +187,7 @@ def test_tensor_overlap_makes_one_ring_of_a_value_and_one_of_a_sum():
     assert permutes == 2, (
         f"one column ring and one row ring of 2 devices have one permute each, not {permutes}"
     )
-    # What is kept of a ring is split as its product.
+    # The saved values of a ring are split like its product.
     program = flatten(closed.jaxpr, closed.consts)
     batch = ("data", "fsdp")
     inputs = [("tensor", None), (None, "tensor"), (None, "tensor"), (batch, "tensor", None)]
@@ -204,8 +207,9 @@ def test_tensor_overlap_without_sequence_parallel_is_refused():
 
 @pytest.mark.exhaustive
 def test_tensor_overlap_leaves_what_no_ring_serves():
-    """A product with a derivative of its own keeps the gather, and so do all that read the same
-    value.
+    """A product with a derivative of its own keeps its gather.
+
+    All products that read the same value keep theirs too.
     """
 
     @jax.custom_vjp
@@ -299,7 +303,7 @@ def losses_of(model, mesh, **settings):
     "settings", [{}, {"activations": "selective"}, ON_HOST], ids=["save", "selective", "host"]
 )
 def test_tensor_overlap_in_16_bits_is_as_near_as_gathers_are(precision, reduce_dtype, settings):
-    """Partial sums are rounded at each device that they pass, as those of a reduce_scatter are."""
+    """Partial sums are rounded at each device that they pass, as in a reduce_scatter."""
     mesh, exact = mesh_of(fsdp=2, tensor=4), losses_of(gated(), mesh_of(), stage=0)
     fields = {
         "stage": 3,
@@ -346,7 +350,7 @@ def test_tensor_overlap_keeps_what_gathers_keep(activations):
         program = zj.build_train_step(
             gpt.layered_gpt(plain_rings.CONFIG), optax.adamw(1e-3), config, mesh
         )
-        # Those of the layers, of which there are 2; the head is no matter here.
+        # Only the 2 layers' permutes count, not the head's.
         values = [
             v for v in program.kept(plain_rings.BATCH) if v.count == plain_rings.CONFIG.layers
         ]

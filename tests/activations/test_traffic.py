@@ -1,4 +1,4 @@
-"""What tensor parallelism sends, counted in a traced function: bytes of rings, by collective."""
+"""The traffic of tensor parallelism, counted in a traced function: ring bytes by collective."""
 
 import gpt
 import jax
@@ -10,7 +10,7 @@ import zerojax as zj
 from zerojax.activations import sent_over_tensor
 
 ROWS, SEQ, HIDDEN = 2, 8, 16
-RING = 3 / 4  # of 4 devices
+RING = 3 / 4  # on 4 devices
 SBH = 4 * ROWS * SEQ * HIDDEN * RING
 
 
@@ -65,9 +65,9 @@ CONFIG = gpt.GPTConfig(
 L = CONFIG.layers
 VECTORS = (
     2 * (6 * L + 2) / (2 * CONFIG.seq)
-)  # gradients of norms, and of biases behind a row product, are sums over tokens
+)  # gradients of norms, and of biases after a row product, are sums over tokens
 RINGS = {"sequence_parallel": True, "tensor_overlap": True}
-# Per layer, and of look-up and head: in units of s b h elements of a ring.
+# Per layer, and for look-up and head, in units of s b h elements of a ring.
 CASES = {
     "save": ({"stage": 1}, {"all_reduce": 2 * (4 * L + 2)}),
     "remat-sp": (
@@ -87,7 +87,8 @@ CASES = {
         },
         {"all_gather": 6 * L + 2, "reduce_scatter": 5 * L + 1, "all_reduce": 2 + VECTORS},
     ),
-    # Of the head x comes around once, and its cotangent. The look-up's is gathered.
+    # For the head, x goes around once and so does its cotangent. The look-up's cotangent is
+    # gathered.
     "save-rings": (
         {"stage": 1, **RINGS},
         {"permute": 10 * L + 2, "all_gather": 1, "all_reduce": 2 + VECTORS},
@@ -112,7 +113,7 @@ def test_a_programs_account_has_the_traffic_of_tensor(case):
     found = report.collectives
     assert "over tensor  all_reduce" in str(report)
     sbh = 2 * CONFIG.seq * CONFIG.hidden * 4 * RING  # of a device's 2 rows
-    # Besides, sums of the loss, [b, s].
+    # In addition, sums of the loss, [b, s].
     for name, n in expected.items():
         assert found[f"tensor_{name}"] / sbh == pytest.approx(
             n, abs=0.01 * sum(expected.values())

@@ -1,4 +1,4 @@
-"""Everything here compiles for GPUs that are not there."""
+"""All tests here compile for absent GPUs."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""What a layer keeps, in programs compiled for H200s that are not there: bytes of the loops'
-stacks, temporaries, products.
+"""A layer's saved activations in programs compiled for absent H200s.
 
-The layer is the example's GPT block. Rows and layers are numbers that nothing else in the program
-is, so that its stacks are known by their first two dims.
+The tests count bytes of the loops' stacks, temporaries and products. The layer is the example's GPT
+block. No other size in the program equals the number of rows or layers, so the first two dims
+identify the stacks.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def compiled(
 
 
 def fused(activations, attention, **settings):
-    """Return cuDNN's calls in a step, forward and backward, and its bytes beside the arguments."""
+    """Return a step's forward and backward cuDNN calls, and its bytes besides arguments."""
     program, kept, _ = compiled(activations, attention=attention, **settings)
     text = program.as_text()
     calls = [
@@ -61,8 +61,8 @@ def fused(activations, attention, **settings):
     return calls, program.memory_analysis().temp_size_in_bytes, of_layers
 
 
-# Each call runs once a layer with "save". Else backward runs the forward one again: its logsumexp
-# is no product, and not kept.
+# With "save", each call runs once per layer. Otherwise backward repeats the forward call: its
+# logsumexp is not a product, and not saved.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("activations", "fields", "tensor"),
@@ -86,7 +86,7 @@ def test_cudnns_attention_compiles_and_its_scores_are_nowhere(activations, field
     assert none == [0, 0]
     layers = LAYERS if "form" in fields else 1
     streams = "update" in fields
-    if not streams:  # a streamed step has its first and its last ticks outside of the loops
+    if not streams:  # a streamed step runs its first and last ticks outside the loops
         assert calls == [(1 if activations == "save" else 2) * layers, layers]
     assert min(calls) >= 1
     scores = 4 * ROWS * SIZES["heads"] // tensor * SIZES["seq"] ** 2
@@ -94,17 +94,16 @@ def test_cudnns_attention_compiles_and_its_scores_are_nowhere(activations, field
     assert temp < temp_of_xla
     if activations == "save":
         assert temp_of_xla - temp >= scores
-    if (
-        not streams and "form" not in fields
-    ):  # the heads of what cuDNN's makes are known to be split
+    if not streams and "form" not in fields:  # the heads of cuDNN's outputs are known to be split
         assert kept == pytest.approx(
             kept_of_xla - (scores - logsumexp if activations == "save" else 0), rel=0.01
         )
 
 
 def stack_bytes(text, layers=LAYERS):
-    """Return the bytes of a layer's arrays that the loop over layers carries, without those of
-    parameters and gradients.
+    """Return the bytes of a layer's arrays that the loop over layers carries.
+
+    Parameters and gradients do not count.
     """
 
     def is_kept(dims):
@@ -125,7 +124,7 @@ def closed_form(activations, tensor=1):
     )
 
 
-@pytest.mark.exhaustive  # by default test_kept.py holds the closed form against traced derivatives
+@pytest.mark.exhaustive  # by default test_kept.py compares the closed form with traced derivatives
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("activations", ["save", "selective", "remat"])
 def test_bytes_kept_a_layer_are_the_closed_form(activations, tensor):
@@ -153,7 +152,7 @@ def test_layers_of_the_paper_keep_the_closed_form_and_no_more_than_the_papers(
     assert found == pytest.approx(
         memory.layer_activation_bytes(*sizes, **given, **by_config), rel=0.01
     )
-    # Of theirs nothing is kept split without sequence parallelism.
+    # In the paper, nothing is saved split without sequence parallelism.
     sequence_parallel = split == "sequence_parallel"
     assert found <= 1.0001 * memory.korthikanti_layer_bytes(
         *sizes, **given, sequence_parallel=sequence_parallel
@@ -161,7 +160,7 @@ def test_layers_of_the_paper_keep_the_closed_form_and_no_more_than_the_papers(
 
 
 def growth(activations, **fields):
-    """Return the temporary bytes that a layer more adds."""
+    """Return the temporary bytes that one more layer adds."""
     few, many = (
         compiled(activations, layers=n, **fields)[0].memory_analysis().temp_size_in_bytes
         for n in (8, 16)
@@ -172,7 +171,7 @@ def growth(activations, **fields):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("activations", ["save", "remat"])
 def test_temporary_bytes_grow_by_it(activations):
-    """A layer more adds what it keeps, and its gradients."""
+    """One more layer adds its saved activations and its gradients."""
     h = SIZES["hidden"]
     grads = 2 * (12 * h * h + 13 * h)
     assert growth(activations) - grads == pytest.approx(closed_form(activations), rel=0.05)
@@ -181,16 +180,17 @@ def test_temporary_bytes_grow_by_it(activations):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("activations", ["save", "selective"])
 def test_temporary_bytes_of_streamed_steps_grow_by_it(activations):
-    """No stack is copied: updated in backward, a layer's gradients are gone before the next one's
-    come.
+    """No stack is copied.
+
+    When updated in backward, a layer's gradients are freed before the next layer's are computed.
     """
     assert growth(activations, update="in_backward") == pytest.approx(
         closed_form(activations), rel=0.05
     )
 
 
-# Of a block's six products backward has two each. The result of the last one is read by no
-# derivative.
+# Backward has two products for each of a block's six. No derivative reads the result of the last
+# one.
 @pytest.mark.exhaustive  # by default test_kept.py counts the products of traced derivatives
 @pytest.mark.parametrize(("activations", "each"), [("save", 18), ("selective", 19), ("remat", 23)])
 def test_no_product_runs_twice_in_save_the_scores_do_in_selective_and_forward_does_in_remat(

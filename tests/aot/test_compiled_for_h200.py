@@ -1,5 +1,4 @@
-"""Facts of programs compiled for 64 (and 512) H200s that are not there: collectives, bytes, live
-parameters.
+"""Collectives, bytes and live parameters in programs compiled for 64 (and 512) absent H200s.
 
 The model is a GPT in bfloat16, as a scan over 8 layers (1.6 B parameters) and as 4 separate Flax
 blocks.
@@ -41,8 +40,8 @@ pytestmark = pytest.mark.xdist_group(
 KINDS = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}
 INVOLUNTARY = "nvoluntary full rematerialization"
 GPUS = 64
-# Below stage 3 both kinds are built by the same code: of the slow one, separate blocks, stage 3
-# alone is compiled by default.
+# Below stage 3, both kinds are built by the same code. For the slow kind, separate blocks, only
+# stage 3 is compiled by default.
 STAGES = [
     pytest.param(
         kind, stage, marks=[pytest.mark.exhaustive] if kind == "unrolled" and stage < 3 else []
@@ -61,7 +60,7 @@ class Compiled:
     report: MemoryReport
 
     def elements(self) -> dict[str, float]:
-        """Elements moved by each collective, over P. Scalars left out."""
+        """Return the elements moved by each collective, divided by P, without scalars."""
         return {
             op: n / 2 / self.config.num_params
             for op, n in hlo.collective_bytes(self.text, least_bytes=1024).items()
@@ -73,7 +72,7 @@ def _compile(
     kind: str, mesh_axes: tuple[tuple[str, int], ...], config_fields: tuple[tuple[str, Any], ...]
 ) -> Compiled:
     axes = dict(mesh_axes)
-    # Separate blocks compile in seconds each: four tell as much as eight.
+    # Separate blocks compile in seconds each: four show as much as eight.
     c = dataclasses.replace(
         CONFIG,
         layers=8 if kind == "layered" else 4,
@@ -93,14 +92,14 @@ def _compile(
 def compile_step(
     capfd: Any, kind: str, axes: dict[str, int] | None = None, **config: Any
 ) -> Compiled:
-    """Compile once for each argument, and refuse what the partitioner could not shard."""
+    """Compile once for each argument, and fail if the partitioner could not shard something."""
     result = _compile(kind, tuple(sorted((axes or {}).items())), tuple(sorted(config.items())))
     assert INVOLUNTARY not in capfd.readouterr().err
     return result
 
 
 def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
-    """The control of every check for it: a reshape that splits a sharded dim unevenly."""
+    """The control of every such check: a reshape that splits a sharded dim unevenly."""
     mesh = aot.gpu_mesh("h200", hosts=2, gpus_per_host=8, data=2, fsdp=4, tensor=2)
 
     def split(x):
@@ -128,10 +127,10 @@ def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
     ):
         np.testing.assert_allclose(moved.get(op, 0), expected, rtol=0.02, atol=1e-3, err_msg=op)
     assert set(moved) <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
-    # The gradient of the look-up: a device's rows, and its shard of the table.
+    # The look-up's gradient: a device's rows, and its shard of the table.
     rows = CONFIG.seq * CONFIG.hidden + CONFIG.vocab * CONFIG.hidden / GPUS if stage else 0
     np.testing.assert_allclose(moved.get("all-to-all", 0) * c.config.num_params, rows, rtol=1e-3)
-    # and the closed form: bytes sent over a ring are those of whole operands times (N - 1) / N
+    # and the closed form: bytes sent over a ring are those of full operands times (N - 1) / N
     ring = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
     for name, passes in ring.items():
         sent = (
@@ -177,18 +176,16 @@ def test_argument_bytes_equal_the_account(capfd, kind, stage):
     c = compile_step(capfd, kind, stage=stage)
     np.testing.assert_allclose(c.stats.argument_size_in_bytes, c.report.argument_bytes, rtol=0.01)
     closed = memory.model_state_bytes(c.config.num_params, stage, GPUS)
-    held = closed["total"] - closed["grads"]  # gradients are no argument
+    held = closed["total"] - closed["grads"]  # gradients are not an argument
     np.testing.assert_allclose(c.stats.argument_size_in_bytes, held, rtol=0.01)
 
 
-@pytest.mark.by_default(
-    "layered"
-)  # of separate blocks test_on_use.py sees on CPUs what is gathered
+@pytest.mark.by_default("layered")  # test_on_use.py checks on CPUs what separate blocks gather
 @pytest.mark.parametrize("kind", KINDS)
 def test_stage_3_gathers_a_layer_at_a_time(capfd, kind):
     c = compile_step(capfd, kind, stage=3)
-    # From 0.11 on XLA starts the gathers of separate blocks earlier: a limit of this version, told
-    # in docs/limits.md.
+    # From 0.11 on, XLA starts the gathers of separate blocks earlier: a limit of this version,
+    # described in docs/limits.md.
     ahead = (
         0
         if kind == "layered" or jax.__version_info__ < (0, 11)
@@ -201,7 +198,7 @@ def test_stage_3_gathers_a_layer_at_a_time(capfd, kind):
     assert device < c.report.tiers["device"]["activations"] + (2 + ahead) * LAYER_BYTES
 
 
-@pytest.mark.exhaustive  # by default the test above has layers that are not computed again
+@pytest.mark.exhaustive  # by default the test above has layers that are not recomputed
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_stage_3_with_remat_gathers_a_layer_at_a_time(capfd, num_microbatches):
     c = compile_step(
@@ -216,14 +213,14 @@ def test_stage_3_with_remat_gathers_a_layer_at_a_time(capfd, num_microbatches):
     )  # of 8 layers; activations are 32 MiB of it
 
 
-# by default the test above has remat of layers, and the one before it separate blocks
+# by default the test above covers remat of layers, and the one before it separate blocks
 @pytest.mark.exhaustive
 def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
     saved = compile_step(capfd, "unrolled", stage=3)
     c = compile_step(capfd, "unrolled", stage=3, activations="remat")
     assert hlo.peak_gathered_bytes(c.text) <= LAYER_BYTES
     np.testing.assert_allclose(c.elements()["all-gather"], 2, rtol=0.02)
-    # "save" keeps products alone, a sixth of which crosses the cuts.
+    # "save" keeps only products, a sixth of which crosses the cuts.
     less = saved.report.tiers["device"]["activations"] - c.report.tiers["device"]["activations"]
     assert (
         c.report.tiers["device"]["activations"] < 0.2 * saved.report.tiers["device"]["activations"]
@@ -233,12 +230,15 @@ def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
 
 @pytest.mark.exhaustive
 def test_without_rematerialised_units_many_layers_stay_gathered(capfd, monkeypatch):
-    """The control of the test above: annotations alone look like ZeRO-3 and keep the model whole."""
+    """The control of the test above: with annotations alone, layers stay gathered.
+
+    The program looks like ZeRO-3, but holds the full model.
+    """
     build_rule = gathering.build_rule
     monkeypatch.setattr(
         gathering, "build_rule", lambda *a: dataclasses.replace(build_rule(*a), remat=False)
     )
-    c = compile_step(capfd, "unrolled", stage=3, min_shard_bytes=1)  # a key of its own in the cache
+    c = compile_step(capfd, "unrolled", stage=3, min_shard_bytes=1)  # a separate key in the cache
     assert hlo.peak_gathered_bytes(c.text) > 4 * LAYER_BYTES
 
 
@@ -256,12 +256,11 @@ def test_tensor_parallel_program_moves_its_share(capfd, kind):
         2 * CONFIG.seq * CONFIG.hidden * 2
     )  # bytes of the stream on a device: 2 of the 64 sequences
     by_axis = hlo.collective_bytes(c.text, sbh // 64, mesh=c.program.mesh)
-    # Megatron's: 2 + 2 of each layer, that of the look-up, and that of the head's input in
-    # backward.
+    # Megatron's: 2 + 2 per layer, the look-up's, and that of the head's input in backward.
     assert by_axis.pop("tensor") == {"all-reduce": (4 * c.config.layers + 2) * sbh}
     assert by_axis.keys() == {"fsdp"}
     if kind == "layered":
-        # Of the gradients of embedding and head, a device reduces its part of the vocabulary.
+        # For the gradients of embedding and head, a device reduces its part of the vocabulary.
         table, positions = 2 * CONFIG.vocab * CONFIG.hidden // 2, 2 * CONFIG.seq * CONFIG.hidden
         ends = [
             e
@@ -274,7 +273,7 @@ def test_tensor_parallel_program_moves_its_share(capfd, kind):
 ON_HOST = {"params": "pinned_host", "grads": "pinned_host", "opt_state": "pinned_host"}
 
 
-@pytest.mark.exhaustive  # by default the test above sees whole logits of a head of its own
+@pytest.mark.exhaustive  # by default the test above covers full logits of an untied head
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("loss_tiles", [0, 4])
 @pytest.mark.parametrize(
@@ -339,8 +338,8 @@ def test_a_tied_table_that_fsdp_does_not_divide_is_reduced_once(capfd, kind, axe
     text = program.lower({"tokens": tokens, "targets": tokens}).compile().as_text()
     assert INVOLUNTARY not in capfd.readouterr().err
     if "tensor" in axes:
-        # parameters without annotations are replicated over `tensor`, and XLA reduces them in
-        # another way
+        # parameters without annotations are replicated over `tensor`, and XLA reduces them
+        # differently
         return
     moved = hlo.collective_bytes(text, least_bytes=1024)
     np.testing.assert_allclose(
@@ -348,7 +347,7 @@ def test_a_tied_table_that_fsdp_does_not_divide_is_reduced_once(capfd, kind, axe
     )  # 1.25 if it were reduced twice
 
 
-@pytest.mark.exhaustive  # by default the test with remat has four, too
+@pytest.mark.exhaustive  # by default the test with remat covers four microbatches too
 def test_microbatches_multiply_gathers_and_keep_memory(capfd):
     c = compile_step(capfd, "layered", stage=3, num_microbatches=4)
     np.testing.assert_allclose(c.elements()["all-gather"], 8, rtol=0.02)
@@ -358,7 +357,7 @@ def test_microbatches_multiply_gathers_and_keep_memory(capfd):
     assert c.stats.temp_size_in_bytes < one.stats.temp_size_in_bytes + 1.2 * grads
 
 
-# by default the planner plans a trillion, and the tests above compile for 64 GPUs
+# by default the planner plans a trillion parameters, and the tests above compile for 64 GPUs
 @pytest.mark.exhaustive
 def test_a_trillion_parameters_compile_for_512_gpus(capfd):
     c = gpt.GPTConfig(

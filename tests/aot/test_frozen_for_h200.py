@@ -1,8 +1,8 @@
-"""Facts of steps with frozen weights compiled for 8 H200s: no gradient, master, reduction or store
-of the base.
+"""Steps with frozen weights compiled for 8 H200s.
 
-A layer is two frozen matrices and adapters of rank 8 (LoRA), so every size tells the base from what
-is trained.
+The base has no gradients or masters, and is neither reduced nor stored. A layer is two frozen
+matrices and adapters of rank 8 (LoRA), so every size distinguishes the base from the trainable
+leaves.
 """
 
 import functools
@@ -22,8 +22,9 @@ pytestmark = pytest.mark.xdist_group(
 )  # tests share compiled programs, so they share a process
 LAYERS, HIDDEN, INNER, RANK, VOCAB, SEQ, GPUS = 4, 1024, 4096, 8, 512, 32, 8
 BASE = 2 * HIDDEN * INNER
-"""Frozen parameters of a layer; the table and the head, likewise frozen, have 2 x VOCAB x HIDDEN in
-all.
+"""Frozen parameters per layer.
+
+The table and the head are frozen too, with 2 x VOCAB x HIDDEN parameters together.
 """
 ADAPTERS = 2 * RANK * (HIDDEN + INNER)
 FROZEN = {
@@ -101,8 +102,8 @@ def compiled(name: str, format: Any = None) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_the_base_is_neither_reduced_nor_stored_nor_held_in_float32(name):
     program, text, stats, report = compiled(name)
-    # Reduced are the adapters' gradients, in the dtypes of compute or accumulation, and scalars;
-    # the table's rows are not.
+    # Only scalars and the adapters' gradients are reduced, the latter in the dtypes of compute or
+    # accumulation; the table's rows are not.
     reduced = [
         c
         for c in hlo.collectives(text, unknown_trips=1)
@@ -111,8 +112,7 @@ def test_the_base_is_neither_reduced_nor_stored_nor_held_in_float32(name):
     total = sum(c.num_bytes * c.times for c in reduced if c.num_bytes >= 1024)
     count = program.config.num_microbatches
     assert 0 < total <= 1.2 * 4 * count * (LAYERS * ADAPTERS + HIDDEN)
-    # No array of the base's shape, whole or a shard, is in float32: no master, no gradient that
-    # waits.
+    # No array of the base's shape, full or a shard, is in float32: no master, no pending gradient.
     sizes = {
         size // shards
         for size in (BASE // 2, LAYERS * BASE // 2, VOCAB * HIDDEN)
@@ -133,7 +133,7 @@ def test_the_base_is_neither_reduced_nor_stored_nor_held_in_float32(name):
         f"{INNER // GPUS},{HIDDEN}",
     ):
         assert not [kind for kind in (f"f32[{shape}]", f"f32[{LAYERS},{shape}]") if kind in text]
-    # What goes up to the host is the trained leaves' alone.
+    # Only trainable leaves are stored to the host.
     stores = hlo.host_link_bytes(text, unknown_trips=1)["to_host"]
     assert stores == report.host_link["to_host"] <= 1.2 * 16 * (LAYERS * ADAPTERS + 8 * HIDDEN)
     assert stats.host_output_size_in_bytes == stats.host_alias_size_in_bytes
@@ -149,7 +149,7 @@ def test_the_base_takes_2_bytes_a_parameter_and_is_read_twice(name):
     assert sum(held.values()) == 2 * (LAYERS * BASE + ends) // shards
     assert report.argument_bytes == stats.argument_size_in_bytes
     assert report.host_argument_bytes == stats.host_argument_size_in_bytes
-    if held[HOST]:  # forward and backward; what is no layer is loaded once
+    if held[HOST]:  # forward and backward; unstacked leaves are loaded once
         trained = 100 * (LAYERS * ADAPTERS + HIDDEN) // shards
         loaded = hlo.host_link_bytes(text, unknown_trips=1)["to_device"]
         assert loaded == report.host_link["to_device"]
@@ -178,7 +178,7 @@ def test_a_base_in_8_or_4_bits_is_gathered_encoded_and_no_decoded_copy_is_kept(f
         / (LAYERS * BASE + ends)
     )
     assert {"int8": 1.015, "nf4": 0.515}[format] < held < {"int8": 1.02, "nf4": 0.52}[format]
-    # Copies of all layers would be LAYERS times as much as this one layer.
+    # Copies of all layers would take LAYERS times this one layer.
     assert stats.temp_size_in_bytes < plain.temp_size_in_bytes + 2 * BASE
     assert stats.host_temp_size_in_bytes == 0
     assert report.host_argument_bytes == stats.host_argument_size_in_bytes
@@ -189,7 +189,7 @@ def test_a_base_in_8_or_4_bits_is_gathered_encoded_and_no_decoded_copy_is_kept(f
         == report.host_link["to_host"]
         <= 1.2 * 16 * (LAYERS * ADAPTERS + 8 * HIDDEN)
     )
-    if name == "base_on_host":  # forward and backward; what is no layer is loaded once
+    if name == "base_on_host":  # forward and backward; unstacked leaves are loaded once
         read = (loaded["to_device"] * shards / held - ends) / (LAYERS * BASE)
         assert 2 <= read <= 2.02
     gathered = hlo.collective_bytes(text, unknown_trips=1, least_bytes=1024).get("all-gather", 0)

@@ -1,5 +1,6 @@
-"""Facts of steps of pretrained models compiled for one H200: an 8 B model with adapters, from its
-`config.json` alone.
+"""Steps of pretrained models compiled for one H200.
+
+One is an 8 B model with adapters, built from its `config.json` alone.
 """
 
 import functools
@@ -33,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "host": {"frozen": "pinned_host"},
 }
 BYTES = {"bf16": 2.0, "host": 2.0, "nf4": 0.53, "int8": 1.03}
-"""Of a parameter of the base, at most."""
+"""Maximum bytes per parameter of the base."""
 
 
 @functools.cache
@@ -57,16 +58,16 @@ def compiled(name: str, packed: bool) -> Any:
 def test_a_step_of_8_billion_holds_no_gradient_or_master_of_the_base(name):
     program, text, stats, count = compiled(name, False)
     assert count == 8_030_261_248
-    # Of one layer the decoder of 8 or 4 bits passes through float32, within its fusion; of all
-    # layers nothing does.
+    # The decoder of 8 or 4 bits passes one layer through float32, within its fusion; nothing does
+    # so for all layers.
     depths = (("32,",), ("", "32,"))[name in ("bf16", "host")]
     shapes = {
         f"{depth}{a},{b}" for m, n in MATRICES for a, b in ((m, n), (n, m)) for depth in depths
     }
-    shapes -= {"1024,4096"}  # which a tile of the loss has, too: 1024 tokens
+    shapes -= {"1024,4096"}  # which a tile of the loss has as well: 1024 tokens
     assert not [
         s for s in shapes if f"f32[{s}]" in text
-    ]  # no master, and no gradient that waits or is summed
+    ]  # no master, and no gradient that is pending or summed
     state = program.layout.abstract_state
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     widths = (
@@ -93,5 +94,5 @@ def test_attention_is_cudnns(packed):
     kind = "ScaleBiasSoftmax" if packed else "Softmax"  # segments become a bias [B, 1, T, T]
     assert f'custom_call_target="__cudnn$fmha{kind}"' in text
     assert f'custom_call_target="__cudnn$fmha{kind}Backward"' in text
-    # Scores [heads, T, T] are nowhere.
+    # There are no scores [heads, T, T].
     assert f"32,{SEQ},{SEQ}]" not in text

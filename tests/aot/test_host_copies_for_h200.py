@@ -1,6 +1,4 @@
-"""What a streamed step moves over the link to the host, by copies and by kernels, compiled for one
-H200.
-"""
+"""Host link moves of a streamed step, by copies and by kernels, compiled for one H200."""
 
 import collections
 import re
@@ -56,7 +54,7 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     total = hlo.host_link_bytes(text, unknown_trips=1)
     assert {way: found.by_copies[way] + found.by_kernels[way] for way in total} == total
     assert found.source == "thunks"
-    # Each asynchronous thunk of the dump that touches host memory is a move of the program: by a
+    # Each asynchronous thunk of the dump that touches host memory is a move of the program, by a
     # kernel if it starts one.
     (sequence,), (metadata,) = (
         tmp_path.glob("*.thunk_sequence.txt"),
@@ -77,7 +75,7 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     assert moves == {
         name: "kernel" if kind == "kCustomKernel" else "copy" for name, kind in told.items()
     }
-    # Records that the schedule's order picks are named by their leaves.
+    # Records that are indexed by the schedule's order are named by their leaves.
     stacks = {
         "state.master['blocks']['w']",
         "state.opt_state[0].mu['blocks']['w']",
@@ -86,14 +84,14 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     assert stacks <= {m.leaf for m in found.moves}
     moves = [m for m in found.moves if m.leaf in stacks]
     assert {(m.num_bytes, m.shape) for m in moves} == {(4 * D * D, f"f32[{L},{D},{D}]")}
-    # Each record once each way; one of a loop may be moved before or after it.
+    # Each record moves once per direction; a record of a loop may be moved before or after it.
     times = {
         (leaf, way): sum(m.times for m in moves if (m.leaf, m.direction) == (leaf, way))
         for leaf in stacks
         for way in total
     }
     assert times == dict.fromkeys(times, L)
-    # The dump's own text, in its own notation, tells the same.
+    # The dump's own text, in its own notation, gives the same moves.
     dumped = hlo.host_traffic(hlo.dumped_text(tmp_path), hlo.read_thunks(tmp_path), 1)
     assert dumped.moves == found.moves
     assert hlo.simulate(text, thunks=hlo.read_thunks(tmp_path)).traffic.moves == found.moves
@@ -110,13 +108,14 @@ def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_say
         for asked in (False, True)
     }
     assert in_graphs[False] == []
-    assert len(in_graphs[True]) >= 6  # at least each of the master and two moments, both ways
+    assert len(in_graphs[True]) >= 6  # at least the master and two moments, each in both directions
 
 
 @pytest.mark.xdist_group("h200")
 def test_no_callback_is_called_from_two_places():
-    """The fusion of a callback with the slices that it takes, which is XLA's default from 0.11 on,
-    clones it before 0.12.
+    """The fusion of a callback with its slices clones the callback in XLA before 0.12.
+
+    The fusion is XLA's default from 0.11 on.
     """
     zero = program(opt_state=H, update_on="host", update="after_backward", clip_norm=1.0)
     options, others = (
@@ -142,9 +141,9 @@ def test_no_callback_is_called_from_two_places():
 
 @pytest.mark.xdist_group("h200")
 def test_records_are_not_copied_out_of_stacks_on_the_device():
-    """XLA copies a slice at an address that it knows.
+    """XLA copies a slice whose address it knows.
 
-    Of host memory it has to; on the device a copy only takes memory.
+    For host memory it must; on the device a copy only takes memory.
     """
     on_device, on_host = (
         str(program(**config).lower(BATCH).compile().as_text()) for config in ({}, {"opt_state": H})
@@ -164,7 +163,7 @@ def test_records_are_not_copied_out_of_stacks_on_the_device():
     ],
 )
 def test_embedding_and_head_larger_than_a_layer_cross_the_link_once(vocab, has_norm, config):
-    """The compiled copies are what the step's list of operations says, also of leaves in pieces."""
+    """The compiled copies match the step's list of operations, including leaves in pieces."""
     width = 512
     model = zj.LayeredModel(
         4,

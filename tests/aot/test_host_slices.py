@@ -1,5 +1,6 @@
-"""What programs compiled for an H200 that is not there do with host memory: which record, how many
-bytes, how often.
+"""Host memory accesses of programs compiled for an absent H200.
+
+The tests check which record is accessed, how many bytes, and how often.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from host_offload.device import one_trip, self_test
 from zerojax import aot, hlo
 from zerojax.compat import GPU_JAXLIB, jaxlib_version
 
-pytestmark = pytest.mark.xdist_group("h200")  # beside the other tests that compile for it
+pytestmark = pytest.mark.xdist_group("h200")  # together with the other tests that compile for it
 L, D, GPUS = 6, 512, 2
 RECORD = D * D * 4 // GPUS  # bytes of a record on one GPU
 STACK = L * RECORD
@@ -26,13 +27,14 @@ REVERSED = np.arange(L, dtype=np.int32)[::-1]
 def compile_text(
     function: Any, returns_stack: bool = False, gpus: int = GPUS, shape: tuple[int, ...] = (L, D, D)
 ) -> str:
-    """Compile (order[L], stack[L, D, D_fsdp] on the host, x[8, D]) -> x or stack, and return the
-    HLO text.
+    """Compile a program and return its HLO text.
+
+    The program is (order[L], stack[L, D, D_fsdp] on the host, x[8, D]) -> x or stack.
     """
     mesh = aot.gpu_mesh("h200", gpus_per_host=gpus)
     device = NamedSharding(
         mesh.abstract_mesh, P()
-    )  # one on `mesh` itself would lose its memory kind: the devices only compile
+    )  # a sharding on `mesh` itself would lose its memory kind: the devices only compile
     host = NamedSharding(mesh.abstract_mesh, P(None, None, "fsdp"), memory_kind="pinned_host")
     out: Any = {False: device, True: host}[returns_stack]
     with jax.set_mesh(mesh):
@@ -58,7 +60,7 @@ def store(stack: Any, record: Any, layer: Any) -> Any:
 
 
 def reads(index: Any, start: int = 0, stop: Any = L) -> Any:
-    """Return a program that adds the records index(order, i) for i = start .. stop - 1."""
+    """Return a program that sums the records index(order, i) for i = start .. stop - 1."""
 
     def program(order: Any, stack: Any, x: Any) -> Any:
         total = jax.lax.fori_loop(
@@ -70,8 +72,9 @@ def reads(index: Any, start: int = 0, stop: Any = L) -> Any:
 
 
 def carries(following: Any, start: int) -> Any:
-    """Return a program that reads L records, the first at `start` and each next one at
-    following(the last).
+    """Return a program that reads L records.
+
+    The first is at `start`, and each next one at following(previous).
     """
 
     def program(order: Any, stack: Any, x: Any) -> Any:
@@ -88,10 +91,7 @@ def carries(following: Any, start: int) -> Any:
 
 
 def updates(index: Any) -> Any:
-    """Return a program that doubles the records index(order, i) for i = 0 ..
-
-    L - 1 where they are.
-    """
+    """Return a program that doubles records in place, at index(order, i) for i = 0 .. L - 1."""
 
     def program(order: Any, stack: Any, x: Any) -> Any:
         double = lambda i, s: store(s, 2 * load(s, index(order, i)) + x[0, 0], index(order, i))  # noqa: E731
@@ -164,7 +164,7 @@ def test_updates_in_place_move_each_record_once_each_way(name):
 def test_functions_of_the_counter_are_found_where_xla_derives_them_wrongly(
     program, returns_stack, offset, stride
 ):
-    """The control of both tests above, for as long as XLA has the bug."""
+    """The control of both tests above, as long as XLA has the bug."""
     text = compile_text(program, returns_stack)
     slices = hlo.host_slices(text)
     assert {s.index for s in slices} == {"other"}
@@ -172,7 +172,7 @@ def test_functions_of_the_counter_are_found_where_xla_derives_them_wrongly(
     if {s.descriptor for s in slices} == {hlo.Descriptor(offset, stride, 0)}:
         assert hlo.unsafe_host_slices(text) == []
         pytest.skip(
-            f"the XLA of jax {jax.__version__} derives this index rightly: offset {offset}, stride {stride}"
+            f"the XLA of jax {jax.__version__} derives this index correctly: offset {offset}, stride {stride}"
         )
     assert hlo.unsafe_host_slices(text) == slices
 
@@ -268,7 +268,7 @@ def test_a_loop_without_a_trip_count_is_refused_or_told():
 
 @pytest.mark.skipif(
     jaxlib_version() < GPU_JAXLIB,
-    reason="jaxlib is older than 0.11.1: its XLA derives wrong addresses",
+    reason="the XLA of jaxlib before 0.11.1 derives wrong addresses",
 )
 @pytest.mark.parametrize("step", [1, -1])
 @pytest.mark.parametrize("name", self_test.forms())
@@ -304,9 +304,9 @@ def test_a_loop_of_one_trip_is_kept_and_its_bound_is_known():
     assert text.count(" while(") == text.count('"known_trip_count":{"n":"1"}') == 1
     (found,) = hlo.host_slices(text)
     assert (found.num_bytes, found.times, found.index) == (RECORD, 1, "constant")
-    assert found.has_descriptor  # a copy; outside of a loop it would be a kernel
-    # Of the sum's shards, for x. Each device draws for itself: a number that one of them sent would
-    # be reduced.
+    assert found.has_descriptor  # a copy; outside a loop it would be a kernel
+    # Only the sum's shards are gathered, for x. Each device draws for itself; a number sent by one
+    # device would be reduced.
     assert {c.op for c in hlo.collectives(text)} <= {"all-gather"}
 
 

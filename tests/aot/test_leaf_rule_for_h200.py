@@ -1,6 +1,4 @@
-"""Facts of Muon compiled for H200s that are not there: products shared out over the devices, and
-what moves for it.
-"""
+"""Muon compiled for absent H200s: products divided among the devices, and their traffic."""
 
 import functools
 import math
@@ -18,14 +16,17 @@ from zerojax.hlo.parse import parse_arrays, parse_ints, parse_module
 pytestmark = pytest.mark.xdist_group(
     "h200"
 )  # tests share compiled programs, so they share a process
-ROWS, COLUMNS, STEPS = 256, 512, 2  # Newton-Schulz iterations: each the same three products
+ROWS, COLUMNS, STEPS = 256, 512, 2  # Newton-Schulz iterations, each with the same three products
 HOST = "pinned_host"
 INVOLUNTARY = "nvoluntary full rematerialization"
 
 
 @functools.cache
 def compiled(layers, axes, fields):
-    """Compile a step of layers of one matrix; returns the program, its text and the batch's shapes."""
+    """Compile a step of layers of one matrix.
+
+    Returns the program, its text and the batch's shapes.
+    """
     mesh_axes = dict(axes)
     model = zj.LayeredModel(
         layers,
@@ -45,14 +46,15 @@ def compiled(layers, axes, fields):
 
 
 def float32_flops(text):
-    """Return the FLOPs of a device's products of float32: those of the optimizer, since the model's
-    are of bfloat16.
+    """Return the FLOPs of a device's float32 products.
+
+    They belong to the optimizer, since the model's products are in bfloat16.
     """
     total = 0
     for computation in parse_module(text).computations.values():
         for i in computation.instructions.values():
             assert "gemm" not in i.rest or i.op != "custom-call", (
-                "products that are calls are not counted here"
+                "this count does not support products that are calls"
             )
             if i.op != "dot":
                 continue
@@ -106,5 +108,6 @@ def test_a_devices_products_are_its_share_and_bytes_those_that_memory_tells(
     assert float32_flops(text) == share * MATRIX_FLOPS
     assert {c.op for c in moved} == {"all-to-all"}
     parts = [n for name, n in axes.items() if name != "data"]
-    size = sum(c.num_bytes * c.times for c in moved) // len(parts)  # of each hop, there and back
+    # of each hop, in both directions
+    size = sum(c.num_bytes * c.times for c in moved) // len(parts)
     assert sent["all_to_all"] == pytest.approx(size * sum((n - 1) / n for n in parts))

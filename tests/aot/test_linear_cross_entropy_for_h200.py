@@ -1,8 +1,7 @@
-"""Facts of `linear_cross_entropy` compiled for H200s that are not there: memory, arrays,
-collectives.
+"""`linear_cross_entropy` compiled for absent H200s: memory, arrays, collectives.
 
-16K tokens a device, a vocabulary of 128K, in bfloat16: whole logits are 4 GiB, and 8 GiB in
-float32. Limits are parts of the smaller.
+With 16K tokens per device and a vocabulary of 128K, full logits take 4 GiB in bfloat16 and 8 GiB in
+float32. Limits are fractions of the smaller.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ def compile_loss(
     grads: bool = True,
     **options: Any,
 ) -> Any:
-    """Compile the loss, with its gradients or alone, of T tokens on each device."""
+    """Compile the loss, with or without its gradients, for T tokens per device."""
     axes = axes or {"fsdp": 1}
     num_devices = math.prod(axes.values())
     mesh = aot.gpu_mesh("h200", gpus_per_host=num_devices, **{"fsdp": 1} | axes)
@@ -61,7 +60,7 @@ def compile_loss(
 
 
 def largest_array(text: str) -> int:
-    """Return the elements of the largest array that any instruction has."""
+    """Return the number of elements of the largest array in any instruction."""
     return max(
         math.prod(map(int, dims.split(",")))
         for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
@@ -77,7 +76,7 @@ def test_temporary_memory_is_below_5_percent_of_the_logits(hidden, passes):
     assert config.passes == passes
     closed = (
         Problem(T, hidden, V, 2).temp_bytes(config) - WORKSPACE
-    )  # of cuBLAS, which what is compiled untuned has not
+    )  # cuBLAS's workspace, which code compiled without tuning lacks
     assert 0.7 * closed < temp < 1.1 * closed
     assert largest_array(compiled.as_text()) == hidden * V < T * V  # that is w and dw
 
@@ -108,8 +107,9 @@ def test_whole_logits_are_seen_where_they_are():
     ],
 )
 def test_w_at_rest_on_shards_is_gathered_a_tile_at_a_time(axes, w_spec, moved):
-    """Twice, in forward and in backward, in bfloat16; its gradient is reduce-scattered once, and
-    then summed over `data`.
+    """w is gathered twice, in forward and in backward, in bfloat16.
+
+    Its gradient is reduce-scattered once, and then summed over `data`.
     """
     hidden = 2048
     compiled = compile_loss(hidden, axes, w_spec)
@@ -153,8 +153,9 @@ def test_gradients_of_a_whole_w_are_reduce_scattered(axes, moved):
 
 @pytest.mark.exhaustive
 def test_a_gpt_step_has_the_same_collectives_and_less_memory():
-    """A GPT-2 of 124 M parameters with its own vocabulary, which the closed form gives tiles: 8
-    GPUs at stage 3.
+    """A GPT-2 of 124 M parameters with its own vocabulary, on 8 GPUs at stage 3.
+
+    The closed form gives it tiles.
     """
     c = dataclasses.replace(gpt.PRESETS["124m"], vocab=50304, dtype=jnp.bfloat16, attention="xla")
     assert c.tiles_loss

@@ -1,5 +1,6 @@
-"""Facts of steps with everything on disk, compiled for H200s that are not there: what the device
-holds, whatever the layers.
+"""Steps with everything on disk, compiled for absent H200s.
+
+The device's bytes do not depend on the number of layers.
 """
 
 import functools
@@ -97,7 +98,7 @@ def test_nvme_account_is_that_of_the_files():
     states = sum(report.tiers["nvme"][kind] for kind in ("params", "grads", "opt_state"))
     assert states == pytest.approx(
         16 * report.num_params / 8, rel=0.01
-    )  # 2 + 2 + 12 bytes a parameter
+    )  # 2 + 2 + 12 bytes per parameter
     assert 0 < report.tiers["pinned_host"]["buffers"] < report.tiers["nvme"]["opt_state"] / 4
     ways = {"params": 2, "grads": 2, "opt_state": 2, "activations": 2}
     assert report.tiers["device"]["slots"] == sum(
@@ -109,8 +110,8 @@ def test_nvme_state_that_the_host_updates_takes_no_room_on_the_device():
     program, _, report = compiled("8 GPUs, update on the host")
     kinds = program.layout.disk.kinds
     assert kinds["opt_state"].slot_bytes == kinds["grads"].slot_bytes == 0
-    # One slot for what goes down to the worker, gradients with a few scalars. Parameters rest on
-    # disk, and none come up.
+    # One slot for transfers to the worker: gradients with a few scalars. Parameters are on disk,
+    # and none are loaded.
     given = (
         report.tiers["device"]["slots"]
         - kinds["params"].num_bytes

@@ -1,5 +1,6 @@
-"""Planned bytes are those of programs compiled for 1, 8 and 64 H200s: the device's, host memory's,
-and those that are sent.
+"""Planned bytes equal those of programs compiled for 1, 8 and 64 H200s.
+
+Device memory, host memory and sent bytes are compared.
 """
 
 import dataclasses
@@ -61,12 +62,12 @@ def test_a_plan_and_its_program_count_the_same_slots(name, each):
     )
     slots = program.memory(batch).tiers["device"]["slots"]
     assert slots > 0
-    # Records of a program are padded, and scalars cross beside them.
+    # A program's records are padded, and scalars are moved with them.
     assert made.bytes["device"]["slots"] == pytest.approx(slots, rel=1e-3)
 
 
 def also_gathered(made, sizes):
-    """Return what XLA gathers for a table that is embedding and head, and the plan does not count."""
+    """Return the bytes that XLA gathers for a tied table, which the plan does not count."""
     each = 2 * (1 - 1 / made.grid.fsdp)
     if made.config.stage == 3:  # for each of its two uses
         return each * sizes.vocab * sizes.hidden

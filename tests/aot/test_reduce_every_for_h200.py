@@ -1,5 +1,6 @@
-"""Reductions once a step, compiled for 8 H200s that are not there: one of each gradient, in
-float32; and its memory.
+"""Reductions once per step, compiled for 8 absent H200s.
+
+Each gradient is reduced once, in float32; memory is checked too.
 """
 
 import functools
@@ -53,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def compiled(case: str, every: str | None) -> tuple[zj.Program, list[hlo.Collective], int, Any]:
-    """Return the program, its collectives, the bytes of temporaries, and the account."""
+    """Return the program, its collectives, its temporary bytes, and its account."""
     fields = {"mesh": FSDP, **CASES[case]}
     mesh = aot.gpu_mesh("h200", gpus_per_host=8, **fields.pop("mesh"))
     config = zj.ZeroConfig(precision="bf16", num_microbatches=COUNT, reduce_every=every, **fields)
@@ -96,7 +97,7 @@ def test_of_eight_microbatches_each_gradient_is_reduced_once_in_float32(case):
     def moved(op: str) -> int:
         return sum(c.num_bytes * c.times for c in reductions if c.op == op)
 
-    # Each element once: what was reduced in a loop over microbatches would count 8 times.
+    # Each element once: a reduction in a loop over microbatches would count 8 times.
     assert moved("reduce-scatter") == 4 * split
     of_replicas = 4 * split // mesh.shape["fsdp"] * (mesh.shape["data"] > 1)
     small = COUNT * SMALL * (program.layout.num_layers or 1)
@@ -109,6 +110,6 @@ def test_of_eight_microbatches_each_gradient_is_reduced_once_in_float32(case):
 def test_temporaries_grow_as_the_account_says(case):
     (_, _, once, account), (_, _, each, before) = compiled(case, "step"), compiled(case, None)
     grown = account.device_bytes - before.device_bytes
-    # Of the streamed step XLA takes 3,004,928 bytes more and the account says 2,728,192: 277 kB are
-    # in no closed form.
+    # For the streamed step, XLA takes 3,004,928 bytes more and the account says 2,728,192: 277 kB
+    # are in no closed form.
     np.testing.assert_allclose(once - each, grown, rtol=0.11 if case == "gpt_streamed" else 0.1)

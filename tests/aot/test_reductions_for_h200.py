@@ -1,4 +1,4 @@
-"""Dtypes and bytes of the reductions of gradients, compiled for 8 H200s that are not there."""
+"""Dtypes and bytes of gradient reductions, compiled for 8 absent H200s."""
 
 import functools
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ MODELS = {
 def compiled(
     case: str, reduce_dtype: str | None
 ) -> tuple[zj.Program, list[hlo.Collective], Mapping[str, int]]:
-    """Return the program, its collectives, and what the account says of them."""
+    """Return the program, its collectives, and the account's collectives."""
     fields = {"model": "layered", **CASES[case]}
     kind, mesh = fields.pop("model"), aot.gpu_mesh("h200", gpus_per_host=8, **fields.pop("mesh"))
     config = zj.ZeroConfig(precision="bf16", reduce_dtype=reduce_dtype, **fields)
@@ -74,7 +74,7 @@ def compiled(
 
 
 def reductions(found: list[hlo.Collective]) -> list[hlo.Collective]:
-    """Return those over devices that have different data: of gradients, of the loss and of norms."""
+    """Return the collectives over devices with different data: gradients, the loss and norms."""
     over_data = [c for c in found if set((c.axes or "").split("+")) & {"data", "fsdp"}]
     return [c for c in over_data if c.op in ("reduce-scatter", "all-reduce")]
 

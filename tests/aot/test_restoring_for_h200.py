@@ -1,5 +1,6 @@
-"""What puts a restored record in place, compiled for H200s that are not there: at its own address
-of host memory, in place.
+"""Programs that put restored records in place, compiled for absent H200s.
+
+Each record is written in place, at its own address of host memory.
 """
 
 import jax

@@ -1,5 +1,6 @@
-"""Collectives of sequence parallelism, compiled for H200s that are not there: per layer, in units
-of s b h elements.
+"""Collectives of sequence parallelism per layer, compiled for absent H200s.
+
+They are in units of s b h elements.
 """
 
 import collections
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("h200")]
 
 
 class Gated(gpt.Block):
-    """Separate q, k and v, and a SwiGLU."""
+    """A block with separate q, k and v, and a SwiGLU."""
 
     def __init__(self, c, *, rngs):
         h, t, std = c.hidden, c.tensor_axis, 0.02
@@ -61,8 +62,9 @@ def gated(c):
 
 
 def of_a_layer(model, fsdp=1, tensor=8, **settings):
-    """Return the text, and the collectives of x in the loops over layers: s b h elements by (loop,
-    kind), loops in order.
+    """Return the text, and the collectives of x in the loops over layers.
+
+    The collectives are s b h elements by (loop, kind), with the loops in order.
     """
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=fsdp, tensor=tensor)
     config = zj.ZeroConfig(precision="bf16", **settings)
@@ -71,8 +73,8 @@ def of_a_layer(model, fsdp=1, tensor=8, **settings):
     text = program.lower({"tokens": tokens, "targets": tokens}).compile().as_text() or ""
     moved = collections.defaultdict(collections.Counter)
     for c in hlo.collectives(text, unknown_trips=CONFIG.layers):
-        # Weights of a stage 3 are gathered and reduced in these loops too: those are no whole
-        # numbers of s b h.
+        # Stage 3 also gathers and reduces weights in these loops; their sizes are not whole
+        # multiples of s b h.
         if c.times == CONFIG.layers and c.num_bytes % SBH == 0:
             assert c.dtype == "bf16"
             moved[c.computation][c.op] += c.num_bytes // SBH
@@ -80,7 +82,7 @@ def of_a_layer(model, fsdp=1, tensor=8, **settings):
 
 
 FORWARD = {"all-gather": 2, "reduce-scatter": 2}
-BACKWARD = {"all-gather": 4, "reduce-scatter": 2}  # 2 of cotangents, and 2 repeated
+BACKWARD = {"all-gather": 4, "reduce-scatter": 2}  # 2 for cotangents, and 2 repeated
 REMAT = {"all-gather": 4, "reduce-scatter": 3}  # what is gathered again is what is recomputed
 
 
@@ -106,12 +108,12 @@ REMAT = {"all-gather": 4, "reduce-scatter": 3}  # what is gathered again is what
 def test_sequence_parallel_gathers_and_scatters_twice_a_layer(model, settings, backward):
     text, loops = of_a_layer(model, sequence_parallel=True, **settings)
     assert loops == [FORWARD, backward]
-    # XLA makes such a permute of a slice of what was gathered: it would give zeros.
+    # XLA makes such a permute from a slice of gathered data: it would return zeros.
     assert "source_target_pairs={}" not in text
 
 
 def test_sequence_parallel_moves_what_tensor_parallelism_does():
-    """An all_reduce sends as much as a gather and a scatter: 2 + 2 of each a layer."""
+    """An all_reduce sends as much as a gather and a scatter: 2 + 2 of each per layer."""
     _, (forward, backward) = of_a_layer(gpt.layered_gpt(CONFIG), stage=1, activations="selective")
     assert forward == backward == {"all-reduce": 2}
 
@@ -126,15 +128,16 @@ def test_sequence_parallel_moves_what_tensor_parallelism_does():
     ids=["remat", "selective", "host"],
 )
 def test_partition_activations_adds_a_gather_of_what_is_whole(settings, forward, backward):
-    """Of the layer's input, and with "selective" of attention's projection: nothing else moves than
-    without.
+    """The layer's input is split, and with "selective" attention's projection too.
+
+    No other traffic is added.
     """
     text, loops = of_a_layer(
         gpt.layered_gpt(CONFIG), stage=1, partition_activations=True, **settings
     )
     assert loops == [forward, backward]
     assert "source_target_pairs={}" not in text
-    # No stack of the stream [L, B, T, H] is whole on a device, and the host has an eighth of it.
+    # No device holds a full stack of the stream [L, B, T, H], and the host has an eighth of it.
     whole = [
         a
         for arrays in hlo.carried_arrays(text)

@@ -1,8 +1,7 @@
-"""Facts of streamed steps compiled for 8 H200s that are not there: bytes in each memory, host link,
-collectives, overlap.
+"""Streamed steps compiled for 8 absent H200s: memory, host link, collectives, overlap.
 
-The layers are MLPs of three 4096 x 4096 matrices in bfloat16, on few tokens: activations are small
-beside them.
+The layers are MLPs of three 4096 x 4096 matrices in bfloat16, on few tokens, so activations are
+comparatively small.
 """
 
 import collections
@@ -33,8 +32,10 @@ MATRIX_SHARD = 2 * HIDDEN**2 // GPUS
 ACTIVATION_BYTES = 2 * BATCH * SEQ * HIDDEN  # a layer's input on one GPU
 SMALL = 1 << 21  # below: scalars, activations, leaves that are not stacked
 LAST_LOADS_ARE_LATE = jax.__version_info__ < (0, 12)
-"""Before 0.12 XLA starts the loads of a tick's last turn beside the reductions of gradients. The
-products here are small; in a model of 6.7 B every load has products beside it."""
+"""XLA before 0.12 overlaps the loads of a tick's last turn with gradient reductions.
+
+The products here are small; in a model of 6.7 B, every load overlaps with products.
+"""
 INVOLUNTARY = "nvoluntary full rematerialization"
 
 HOST = "pinned_host"
@@ -70,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
 QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "update_on_host_all"]
-"""Compiled without `-m exhaustive`."""
+"""Cases that are compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 
 
@@ -130,11 +131,11 @@ class Compiled:
 
     @property
     def temp_layers(self) -> float:
-        """Bytes beside the arguments, in layers of the compute dtype."""
+        """Return bytes in addition to the arguments, in layers of the compute dtype."""
         return self.stats.temp_size_in_bytes / LAYER_BYTES
 
     def beside(self, *kinds: str) -> list[hlo.Span]:
-        """What loops of many trips move, and beside what."""
+        """Return the transfers of loops with many iterations, and what they overlap with."""
         return [
             s
             for s in hlo.spans(self.text)
@@ -144,7 +145,7 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def _sharded(capfd):
-    """Refuse what the partitioner could not shard."""
+    """Fail if the partitioner could not shard something."""
     yield
     assert INVOLUNTARY not in capfd.readouterr().err
 
@@ -222,13 +223,14 @@ def test_optimizer_state_of_a_resident_model_is_updated_leaf_by_leaf():
     assert c.report.host_argument_bytes == c.stats.host_argument_size_in_bytes
     assert c.stats.host_temp_size_in_bytes == 0
     leaf = 12 * HIDDEN**2 // GPUS  # the largest leaf's master and moments
-    # Of a piece of 1 MiB of each array what is loaded, what is made of it, and the piece before it.
+    # Each array has a piece of 1 MiB that is loaded, the result computed from it, and the previous
+    # piece.
     in_pieces = 3 * 3 * (1 << 20)
     assert c.report.tiers["device"]["in_flight"] == in_pieces
     assert c.stats.temp_size_in_bytes <= on_device.stats.temp_size_in_bytes + 2.1 * leaf
     assert (
         c.stats.host_argument_size_in_bytes > 6 * leaf
-    )  # so that all of them at once would be seen above
+    )  # so that the test above would show all of them at the same time
 
 
 # --- the link to the host -------------------------------------------------------------------------
@@ -248,8 +250,9 @@ def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
 @pytest.mark.by_default(*QUICK, "resident")
 @pytest.mark.parametrize("name", [*CASES, "resident"])
 def test_slices_of_host_memory_are_at_the_records_asked_for(name):
-    """Older versions of jaxlib are refused where a step would run: their addresses are those of
-    other records.
+    """Older versions of jaxlib are refused where a step would run.
+
+    They use the addresses of other records.
     """
     text = compiled(name).text
     slices = hlo.host_slices(text, unknown_trips=1)
@@ -305,19 +308,19 @@ def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
     reduced = sum(c.num_bytes * c.times for c in found)
     assert (
         reduced >= (LAYERS - 3) * LAYER_BYTES
-    )  # of the first tick and the last two, each is a loop of its own
+    )  # each of the first tick and the last two is a loop of its own
     assert all(c.num_bytes <= 1.01 * LAYER_BYTES for c in found)
 
 
-# 9 seconds; by default a resident model is split over `tensor`, in test_compiled_for_h200
+# 9 seconds; by default test_compiled_for_h200 splits a resident model over `tensor`
 @pytest.mark.exhaustive
 def test_over_fsdp_and_tensor_no_activation_is_replicated():
-    """Rows of the look-up's gradient travel to their shards.
+    """Rows of the look-up's gradient are sent to their shards.
 
-    Left to itself XLA of jax 0.11 and 0.12 sums whole activations.
+    Left to itself, XLA of jax 0.11 and 0.12 sums full activations.
     """
     c = compiled("tensor")
-    stream = 2 * ACTIVATION_BYTES  # of 4 devices over fsdp, for 8
+    stream = 2 * ACTIVATION_BYTES  # from 4 devices over fsdp to 8
     found = [
         e
         for e in hlo.collectives(c.text, unknown_trips=1, mesh=c.program.mesh)
@@ -349,7 +352,7 @@ def test_with_gather_ahead_gathers_and_fetches_run_beside_products(name):
     ]
     assert len({s.computation for s in fetches}) == 2
     assert all(s.is_async for s in fetches)
-    # Where a layer's record is updated in backward it is loaded in turns, and the last turn has the
+    # A layer's record that is updated in backward is loaded in turns, and the last turn has the
     # last product.
     least = 1 if name == "in_backward" else 2
     assert sum(s.products < least for s in fetches) <= (
@@ -377,8 +380,9 @@ def test_without_distance_a_layer_waits_for_its_fetch_too():
 
 
 def test_backward_loads_and_stores_at_once_beside_its_products():
-    """Every load and every store of a record has products beside it, and the last load ends before
-    the update.
+    """Every load and every store of a record overlaps with products.
+
+    The last load ends before the update.
     """
     c = compiled("in_backward")
     loops = {s.computation for s in c.beside("to_host")}
@@ -400,7 +404,7 @@ def test_backward_loads_and_stores_at_once_beside_its_products():
 def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_the_last_record_is_stored():
     c = compiled("in_backward")
     spans = [s for s in hlo.spans(c.text) if s.times == 1 and s.is_async]
-    of_end = 4 * VOCAB * HIDDEN // GPUS  # a master or a moment of one of both
+    of_end = 4 * VOCAB * HIDDEN // GPUS  # a master or a moment, of the head or of the embedding
 
     def moves(kind: str, computation: str, num_bytes: int = of_end) -> list[hlo.Span]:
         return [
@@ -415,7 +419,7 @@ def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_th
         for name in names
         if len(moves("to_device", name)) == 3 and len(moves("to_host", name)) == 3
     )
-    assert len(moves("to_host", drain, 2 * MATRIX_SHARD)) == 9  # of the last layer
+    assert len(moves("to_host", drain, 2 * MATRIX_SHARD)) == 9  # the last layer's
     (outside,) = (name for name in names - {drain} if len(moves("to_device", name)) == 3)
     assert all(s.products >= 1 for s in moves("to_device", outside))  # the head's
     (first,) = (name for name in names - {drain} if len(moves("to_host", name)) == 3)
@@ -435,7 +439,7 @@ def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_
     loops = sorted({s.computation for s in spans})
     assert (
         len(loops) == 1
-    )  # of the embedding; the first piece and the last store are loops of their own
+    )  # the embedding's; the first piece and the last store are loops of their own
     moved = [(s.kind, s.num_bytes) for s in spans]
     assert sorted(moved) == [("to_device", of_piece)] * 3 + [("to_host", of_piece)] * 3
     assert all(s.is_async for s in spans)
@@ -458,7 +462,7 @@ def test_a_head_that_is_larger_than_a_layer_crosses_the_link_beside_the_products
         for s in hlo.spans(c.text)
         if s.kind in ("to_device", "to_host") and s.num_bytes == of_piece
     ]
-    # The first tick stores nothing yet. Seven load a piece and store another one. The next one
+    # The first tick stores nothing yet. Seven ticks load a piece and store another. The next tick
     # stores the last one.
     moved = collections.Counter((s.kind, s.times) for s in spans)
     assert moved == {("to_device", 1): 3, ("to_device", 7): 3, ("to_host", 7): 3, ("to_host", 1): 3}

@@ -1,6 +1,4 @@
-"""Rings of permutes compiled for H200s that are not there: what runs beside each, and what it
-moves.
-"""
+"""Rings of permutes compiled for absent H200s: what overlaps with each, and its traffic."""
 
 import collections
 import dataclasses
@@ -55,8 +53,9 @@ def compiled(case: str, tensor_overlap: bool) -> str:
 
 
 def of_x(case: str, text: str) -> list[hlo.Collective]:
-    """Return the collectives of x over `tensor` in the loops over layers; the all_reduces are of
-    gradients of norms.
+    """Return the collectives of x over `tensor` in the loops over layers.
+
+    The all_reduces belong to the gradients of norms.
     """
     tensor = CASES[case][1]
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8 // tensor, tensor=tensor)
@@ -72,7 +71,8 @@ def sent(case: str, text: str) -> list[int]:
     """Return what a device sends of x in each loop over layers, in units of s b h / t elements."""
     by_loop: dict[str, int] = collections.defaultdict(int)
     for c in of_x(case, text):
-        # A gather or a scatter sends t - 1 pieces of its whole, a permute all that it is given.
+        # A gather or a scatter sends t - 1 pieces of its result or operand; a permute sends all of
+        # its operand.
         pieces = CASES[case][1] if c.op == "collective-permute" else CASES[case][1] - 1
         by_loop[c.computation] += c.num_bytes * pieces
     assert all(n % SBH == 0 for n in by_loop.values())
@@ -90,15 +90,15 @@ def test_each_permute_of_a_ring_spans_a_product(case):
     assert all(s.is_async and s.products >= 1 for s in permutes)
     assert {c.op for c in of_x(case, text)} == {"collective-permute"}
     assert "source_target_pairs={}" not in text
-    # Forward has 4 rings. Backward has those of 4 cotangents, and 2 of repeated pieces; what runs
-    # again has one more.
+    # Forward has 4 rings. Backward has 4 rings of cotangents and 2 of repeated pieces, and
+    # recomputation adds one.
     is_recomputed = settings["activations"] in ("remat", "pinned_host")
     assert sent(case, text) == [4 * (tensor - 1), (7 if is_recomputed else 6) * (tensor - 1)]
     assert sent(case, text) == sent(case, compiled(case, False))
 
 
 def test_beside_rings_gradients_are_reduced_once_in_float32():
-    """In pieces, each would be reduced by itself."""
+    """If it were split in pieces, each piece would be reduced by itself."""
     text = compiled("gpt-float32", True)
     found = [
         c for c in hlo.collectives(text, unknown_trips=CONFIG.layers) if c.times == CONFIG.layers
@@ -114,7 +114,7 @@ def test_products_of_a_tiled_mlp_keep_their_gather_and_those_of_attention_do_not
     for c in of_x("gpt-tiles", text):
         if c.op != "collective-permute":
             whole[c.op] += c.num_bytes // SBH
-    # Forward 1 + 1, and backward those of two cotangents and 1 repeated gather.
+    # Forward 1 + 1; backward two cotangents and 1 repeated gather.
     assert whole == {"all-gather": 3, "reduce-scatter": 2}
     assert all(
         s.products >= 1 for s in hlo.spans(text, CONFIG.layers) if s.kind == "collective-permute"

@@ -1,6 +1,4 @@
-"""What `program.memory` says that `tensor` sends, against programs compiled for H200s that are not
-there.
-"""
+"""`program.memory`'s `tensor` traffic against programs compiled for absent H200s."""
 
 import dataclasses
 from typing import Any
@@ -33,8 +31,9 @@ SP, PA = {"sequence_parallel": True}, {"partition_activations": True}
 def sent(
     model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the bytes that a device sends over `tensor`, by collective: compiled, and by the
-    account.
+    """Return the bytes that a device sends over `tensor`, by collective.
+
+    The first are compiled, the second are from the account.
     """
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=fsdp * tensor, fsdp=fsdp, tensor=tensor)
     program = zj.build_train_step(

@@ -1,6 +1,4 @@
-"""Facts of tiled models compiled for H200s that are not there: one tile is gathered, or fetched, at
-a time.
-"""
+"""Tiled models compiled for absent H200s gather or fetch one tile at a time."""
 
 import dataclasses
 import functools
@@ -39,7 +37,7 @@ class Net(nnx.Module):
 
 @functools.cache
 def compiled(num_tiles):
-    """Return the text of the compiled step, and its temporary bytes on a device."""
+    """Return the text of the compiled step, and its temporary bytes per device."""
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
     model = zj.from_flax(
         lambda rngs: Net(num_tiles, rngs=rngs),
@@ -53,15 +51,15 @@ def compiled(num_tiles):
     return step.as_text(), step.memory_analysis().temp_size_in_bytes
 
 
-# by default the test of a streamed layer on eight GPUs sees its tiles gathered
+# by default the test of a streamed layer on eight GPUs checks that its tiles are gathered
 @pytest.mark.exhaustive
 def test_sixteen_tiles_gather_a_tenth_at_a_time():
     (whole, whole_temp), (tiled, tiled_temp) = compiled(1), compiled(16)
     layer_bytes = 2 * (2 * HIDDEN * INNER + INNER + HIDDEN)
     assert hlo.peak_gathered_bytes(whole) >= layer_bytes * 0.99
     assert hlo.peak_gathered_bytes(tiled) * 10 <= hlo.peak_gathered_bytes(whole)
-    assert tiled_temp * 2 <= whole_temp  # what is left are gradients and moments on their way
-    for text in (whole, tiled):  # what a dense model moves, in bfloat16: 2 gathers and a reduction
+    assert tiled_temp * 2 <= whole_temp  # the remainder is gradients and moments in flight
+    for text in (whole, tiled):  # traffic of a dense model, in bfloat16: 2 gathers and a reduction
         moved = hlo.collective_bytes(text, least_bytes=1 << 20)
         assert moved == {
             "all-gather": pytest.approx(2 * 2 * layer_bytes, rel=0.02),
@@ -86,7 +84,7 @@ def compiled_stream(gpus, num_tiles, update):
     return step.as_text(), step.memory_analysis(), program.memory(batch)
 
 
-# by default eight GPUs hold a tile, and a layer larger than the budget trains on one
+# by default eight GPUs hold a tile, and a layer larger than the budget trains on one GPU
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("update", UPDATES)
 def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
@@ -97,7 +95,7 @@ def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
     assert whole_account.tiers["device"]["gathered"] == pytest.approx(layer_bytes, rel=0.001)
     assert account.tiers["device"]["gathered"] * 10 <= whole_account.tiers["device"]["gathered"]
     assert tiled.temp_size_in_bytes * 10 <= whole.temp_size_in_bytes
-    # everything beside the arguments is what the account says, parameters of a tile among it
+    # all bytes besides the arguments are in the account, including a tile's parameters
     extra = sum(
         account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight")
     )
@@ -106,12 +104,12 @@ def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
     assert hlo.host_link_bytes(text, 1) == account.host_link
 
 
-@pytest.mark.exhaustive  # by default the test above compiles one in tiles, for one GPU
+@pytest.mark.exhaustive  # by default the test above compiles a tiled step, for one GPU
 def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
     text, stats, account = compiled_stream(8, 16, "after_backward")
     layer_bytes = 2 * 2 * HIDDEN * 4 * HIDDEN
     assert hlo.peak_gathered_bytes(text) <= layer_bytes / 10
-    # everything beside the arguments is what the account says, parameters of a tile among it
+    # all bytes besides the arguments are in the account, including a tile's parameters
     extra = sum(
         account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight")
     )
@@ -123,8 +121,9 @@ def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
 
 
 def test_a_layer_larger_than_the_budget_trains_within_it():
-    """Parameters of one layer take 17 GB in bfloat16, with state 120 GB; the program has 8 GB of
-    device memory.
+    """One layer's parameters take 17 GB in bfloat16, and its state 120 GB.
+
+    The program has 8 GB of device memory.
     """
     budget, hidden = 8_000_000_000, 32768
     fields = {**tiling.STREAM, "device_budget_bytes": budget}
@@ -134,7 +133,7 @@ def test_a_layer_larger_than_the_budget_trains_within_it():
     compiled = program.lower(batch).compile().memory_analysis()
     assert 2 * 2 * hidden * 4 * hidden > 2 * budget
     assert compiled.argument_size_in_bytes + compiled.temp_size_in_bytes <= budget
-    assert init_bytes(program) <= budget / 4  # of a layer of 34 GB in float32
+    assert init_bytes(program) <= budget / 4  # for a layer of 34 GB in float32
 
 
 def init_bytes(program):
@@ -169,8 +168,9 @@ def test_the_widest_mlp_that_fits_is_found():
 
 
 def gpt_step(implementation, axes, **fields):
-    """Return a GPT's compiled step: the kernels of each loop that has any, bytes of collectives by
-    kind, temporaries.
+    """Return a GPT's compiled step.
+
+    The result is the kernels of each loop that has any, collective bytes by kind, and temporaries.
     """
     sizes = gpt.GPTConfig(
         layers=4,
@@ -216,19 +216,19 @@ HOST = {"params": "pinned_host", "grads": "pinned_host", "opt_state": "pinned_ho
 )
 def test_a_tiled_step_holds_the_kernel_forward_and_backward_and_moves_what_it_did(axes, fields):
     loops, moved, temp = gpt_step("mosaic", axes, **fields)
-    # Down, which is added to the sum where it is, is forward's alone.
+    # Only forward has the down product, which is added to the sum in place.
     in_place = [sum("output_to_operand_aliasing" in line for line in lines) for lines in loops]
     forward = [(len(lines), n) for lines, n in zip(loops, in_place, strict=True) if n]
     backward = [len(lines) for lines, n in zip(loops, in_place, strict=True) if not n]
     assert forward
     assert set(forward) == {(2, 1)}  # up with its bias and activation; down
     assert backward
-    assert set(backward) == {1}  # up, made again
+    assert set(backward) == {1}  # up, recomputed
     none, expected, expected_temp = gpt_step(None, axes, **fields)
     assert none == []
     assert temp <= 1.01 * expected_temp
-    # Gathers and reductions of weights are those of XLA's products; over tensor a layer's sum is
-    # reduced once, in 16 bits.
+    # Weights are gathered and reduced as with XLA's products; over tensor, a layer's sum is reduced
+    # once, in 16 bits.
     assert moved.get("all-reduce", 0) <= expected.get("all-reduce", 0)
     for kind in {*moved, *expected} - {"all-reduce"}:
         assert moved[kind] == pytest.approx(expected[kind], rel=0.01)

@@ -1,6 +1,4 @@
-"""A state saved in one stage, tier, mesh and precision is, restored in another, the same state bit
-for bit.
-"""
+"""A state restored in another stage, tier, mesh and precision is the same, bit for bit."""
 
 import pathlib
 
@@ -26,13 +24,14 @@ from zerojax.state import as_arguments
 pytestmark = pytest.mark.xdist_group("any_to_any")  # which share checkpoints
 AFTERWARDS = toys.batches(STEPS + 3)[STEPS:]
 ROUNDING = 2e-4
-"""Of losses in float16, by the order in which gradients are summed: relative."""
+"""Relative tolerance of float16 losses, which depend on the order of gradient sums."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Return `of(place)`: the directory of a checkpoint, made once, what it holds, and the losses
-    of the run that goes on.
+    """Return `of(place)`: a checkpoint's directory, its contents, and the continued run's losses.
+
+    Each checkpoint is made once.
     """
     made = {}
 
@@ -50,7 +49,7 @@ def checkpoints(tmp_path_factory):
 
 
 def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.Path) -> None:
-    """Restore, save what was restored, and compare all that the two checkpoints hold."""
+    """Restore, save the restored state, and compare all contents of the two checkpoints."""
     directory, expected, _ = checkpoints(source)
     with build(target, tmp_path / "swap") as program, zj.Checkpointer(directory) as ckpt:
         state = ckpt.restore(program)
@@ -107,9 +106,7 @@ def test_restored_is_saved_everywhere(checkpoints, source, target, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_losses_afterwards_are_those_of_the_run_that_went_on(checkpoints, target, tmp_path):
-    """In one program, which each checkpoint is restored into: bit for bit in the place where it was
-    saved.
-    """
+    """Restore each checkpoint into one program, bit for bit where it was saved."""
     with build(target, tmp_path / "swap") as program:
         for source in SAVED:
             directory, _, expected = checkpoints(source)

@@ -1,5 +1,6 @@
-"""What is wrong with a checkpoint, a folder or a disk is told; training and older checkpoints go on
-as they were.
+"""Damage to a checkpoint, a folder or a disk is reported.
+
+Training continues, and older checkpoints stay as they were.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ def resident(tmp_path_factory):
 
 @pytest.fixture
 def saved(program, tmp_path):
-    """Save steps 1 and 2; return the folder, and what step 1 holds."""
+    """Save steps 1 and 2; return the folder and the contents of step 1."""
     with zj.Checkpointer(tmp_path / "c") as ckpt:
         state = program.init(jax.random.key(0))
         for batch in DATA[:2]:
@@ -101,7 +102,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(program, saved, name, cap
         state = program.init(jax.random.key(1))
         with pytest.raises(DamagedError, match=told):
             ckpt.restore(program, 2)
-        program.eval(state, DATA[0])  # the state on disk is as it was
+        program.eval(state, DATA[0])  # the state on disk is unchanged
         assert ckpt.latest_step() == 1
         caplog.clear()
         state = ckpt.restore(program)
@@ -111,14 +112,14 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(program, saved, name, cap
             again.save(program, state)
         assert_same(numbers(tmp_path / "again", 1), expected)
         state, _ = program.step(state, DATA[1])
-        assert ckpt.save(program, state)  # in place of the damaged one
+        assert ckpt.save(program, state)  # in place of the damaged checkpoint
         ckpt.wait()
         assert int(ckpt.restore(program, 2).step) == 2
         assert_same(numbers(folder, 1), expected)
 
 
 def test_an_unreadable_sector_is_damage(program, tmp_path, caplog):
-    """Each of these read mapped files once, and ended the process by SIGBUS."""
+    """Each of these cases once read mapped files, and ended the process with SIGBUS."""
     with ext4(tmp_path / "disk", 64 << 20) as disk, zj.Checkpointer(disk / "c") as ckpt:
         state = program.init(jax.random.key(0))
         for batch in DATA[:2]:
@@ -149,7 +150,7 @@ def test_an_unreadable_sector_is_damage(program, tmp_path, caplog):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_interrupts_in_a_save_leave_no_snapshot_open(program, tmp_path, monkeypatch, number):
-    """The next `init` or restore would wait for it, for ever."""
+    """Otherwise the next `init` or restore would wait for it forever."""
     real = begin_save
 
     def interrupted(*args, **kwargs):
@@ -175,19 +176,18 @@ def test_interrupts_in_a_save_leave_no_snapshot_open(program, tmp_path, monkeypa
 
 
 def test_a_record_that_rotted_in_the_swap_folder_fails_the_save(program, tmp_path):
-    """It would be linked into the checkpoint for which the last whole one is removed."""
+    """The damaged record would be linked into the checkpoint that replaces the last good one."""
     with zj.Checkpointer(tmp_path / "c", max_to_keep=1, is_async=False) as ckpt:
         state = program.init(jax.random.key(0))
         ckpt.save(program, state)
         state, _ = program.step(state, DATA[0])
-        # writes outlast the step: a record that is damaged before its write is whole after it
+        # writes outlast the step: a record that is damaged before its write is intact after it
         program.swap.engine.flush()
         (record,) = pathlib.Path(program.config.swap_dir).rglob("opt_state/1/c.1.0")
         data = bytearray(record.read_bytes())
         data[100] ^= 1
-        with open(
-            record, "r+b"
-        ) as file:  # the same file: what has two names is the other one, of the step before
+        # the same file: only the other buffer, from the previous step, has two names
+        with open(record, "r+b") as file:
             file.write(data)
         with pytest.raises(
             CheckpointError, match=r"opt_state/1/c\.1\.0: its checksum is \w+, and \w+ was written"
@@ -203,8 +203,9 @@ def test_a_record_that_rotted_in_the_swap_folder_fails_the_save(program, tmp_pat
     "number", [errno.EMFILE, errno.EACCES, errno.ENOMEM], ids=lambda number: errno.errorcode[number]
 )
 def test_what_cannot_be_read_now_is_no_damage(program, saved, number, monkeypatch, caplog):
-    """No step is passed over, and the next save sets none aside: a process with more files or
-    memory reads it.
+    """No step is skipped, and the next save sets none aside.
+
+    A process with more files or memory can read the checkpoint.
     """
     folder, _ = saved
     name, real = errno.errorcode[number], os.open
@@ -346,8 +347,9 @@ def save_and_wait(ckpt, program, state):
 @pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("tier", ["device", DISK])
 def test_a_full_disk_loses_nothing(program, tier, tmp_path):
-    """The swap folder is on another disk: what is linked there is copied, and the copy finds no
-    room.
+    """The swap folder is on another disk.
+
+    Records to be linked are copied instead, and the copy finds no space.
     """
     with contextlib.ExitStack() as stack:
         small = stack.enter_context(mounted(tmp_path / "small", "size=4m"))
@@ -375,8 +377,9 @@ def test_a_full_disk_loses_nothing(program, tier, tmp_path):
 
 
 def test_a_full_disk_below_swap_folder_and_checkpoints(tmp_path):
-    """Linked records need room for the next step's: where there is none, the save is refused, and
-    the step is not.
+    """Linked records need space for the next step's records.
+
+    If there is none, the save is refused and the step is not.
     """
     with (
         mounted(tmp_path / "small", "size=4m") as small,
@@ -407,8 +410,9 @@ def test_a_read_only_folder_is_told(program, tmp_path):
 
 
 def test_a_snapshot_is_linked_and_what_it_links_is_never_written_again(program, saved, tmp_path):
-    """On one file system no byte is copied: the record of the checkpoint is the file that the swap
-    folder had.
+    """On one file system no byte is copied.
+
+    The checkpoint's record is the file that was in the swap folder.
     """
     folder, _ = saved
     with zj.Checkpointer(folder) as ckpt:
@@ -486,7 +490,7 @@ def test_interval_keep_and_best(resident, tmp_path):
             state, _ = resident.step(state, DATA[0])
             ckpt.save(resident, state, metrics={"loss": loss})
         assert ckpt.best_step() == 9
-        assert ckpt.all_steps() == [9, 10]  # the newest, too
+        assert ckpt.all_steps() == [9, 10]  # including the newest
         with pytest.raises(
             ValueError, match="best_metric='loss': metrics with that name are needed"
         ):
@@ -495,9 +499,7 @@ def test_interval_keep_and_best(resident, tmp_path):
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
-    """Pieces of arrays that numpy does not read where they are, such as a GPU's, are cut on the
-    device.
-    """
+    """Arrays that numpy cannot read in place, such as a GPU's, are cut on the device."""
     monkeypatch.setattr("zerojax.checkpoint.save.is_host_memory", lambda _: on_host)
     found, fields = [], {"stage": 3, "params": HOST, "opt_state": HOST}
     with build(fields, tmp_path, {"fsdp": 2}) as made:

@@ -1,7 +1,6 @@
-"""Descriptions of checkpoints whose checksum is right, and whose contents are not: each field is
-held against what it may be.
+"""Checkpoint descriptions with a correct checksum and wrong contents: each field is validated.
 
-So are the names beside them, and what lies under the name of a file without being one.
+File names, and non-files that have a file's name, are validated too.
 """
 
 import json
@@ -32,7 +31,7 @@ W = "weights['embed']['w']"
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory) -> pathlib.Path:
-    """Return a step of a state that was on disk: stacks, tiles, and a leaf of one record."""
+    """Return a step of a state that was on disk: stacks, tiles, and a leaf with one record."""
     folder = tmp_path_factory.mktemp("described")
     with tarfile.open(older.DATA / "disk.tar.xz") as tar:
         tar.extractall(folder, filter="data")
@@ -41,7 +40,7 @@ def step(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def text(step):
-    """Return the description, which is put back afterwards."""
+    """Return the description, which is restored after the test."""
     path = step / "state" / "manifest.0.json"
     yield (before := path.read_text())
     path.write_text(before)
@@ -54,7 +53,7 @@ def describe(step: pathlib.Path, said: Any, name: str = "manifest.0.json") -> No
 
 
 def read_all(step: pathlib.Path) -> None:
-    """Do with a checkpoint what can be done without a program."""
+    """Do everything with a checkpoint that needs no program."""
     inspect(step)
     with SavedState(str(step / "state")) as saved:
         saved.check(checksums=True)
@@ -64,7 +63,7 @@ def read_all(step: pathlib.Path) -> None:
 
 
 def put(*path: Any) -> Callable[[Any], None]:
-    """Return what puts the last of `path` at the place that the others name."""
+    """Return a function that puts the last of `path` at the place given by the other entries."""
     *keys, last, value = path
 
     def change(said: Any) -> None:
@@ -172,7 +171,7 @@ REFUSED = {
 
 
 def test_what_makes_no_sense_is_refused_by_field(step, text):
-    """It is no damage: a restore must not pass over to an older step."""
+    """This is not damage, so a restore must not fall back to an older step."""
     for name, (change, told) in REFUSED.items():
         change(said := json.loads(text))
         describe(step, said)
@@ -254,7 +253,7 @@ def test_configs_of_any_content_are_shown(step):
         config.write_bytes(before)
 
 
-# --- what is no file ------------------------------------------------------------------------------
+# --- what is not a file ---------------------------------------------------------------------------
 
 
 def fifo(path: pathlib.Path) -> None:
@@ -263,7 +262,7 @@ def fifo(path: pathlib.Path) -> None:
 
 def bound_socket(path: pathlib.Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is short
+    os.chdir(path.parent)  # a socket's name must be short
     try:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)

@@ -53,10 +53,10 @@ def run(program, state, ckpt, steps, **options):
 
 @pytest.mark.skipif(
     (3, 12) <= sys.version_info < (3, 12, 2),
-    reason="Python 3.12.0 and 3.12.1 start no thread once the program ends (cpython 113964), and Orbax needs one",
+    reason="Python 3.12.0 and 3.12.1 start no threads once the program ends (cpython 113964), and Orbax needs one",
 )
 def test_the_last_save_is_waited_for_when_the_program_ends(tmp_path):
-    """Nobody closes the Checkpointer, and the save is slow."""
+    """The Checkpointer is never closed, and the save is slow."""
     code = """
         import sys, time, jax
         import zerojax as zj
@@ -119,7 +119,7 @@ def test_what_is_no_number_is_no_best(program, tmp_path):
         for value in (3.0, float("nan"), 1.0, 2.0, float("nan")):
             state = run(program, state, ckpt, 1, metrics={"loss": value})
         assert ckpt.best_step() == 3
-        assert ckpt.all_steps() == [3, 4, 5]  # the newest, too
+        assert ckpt.all_steps() == [3, 4, 5]  # including the newest
 
 
 def test_metrics_that_are_no_numbers_are_named(program, tmp_path):
@@ -133,7 +133,7 @@ def test_metrics_that_are_no_numbers_are_named(program, tmp_path):
 
 
 def test_a_lock_that_was_removed_is_told(program, tmp_path):
-    """Another run can take it then, and the two would set each other's steps aside."""
+    """Otherwise another run could take it, and both would set each other's steps aside."""
     with zj.Checkpointer(tmp_path) as ckpt, zj.Checkpointer(tmp_path) as other:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         ckpt.wait()
@@ -174,9 +174,9 @@ def test_a_forked_child_does_not_keep_the_lock(program, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "warnings.warn", lambda *_, **__: None
-            )  # JAX's, that a child must not use it
+            )  # from JAX: a forked child must not use it
             child = os.fork()
-        if child == 0:  # what a fork does to the lock is done when it returns
+        if child == 0:  # the fork has changed the lock by the time it returns
             os.write(tell, b"1")
             os.close(release)
             os.read(hold, 1)

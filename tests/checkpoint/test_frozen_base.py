@@ -1,5 +1,6 @@
-"""Frozen weights in checkpoints: written once and linked after, restored and imported bit for bit
-into every tier.
+"""Frozen weights in checkpoints: written once, linked afterwards.
+
+They are restored and imported bit for bit into every tier.
 """
 
 import contextlib
@@ -54,9 +55,7 @@ def assert_same(a, b):
 
 
 def files(folder, wanted):
-    """Return the records of a step's state whose folder's name holds a word, by their path below
-    it.
-    """
+    """Return a step's records in folders whose name contains `word`, by relative path."""
     root = pathlib.Path(folder) / "state"
     return {
         str(p.relative_to(root)): p for p in root.rglob("c.*") if wanted in str(p.relative_to(root))
@@ -98,9 +97,9 @@ def test_a_base_is_written_once_and_restored_bit_for_bit(restored_to, saved_from
         if {saved_from, restored_to} <= {
             "device",
             "host",
-        }:  # the run goes on with the base that it restored
+        }:  # the run continues with the restored base
             assert all(os.path.samefile(first[name], third[name]) for name in first)
-        # Another state's base is written beside the checkpoint's, which stays as it is.
+        # Another state's base is written next to the checkpoint's base, which stays unchanged.
         program.init(jax.random.key(5))
         assert_same(weights(program, ckpt.restore(program, 2)), saved)
 
@@ -153,7 +152,7 @@ def test_weights_of_a_file_fill_the_base_in_every_tier(tier, tmp_path):
 
 
 def check_saving_takes_no_room(program, state, tmp_path):
-    """Save a base on disk twice, on a disk that has no room for another one."""
+    """Save a base on disk twice, on a disk without space for a second copy."""
     swap = tmp_path / "swap"
     before = held_bytes(swap)
     with pytest.MonkeyPatch.context() as patch, zj.Checkpointer(tmp_path / "linked") as ckpt:
@@ -174,7 +173,7 @@ def full(fd, offset, size):
 
 
 def held_bytes(folder, pattern="*"):
-    """Return the bytes that the files of a folder take on the disk, each file once."""
+    """Return the bytes that a folder's files take on disk, counting each file once."""
     files = {
         (found := file.stat()).st_ino: found.st_blocks
         for file in folder.rglob(pattern)
@@ -207,7 +206,7 @@ def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_w
             ):
                 ckpt.restore(program)
         assert held_bytes(swap) == before
-        state, metrics = program.step(state, second)  # the last state is still there
+        state, metrics = program.step(state, second)  # the last state still exists
         expected = float(metrics["loss"]), weights(program, state)
         records = {
             path.stat().st_ino: path.read_bytes()
@@ -220,7 +219,7 @@ def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_w
         state, metrics = program.step(state, second)
         assert float(metrics["loss"]) == expected[0]
         assert_same(weights(program, state), expected[1])
-        program.init(jax.random.key(1))  # there is room: its base is written to other files
+        program.init(jax.random.key(1))  # there is space: its base is written to other files
         program.swap.engine.flush()
         assert not {path.stat().st_ino for path in swap.rglob("c.*.0")} & records.keys()
         again = files(tmp_path / "run/1", "disk.frozen").values()
@@ -239,7 +238,7 @@ def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_w
 
 @contextlib.contextmanager
 def no_room():
-    """Let no file reserve room, on a disk that has none."""
+    """Make every reservation of space fail, on a full disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         patch.setattr("host_offload.disk.store._free_bytes", lambda path: 0)

@@ -1,5 +1,6 @@
-"""Frozen weights in 8 and 4 bits in checkpoints and imports: the same bits in every tier, and
-another layout is refused.
+"""Frozen weights in 8 and 4 bits, in checkpoints and imports.
+
+Every tier has the same bits, and a different layout is refused.
 """
 
 import re
@@ -146,13 +147,13 @@ def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
             saved = weights(program, state) if format == "int8" else saved
             ckpt.save(program, state)
             ckpt.wait()
-    # One device merges all dims of an array. The blocks are the same.
+    # A single device merges all dims of an array. The blocks are the same.
     with (
         build("int8", tmp_path, devices=1, frozen=DISK) as program,
         zj.Checkpointer(tmp_path / "int8") as ckpt,
     ):
         assert_same(weights(program, ckpt.restore(program)), saved)
-    # One group of scales on one device is two on two devices.
+    # One group of scales on one device becomes two on two devices.
     refused = pytest.raises(
         zj.CheckpointError, match=r"in 8 or 4 bits in other blocks .*#nf4.*of several saved groups.*bit for bit or not at all.*"
         "import_params",

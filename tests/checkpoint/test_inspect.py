@@ -1,4 +1,4 @@
-"""What `zerojax inspect` tells of checkpoints that are whole, damaged, unfinished, or none."""
+"""What `zerojax inspect` reports for good, damaged, unfinished and missing checkpoints."""
 
 import pathlib
 import re
@@ -34,7 +34,7 @@ def checkpoints(original, tmp_path):
 
 
 def inspected(capsys, *arguments: str | pathlib.Path) -> tuple[int, str]:
-    """Return the exit status and what was printed."""
+    """Return the exit status and the output."""
     capsys.readouterr()
     try:
         cli.main(["inspect", *map(str, arguments)])
@@ -45,7 +45,7 @@ def inspected(capsys, *arguments: str | pathlib.Path) -> tuple[int, str]:
 
 
 def record(folder: pathlib.Path) -> pathlib.Path:
-    """Return the file of a record that holds weights."""
+    """Return the file of a record of weights."""
     with SavedState(str(folder / "state")) as saved:
         return next(
             pathlib.Path(path)

@@ -1,5 +1,6 @@
-"""A process killed at any moment, in a save too, goes on from a whole checkpoint to the losses of
-one that was not killed.
+"""A process killed at any moment, even during a save, continues from a complete checkpoint.
+
+Its losses equal those of an uninterrupted process.
 """
 
 import contextlib
@@ -18,15 +19,16 @@ import zerojax as zj
 from zerojax.checkpoint.manifest import SavedState
 
 LONGEST_RUN = 3.0
-"""Seconds that a process trains and saves before it is killed, at most."""
+"""Maximum seconds for which a process trains and saves before it is killed."""
 
 
 @contextlib.contextmanager
 def worker(
     folder: pathlib.Path, tier: str, last: int
 ) -> Iterator[tuple[subprocess.Popen[str], int, pathlib.Path]]:
-    """Start one; yields it once it trains, with the step that it went on from and the file of its
-    warnings.
+    """Start a process, and yield it once it trains.
+
+    Also yields the step from which it continued and the file of its warnings.
     """
     told = folder / "stderr"
     command = [sys.executable, killed.__file__, str(folder), tier, str(last)]
@@ -60,7 +62,7 @@ def assert_whole(directory: pathlib.Path) -> int:
 
 
 def logged(folder: pathlib.Path, name: str) -> dict[int, set[str]]:
-    """Return all losses that were written for each step; a line that was cut off by a kill is none."""
+    """Return all losses written for each step, without lines that a kill cut off."""
     found: dict[int, set[str]] = {}
     for line in (folder / name).read_text().split("\n")[:-1]:
         step, loss = line.split()
@@ -80,7 +82,7 @@ def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):
             assert start == newest
             assert ("zerojax-swap-0" in told.read_text()) == (
                 kill > 0 and tier == "nvme"
-            )  # that of the process before
+            )  # from the process before
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(delays.uniform(0, longest))
                 raise AssertionError(told.read_text())
@@ -99,7 +101,7 @@ def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):
     found, whole = (
         logged(tmp_path, "losses"),
         logged(tmp_path, "whole"),
-    )  # of a run that was not killed
+    )  # from an uninterrupted run
     assert sorted(found) == sorted(whole) == [*range(1, last + 1)]
     assert found == whole
     assert not [path for path in (tmp_path / "swap").iterdir() if path.is_dir()]

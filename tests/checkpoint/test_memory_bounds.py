@@ -1,5 +1,6 @@
-"""Saving takes the copies that it says, and restoring a process's shards and a record: measured on
-150 to 230 MB.
+"""Saves and restores take no more copies than documented.
+
+Restores of a process's shards and of a record are measured on 150 to 230 MB.
 """
 
 import json
@@ -17,13 +18,13 @@ from matrix_of_checkpoints import Place, build
 import zerojax as zj
 from zerojax.checkpoint import restore as restoring
 
-pytestmark = pytest.mark.xdist_group("memory_bounds")  # which share one process that measures
-SLACK = 40 << 20  # what compiling takes, and records of 9 MB
+pytestmark = pytest.mark.xdist_group("memory_bounds")  # which share one measuring process
+SLACK = 40 << 20  # for compiling, and for records of 9 MB
 ON_DISK = "on disk, the same as the checkpoint's"
 ROWS = {"on the device, at most 64 MB of copies": 16, "on the device": 16, ON_DISK: 24}
-"""What is measured, and the layers of its model.
+"""Measurements, and the number of layers of each one's model.
 
-On disk more of them take no more memory, and their state is 230 MB.
+On disk, more layers take no more memory, and their state is 230 MB.
 """
 SCRIPT = """
 import ctypes, gc, json, sys
@@ -37,7 +38,7 @@ for name, layers in json.loads(sys.argv[2]).items():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Return what `benchmarks/checkpoints.py` measures, by row: one after the other in one process."""
+    """Return the measurements of `benchmarks/checkpoints.py` by row, from a single process."""
     command = [
         sys.executable,
         "-c",
@@ -55,7 +56,7 @@ def measured(tmp_path_factory):
 def test_copies_are_the_shards_or_within_the_bound(measured):
     bounded, whole, _ = measured.values()
     assert whole["state_bytes"] > 140e6
-    assert whole["async_bytes"] > 0.9 * whole["state_bytes"]  # what is measured would be seen
+    assert whole["async_bytes"] > 0.9 * whole["state_bytes"]  # the measurement would show it
     assert whole["async_bytes"] < whole["state_bytes"] + SLACK
     assert bounded["async_bytes"] < (64 << 20) + SLACK
     for row in (whole, bounded):
@@ -63,8 +64,9 @@ def test_copies_are_the_shards_or_within_the_bound(measured):
 
 
 def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
-    """A record is read once the one before is in place, however slow the device: busy here, with
-    large products.
+    """A record is read once the previous one is in place, even on a slow device.
+
+    Large products keep the device busy here.
     """
     read, fillers, made, unready = restoring.LeafSource.record, restoring.filler, [], []
 

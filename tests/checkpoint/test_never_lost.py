@@ -1,5 +1,6 @@
-"""What was saved stays: no call that fails, no kill and nothing that lies in a directory takes a
-whole checkpoint away.
+"""Saved state is never lost.
+
+No failing call, no kill and no foreign entry in a directory removes a complete checkpoint.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ def program():
 
 @contextlib.contextmanager
 def failing_fsync(matches, number=errno.EIO):
-    """Let fsync fail for the files whose path `matches` says so."""
+    """Make fsync fail for the files whose path `matches` accepts."""
     real = os.fsync
 
     def fsync(fd):
@@ -41,14 +42,12 @@ def failing_fsync(matches, number=errno.EIO):
 
 
 def newest(program, folder) -> int:
-    """Return the step that another program would go on from."""
+    """Return the step that another program would continue from."""
     return int(zj.Checkpointer(folder).restore(program).step)
 
 
 def test_a_step_that_is_there_is_not_set_aside_for_a_save_that_fails(program, tmp_path):
-    """The directory could not be flushed when it had appeared, so its save failed; and so does the
-    next one.
-    """
+    """The directory appeared but could not be flushed, so its save and the next one fail."""
     with zj.Checkpointer(tmp_path, max_to_keep=1, is_async=False) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         state, _ = program.step(state, BATCH)
@@ -70,7 +69,7 @@ def test_a_step_that_is_there_is_not_set_aside_for_a_save_that_fails(program, tm
 
 
 def test_a_save_that_failed_is_tried_again(program, tmp_path):
-    """The first two cannot flush the name of a step that is there, the third cannot write."""
+    """The first two saves cannot flush the name of an existing step; the third cannot write."""
     with zj.Checkpointer(tmp_path) as ckpt:
         state = program.init(jax.random.key(0))
         with failing_fsync(lambda path: path == str(tmp_path)):
@@ -78,7 +77,7 @@ def test_a_save_that_failed_is_tried_again(program, tmp_path):
             for call in (ckpt.wait, lambda: ckpt.save(program, state)):
                 with pytest.raises(zj.CheckpointError, match="EIO"):
                     call()
-        assert not ckpt.save(program, state)  # it is there, and flushed by now
+        assert not ckpt.save(program, state)  # it exists, and has been flushed by now
         state, _ = program.step(state, BATCH)
         with failing_fsync(lambda path: "manifest" in path):
             ckpt.save(program, state)
@@ -170,7 +169,7 @@ def test_metrics_that_cannot_be_read_stop_no_save(program, tmp_path, caplog):
         for loss in (3.0, 2.0, 4.0):
             state = run(program, state, ckpt, 1, metrics={"loss": loss})
         assert ckpt.best_step() == 3
-        assert ckpt.all_steps() == [1, 3, 4]  # the newest, too
+        assert ckpt.all_steps() == [1, 3, 4]  # including the newest
     told = [r for r in caplog.records if "1/metrics/metrics cannot be read" in r.getMessage()]
     assert len(told) == 1
 
@@ -246,7 +245,7 @@ def test_a_planted_lock_overwrites_no_file(program, tmp_path, planted):
 
 
 def test_a_step_that_cannot_be_looked_at_is_not_passed_over(program, tmp_path, monkeypatch):
-    """os.path.isdir says no where it cannot tell."""
+    """os.path.isdir returns False if it cannot find out."""
     with zj.Checkpointer(tmp_path) as ckpt:
         run(program, program.init(jax.random.key(0)), ckpt, 2)
     real = os.stat
@@ -299,13 +298,13 @@ def test_folders_that_are_no_steps_are_left_alone(program, tmp_path):
 
 
 def test_a_forked_child_that_unwinds_waits_for_nothing(program, tmp_path):
-    """The threads that save are those of the parent."""
+    """The saving threads belong to the parent."""
     with zj.Checkpointer(tmp_path) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "warnings.warn", lambda *_, **__: None
-            )  # JAX's, that a child must not use it
+            )  # from JAX: a forked child must not use it
             child = os.fork()
         if child == 0:
             code = 1
@@ -336,13 +335,13 @@ def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog, call):
             def join(timeout=None):
                 raise KeyboardInterrupt
 
-            # Of this thread alone: others are waited for by whatever collects them as garbage.
+            # Only this thread's join: other threads are joined when they are collected as garbage.
             patch.setattr(ckpt._writer._thread, "join", join)
             with pytest.raises(KeyboardInterrupt):
                 getattr(ckpt, call)()
             with pytest.raises(
                 zj.CheckpointError, match="saves checkpoints in"
-            ):  # else it would remove what is being written
+            ):  # otherwise it would remove what is being written
                 zj.Checkpointer(tmp_path).save(program, state, force=True)
         run(program, state, ckpt, 1)
     assert newest(program, tmp_path) == 2

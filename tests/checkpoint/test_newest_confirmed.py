@@ -1,16 +1,18 @@
-"""The promise of a Checkpointer, over sequences of calls: `restore` returns the newest state whose
-save was confirmed.
+"""A Checkpointer's promise: `restore` returns the newest state whose save was confirmed.
 
-    save        confirmed when it, and the wait for it, return
-    fail        a save in which a call of the file system fails, the n-th of a kind
-    kill        a save that ends in the middle: the directory as it was at the n-th change goes on in another run
-    go back     restore an older step; the first save after it sets the newer ones aside
-    damage      a record of a step is changed on disk
-    keep        another run, with another max_to_keep
+The promise is tested over sequences of these calls:
 
-After each of them a fresh Checkpointer restores. It must return the newest confirmed state that was
-not damaged, bit for bit. It may return one whose save was not confirmed, if that has appeared: no
-caller was told of it.
+  save        confirmed when the save and the wait for it return
+  fail        a save in which the n-th call of some kind to the file system fails
+  kill        a save that ends in the middle: another run continues with the directory at the n-th
+              change
+  go back     restore an older step; the next save sets the newer steps aside
+  damage      a record of a step is changed on disk
+  keep        another run, with another max_to_keep
+
+After each call a fresh Checkpointer restores. It must return the newest confirmed and undamaged
+state, bit for bit. It may also return a state whose save appeared without being confirmed, since no
+caller was promised that state.
 """
 
 import contextlib
@@ -54,15 +56,13 @@ CHANGES = ("fsync", "rename", "mkdir", "rmdir", "unlink")
 
 @contextlib.contextmanager
 def at_call(root, names, number, act):
-    """Call `act(name)` before the call with that number, counted from 0, of some functions of `os`
-    on files below `root`.
-    """
+    """Call `act(name)` before the n-th call, from 0, of some functions of `os` below `root`."""
     lock, left = threading.Lock(), [number]
 
     def wrapped(name, real):
         def call(path, *args, **kwargs):
-            # Of a descriptor the file that it is open for: rmtree removes names relative to their
-            # folder's.
+            # For a descriptor, use the file that it has open: rmtree removes names relative to
+            # their folder's descriptor.
             folder = kwargs.get("dir_fd")
             where = (
                 os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
@@ -95,12 +95,12 @@ class Directory(RuleBasedStateMachine):
         self.state = self.program.init(jax.random.key(0))
         self.confirmed: dict[
             int, bytes
-        ] = {}  # by step, what was saved there, as far as retention may have left it
+        ] = {}  # the state saved at each step, as far as retention may have kept it
         self.unconfirmed: list[
             tuple[int, bytes]
         ] = []  # states whose saves failed: they may have appeared
         self.damaged: set[int] = set()
-        self.last: int | None = None  # step from which this run goes on
+        self.last: int | None = None  # step from which this run continues
         self.seed = 0
         self.keep: int | None = None
 
@@ -115,12 +115,12 @@ class Directory(RuleBasedStateMachine):
         )
 
     def advance(self):
-        self.seed += 1  # so that a run that went back makes other states
+        self.seed += 1  # so that a run that went back makes different states
         self.state, _ = self.program.step(self.state, {"x": BATCH["x"] + self.seed})
         return int(self.state.step), self.numbers(self.state)
 
     def confirm(self, step, numbers):
-        # What is newer than the step from which this run went on is another run's, and set aside.
+        # States newer than this run's starting step belong to another run, and are set aside.
         self.confirmed = {
             k: v for k, v in self.confirmed.items() if self.last is None or k <= self.last
         }
@@ -137,14 +137,14 @@ class Directory(RuleBasedStateMachine):
         self.go_on()
 
     def go_on(self, step=None):
-        """Restore, as a run does that begins."""
+        """Restore as a new run does."""
         if not self.confirmed and not self.unconfirmed:
             self.state, self.last = self.program.init(jax.random.key(0)), None
             return
         try:
             self.state = self.ckpt.restore(self.program, step)
         except zj.CheckpointError:
-            # There is nothing whole: a run like this one would begin in another directory.
+            # No complete checkpoint exists: a run like this one would begin in another directory.
             assert not set(self.confirmed) - self.damaged
             shutil.rmtree(self.path)
             self.ckpt.close()
@@ -156,7 +156,7 @@ class Directory(RuleBasedStateMachine):
         if self.unconfirmed and self.confirmed.get(self.last) != (now := self.numbers(self.state)):
             assert (self.last, now) in self.unconfirmed
             self.confirmed[self.last] = now
-            self.damaged.discard(self.last)  # it took the place of a damaged one
+            self.damaged.discard(self.last)  # it replaced a damaged one
 
     def save(self, step, numbers) -> bool:
         try:
@@ -183,7 +183,7 @@ class Directory(RuleBasedStateMachine):
         with at_call(str(self.path), [name], at, act):
             was_saved = self.save(step, numbers)
         if not was_saved:
-            assert self.save(step, numbers)  # nothing fails any more
+            assert self.save(step, numbers)  # nothing fails from here on
 
     @rule(fault=FAULT, at=st.integers(0, 12))
     def fail_and_end(self, fault, at):
@@ -227,7 +227,7 @@ class Directory(RuleBasedStateMachine):
     def damage(self, data, way):
         step = data.draw(
             st.sampled_from(sorted(set(self.confirmed) - self.damaged))
-        )  # a bit that flips twice is whole
+        )  # a bit that flips twice is intact
         folder = self.path / str(step) / "state"
         file = folder / "manifest.0.json" if way == "manifest" else sorted(folder.rglob("c.*"))[-1]
         held = bytearray(file.read_bytes())
@@ -253,7 +253,7 @@ class Directory(RuleBasedStateMachine):
             try:
                 state = reader.restore(self.program)
             except zj.CheckpointError:
-                assert not whole, f"confirmed {sorted(whole)}, and none is restored"
+                assert not whole, f"confirmed {sorted(whole)}, but none is restored"
                 assert reader.latest_step() is None
                 return
             step, numbers = int(state.step), self.numbers(state)
@@ -261,13 +261,13 @@ class Directory(RuleBasedStateMachine):
         assert (whole and step == max(whole) and numbers == self.confirmed[step]) or (
             step,
             numbers,
-        ) in self.unconfirmed, f"confirmed {sorted(whole)}, restored {step}"
+        ) in self.unconfirmed, f"confirmed {sorted(whole)}, but restored {step}"
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_the_newest_confirmed_state_is_restored(examples, monkeypatch):
-    # A process that is killed loses nothing that the kernel has, and waiting for the disk takes
-    # most of the time.
+    # A kill loses nothing that the kernel has, and waiting for the disk would take most of the
+    # time.
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     run_state_machine_as_test(
         Directory,
@@ -276,7 +276,8 @@ def test_the_newest_confirmed_state_is_restored(examples, monkeypatch):
             stateful_step_count=12,
             deadline=None,
             derandomize=True,
-            phases=(Phase.generate,),  # a failure is told at once, and not made shorter for minutes
+            # a failure is reported immediately, without minutes of shrinking
+            phases=(Phase.generate,),
             database=None,
             suppress_health_check=list(HealthCheck),
         ),

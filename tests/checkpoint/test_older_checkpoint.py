@@ -1,5 +1,6 @@
-"""Checkpoints that an earlier version wrote are restored by this one, in other places, bit for bit,
-and trained on from.
+"""Checkpoints of an earlier version are restored by this one, elsewhere, and trained on from.
+
+The restored state is the same bit for bit.
 """
 
 import json
@@ -28,7 +29,7 @@ CASES = {
     ),
 }
 ROUNDING = {"memory": 1e-5, "disk": 2e-4}
-"""Of the losses that follow, by the order of sums and by the processor: float32 and float16."""
+"""Tolerances of later losses, which depend on summation order and processor: float32, float16."""
 
 
 @pytest.mark.parametrize(

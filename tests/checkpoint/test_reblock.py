@@ -1,5 +1,6 @@
-"""Arrays of weights in 8 or 4 bits, read for other shards: each block gets its own numbers, or the
-read is refused.
+"""Arrays of 8- or 4-bit weights read for other shards.
+
+Each block gets its own numbers, or the read is refused.
 """
 
 import itertools
@@ -16,7 +17,7 @@ NAME = "weights['w']#nf4."
 
 
 class Arrays:
-    """Records of arrays, in the place of files."""
+    """Records of arrays, instead of files."""
 
     def __init__(self, arrays):
         self.arrays = arrays
@@ -33,7 +34,7 @@ def named(tree):
 
 
 def read(saved, shapes, lead):
-    """Return the arrays of these shapes, each read in two boxes along its last dim."""
+    """Return arrays of these shapes, each read in two boxes along its last dim."""
     found = {}
     for name, shape in shapes.items():
         how = reblocked(name, shapes, {other: a.shape for other, a in saved.items()}, lead)
@@ -52,7 +53,7 @@ def abstract(shards, lead=()):
 
 
 def blocks_groups(groups, blocks):
-    """Return the number that each block's group holds, in order."""
+    """Return the number stored for each block's group, in the order of blocks."""
     for dim, size in enumerate(blocks.shape):
         groups = np.repeat(groups, size // groups.shape[dim], axis=dim)
     return groups.reshape(-1)
@@ -62,7 +63,7 @@ def blocks_groups(groups, blocks):
     ("before", "after"), [((1, 1), (1, 4)), ((1, 2), (1, 4)), ((1, 1), (2, 1))]
 )
 def test_each_block_has_its_own_numbers_and_those_of_its_group(before, after):
-    """Two layers, whose arrays count their elements."""
+    """Two layers whose arrays count their elements."""
     shapes = {name: a.shape for name, a in abstract(after, (2,)).items()}
     saved = {name: np.arange(a.size).reshape(a.shape) for name, a in abstract(before, (2,)).items()}
     found = read(saved, shapes, 1)

@@ -1,5 +1,6 @@
-"""Training goes on from a checkpoint as if it had not stopped: bit for bit in the same place,
-within rounding elsewhere.
+"""Training continues from a checkpoint as if it had not stopped.
+
+It is bit for bit the same in the same place, and within rounding elsewhere.
 """
 
 import contextlib
@@ -46,8 +47,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory):
-    """A program of the case "disk", and the directory of a checkpoint of it after 3 steps, with the
-    losses of the next 3.
+    """Return a program of the case "disk", a directory with its checkpoint, and losses.
+
+    The checkpoint is of step 3; the losses are those of the next 3 steps.
     """
     folder = tmp_path_factory.mktemp("on_disk")
     with build(CASES["disk"], folder / "swap") as program:
@@ -61,9 +63,7 @@ def on_disk(tmp_path_factory):
 @pytest.mark.by_default("disk")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_losses_are_those_of_the_run_that_went_on(name, on_disk, tmp_path):
-    """With saves in the background, after which the run goes on at once: what is saved is the state
-    of that step.
-    """
+    """Save in the background while the run continues: the saved state is the save step's."""
     tx = optax.adamw(1e-2) if "update_on" in CASES[name] else None
     with contextlib.ExitStack() as stack:
         program = (
@@ -80,7 +80,7 @@ def test_resumed_losses_are_those_of_the_run_that_went_on(name, on_disk, tmp_pat
         assert toys.run(program, ckpt.restore(program, 3), DATA[3:])[0] == losses
         resumed, again = toys.run(
             program, ckpt.restore(program, 3), DATA[3:]
-        )  # over a state that was restored
+        )  # over a restored state
         assert resumed == losses
         with zj.Checkpointer(tmp_path / "again") as other:
             other.save(program, again)
@@ -117,7 +117,7 @@ def test_resumed_elsewhere_losses_agree_within_rounding(fields, axes, rtol, on_d
     "fields", [{"stage": 3}, {"stage": 1, "opt_state": DISK}], ids=["device", "disk"]
 )
 def test_a_model_without_layers_is_restored_from_and_onto_disk(fields, tmp_path, monkeypatch):
-    monkeypatch.setattr(toys, "LAYERS", 1)  # has leaves of all kinds
+    monkeypatch.setattr(toys, "LAYERS", 1)  # has leaves of every kind
     found = []
     with zj.Checkpointer(tmp_path / "c") as ckpt:
         with build(
@@ -133,7 +133,7 @@ def test_a_model_without_layers_is_restored_from_and_onto_disk(fields, tmp_path,
 
 
 def test_weights_that_were_saved_are_those_that_are_cast(tmp_path):
-    """The compute copy is no part of a checkpoint."""
+    """The compute copy is not part of a checkpoint."""
     with build(CASES["host"], tmp_path) as program, zj.Checkpointer(tmp_path / "c") as ckpt:
         _, state = toys.run(program, program.init(jax.random.key(0)), DATA[:1])
         expected = jax.device_get((state.params, state.master))

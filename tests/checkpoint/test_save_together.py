@@ -1,5 +1,6 @@
-"""Two processes save together and one restores, and the reverse; what fails in one is raised in
-both, and nobody waits.
+"""Two processes save together and one restores, and the reverse.
+
+An error in one process is raised in both, and no process hangs.
 """
 
 import errno
@@ -15,7 +16,7 @@ import zerojax as zj
 
 pytestmark = pytest.mark.xdist_group(
     "two_processes_of_checkpoints"
-)  # tests share what the processes found
+)  # tests share the processes' findings
 
 WORKER = """
 import save_together
@@ -27,10 +28,9 @@ found = save_together.work(out, me, "TIER")
     scope="module", params=["device", pytest.param("nvme", marks=pytest.mark.exhaustive)]
 )
 def found(tmp_path_factory, request):
-    """This process's program and the folder of its checkpoints and of two processes', and what each
-    of the three found.
+    """Return this process's program, the two checkpoint folders, and all three processes' findings.
 
-    By default test_two_processes.py saves and restores what is on disk.
+    By default test_two_processes.py saves and restores state on disk.
     """
     folder, tier = tmp_path_factory.mktemp("together"), request.param
     with save_together.build(folder, tier) as program:

@@ -1,6 +1,4 @@
-"""A weight saved in one number of tiles is restored as any other, and as the dense weight, and
-back.
-"""
+"""A weight saved in one number of tiles is restored in another, as the dense weight, and back."""
 
 import contextlib
 import dataclasses
@@ -21,7 +19,7 @@ from zerojax.checkpoint.retile import retiled
 
 
 def tiled_model(tiles):
-    """Two stacked layers whose MLP has so many tiles, or is dense."""
+    """Return two stacked layers with an MLP of `tiles` tiles, or a dense one."""
 
     def init_block(key):
         keys = jax.random.split(key, 2)
@@ -114,7 +112,7 @@ def test_a_dense_layer_in_tiles_along_both_dims_is_restored_as_any_other(tmp_pat
 
 
 def saved_and_restored(folder, source, target, tx=None):
-    """Return the weights of a model, and what another has of them after a restore."""
+    """Return a model's weights, and another model's weights after restoring them."""
     mesh = zj.make_mesh(devices=jax.devices()[:1])
     programs = [
         zj.build_train_step(m, tx or optax.adam(1e-2), zj.ZeroConfig(stage=0), mesh)
@@ -178,7 +176,7 @@ def test_a_weight_with_the_name_of_an_mlps_is_not_taken_for_it(tmp_path):
 
 @pytest.mark.parametrize("form", ["safetensors", "orbax"])
 def test_exported_tiles_are_imported_as_any_others(form, tmp_path):
-    """With an optimizer whose moments begin at one number."""
+    """An optimizer whose moments start at a constant."""
     mesh = zj.make_mesh(devices=jax.devices()[:1])
     config = zj.ZeroConfig(stage=0)
     source, target = (
@@ -196,7 +194,7 @@ def test_exported_tiles_are_imported_as_any_others(form, tmp_path):
 
 
 def test_moments_that_are_not_like_their_weights_are_not_restored_in_other_tiles(tmp_path):
-    """Of a factored moment in 4 tiles, those of rows have one shape whatever the grid."""
+    """For a factored moment in 4 tiles, row moments have the same shape in every grid."""
     models = [function_model(2, 2, 2), function_model(4, 1, 4)]
     with pytest.raises(
         CheckpointError,
@@ -215,7 +213,7 @@ def test_moments_that_are_not_like_their_weights_are_not_restored_in_other_tiles
 
 
 class Whole:
-    """A leaf in memory, read as records are."""
+    """A leaf in memory that is read like a record."""
 
     def __init__(self, value):
         self.value = value
@@ -266,7 +264,7 @@ def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, told, stac
 @pytest.mark.parametrize(
     ("saved", "here", "tiled"),
     [
-        ((16, 32), (32, 16), (False, False)),  # a transposed weight is no stack of tiles
+        ((16, 32), (32, 16), (False, False)),  # a transposed weight is not a stack of tiles
         ((16, 32), (32, 16), (True, False)),
         ((4, 8, 3), (8, 13), (True, False)),
         ((5, 8, 3), (8, 12), (True, False)),

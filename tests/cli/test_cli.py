@@ -55,8 +55,9 @@ SHAPE = ["--layers", "48", "--hidden", "6144", "--heads", "64", "--seq", "2048",
 
 
 def test_memory_prints_a_transformers_activations(capsys):
-    """By the closed forms: with the stream split, 20 s b h / t bytes a layer, and 34 s b h / t by
-    Korthikanti et al.
+    """The closed forms: with the stream split, 20 s b h / t bytes per layer.
+
+    Korthikanti et al. have 34 s b h / t.
     """
     cli.main(
         [
@@ -145,7 +146,7 @@ def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
         ]
     )
     told = capsys.readouterr().out
-    # 4e6 bytes at 4e6 a second.
+    # 4e6 bytes at 4e6 bytes per second.
     assert "predicted step 1000.0 ms: compute 0.0 ms, idle 100.0 %" in told
     assert "nothing here was measured" in told
     assert "before 0.12" in told

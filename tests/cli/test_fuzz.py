@@ -1,5 +1,6 @@
-"""Command lines and machine files that were drawn: each prints what it was asked for, or one line
-with exit status 2.
+"""Random command lines and machine files.
+
+Each command prints what was asked for, or one line with exit status 2.
 """
 
 import os
@@ -84,7 +85,7 @@ WHOLE_SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4", "--seq", "16"]
 
 @pytest.fixture
 def paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make files of every kind that a path may lead to, and let nothing be measured."""
+    """Create files of every kind that a path may lead to, and disable measurements."""
     monkeypatch.setattr(commands, "probe", lambda swap_dir: zj.machine("l4"))
     monkeypatch.setattr(commands, "disk_report", lambda folder, **sizes: f"{folder} {sizes}")
     made = {
@@ -116,7 +117,7 @@ def paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def drawn_line(rng: random.Random, paths: list[str]) -> list[str]:
-    """Return a command line: a command with options of its own, and values of any kind."""
+    """Return a command line: a command with its own options, and values of any kind."""
     command = rng.choice([*OPTIONS, "plan", "memory", "simulate"])
 
     def value(option: str) -> str:
@@ -154,7 +155,7 @@ def drawn_line(rng: random.Random, paths: list[str]) -> list[str]:
 
 
 def outcome(line: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """Return a case that runs a command line, and checks how it ends."""
+    """Return a case that runs a command line and checks how it ends."""
 
     def case() -> str:
         try:
@@ -197,7 +198,7 @@ VALUES = ["1", "-1", "0", "1e12", "nan", "inf", "-inf", "1e400", "9" * 5000, '"x
 
 
 def drawn_file(rng: random.Random) -> bytes:
-    """Return the text of a machine file: of keys and values, some of them wrong, and then edited."""
+    """Return the text of a machine file of keys and values, some wrong, with random edits."""
     keys = [
         "name",
         "base",

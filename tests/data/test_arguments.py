@@ -1,5 +1,6 @@
-"""Arguments that are wrong are refused by name before a record is read, and never with Python's own
-words.
+"""Wrong arguments are refused by name before a record is read.
+
+The error is never one of Python's own.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Batches: shuffled anew in each epoch, the same for any number of processes, and continued where
-they were.
+"""Batches are shuffled again in each epoch, and do not depend on the number of processes.
+
+Iteration continues where it stopped.
 """
 
 import itertools
@@ -14,11 +15,11 @@ from packed_examples import examples_of
 import zerojax as zj
 from zerojax import data
 
-ROWS = data.pack(examples_of([4] * 48), 6)  # of 3 positions each, two in a row: 24 rows
+ROWS = data.pack(examples_of([4] * 48), 6)  # of 3 positions each, two per row: 24 rows
 
 
 def firsts(batch):
-    """Return what tells rows apart."""
+    """Return values that identify the rows."""
     return batch["tokens"][:, 0]
 
 
@@ -60,7 +61,7 @@ def test_checkpointer_continues_a_run_of_batches(tmp_path):
             ckpt.restore(program, data=data.batches(ROWS, 8, seed=6))
     there = data.batches(
         ROWS, 8, seed=5, part=1, num_parts=2
-    )  # by another number of processes: from the number of the step
+    )  # with another number of processes: from the step number
     there.go_to(5)
     assert np.array_equal(firsts(next(there)), after[0, 4:])
 

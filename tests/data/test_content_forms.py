@@ -1,5 +1,6 @@
-"""Templates that loop over the parts of `content`: every text of a message is written, whichever
-form the record has.
+"""Templates that loop over the parts of `content`.
+
+Every text of a message is written, in whichever form the record has it.
 """
 
 import logging
@@ -13,7 +14,7 @@ PROMPT = '{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif
 
 
 def turns(body: str, condition: str = "") -> str:
-    """Return a template that writes the content of each message by `body`."""
+    """Return a template that writes the content of each message using `body`."""
     head = '{% for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}'
     return head + condition + body + '{{ "<|im_end|>\\n" }}{% endfor %}' + PROMPT
 
@@ -46,7 +47,7 @@ def parts(*texts):
 
 
 def told(path, template, messages, **options):
-    """Return (whole text, text that counts) of a conversation."""
+    """Return (full text, counted text) of a conversation."""
     tokenizer = byte_tokenizer(template)
     found = data.tokenize(write(path / "a.jsonl", [{"messages": messages}]), tokenizer, **options)
     return tokenizer.decode(found.tokens), tokenizer.decode(found.tokens[found.counted])
@@ -66,9 +67,7 @@ def test_prompts_and_ends_of_texts_are_of_the_same_form(tmp_path):
     tokenizer = byte_tokenizer(LOOPS["llava"], eos="<|end|>")
     prompt = data.prompt_tokens(tokenizer, [{"role": "user", "content": "Why?"}])
     assert tokenizer.decode(prompt) == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    text = (
-        "<|im_start|>assistant\nyes<|im_end|>\n"  # a text that the template rendered keeps its end
-    )
+    text = "<|im_start|>assistant\nyes<|im_end|>\n"  # text that the template rendered keeps its end
     found = data.tokenize(write(tmp_path / "a.jsonl", [{"text": text}]), tokenizer)
     assert tokenizer.decode(found.tokens) == text
 
@@ -94,7 +93,7 @@ def test_an_answer_that_no_form_writes_is_refused(tmp_path, name, answer):
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
 def test_an_answer_that_is_lost_at_its_place_is_refused(tmp_path, template):
-    """The template writes answers, but not the first one."""
+    """The template writes all answers except the first one."""
     losing = template.replace("m.content", '(m.content if loop.index0 != 1 else "")')
     messages = conversation("Why?", "Because.", "How?", "So!")["messages"]
     error = r"message 1, an answer: the chat template does not write its text"

@@ -1,6 +1,4 @@
-"""Templates of real families: which answers count, what ends them, and advice that works where a
-conversation is refused.
-"""
+"""Templates of real families: which answers count, what ends them, and useful advice on refusal."""
 
 import logging
 
@@ -20,7 +18,7 @@ def tokenized(path, tokenizer, record, **options):
 
 
 def texts(path, tokenizer, record, **options):
-    """Return what counts in each example."""
+    """Return the counted text of each example."""
     found = tokenized(path, tokenizer, record, **options)
     spans = [slice(*found.starts[i : i + 2]) for i in range(len(found))]
     return [tokenizer.decode(found.tokens[span][found.counted[span]]) for span in spans]
@@ -41,7 +39,7 @@ def test_an_answer_counts_with_what_ends_its_turn(tmp_path, name):
 
 @pytest.mark.parametrize("name", [name for name in ENDS if name != "qwq"])
 def test_a_rendered_text_has_the_tokens_of_its_conversation(tmp_path, name):
-    """It begins and ends as the tokenizer would begin and end it: nothing is added twice."""
+    """The text begins and ends as the tokenizer would make it: nothing is added twice."""
     tokenizer = FAMILIES[name].tokenizer()
     messages = conversation("hi", "yes")["messages"]
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -49,7 +47,7 @@ def test_a_rendered_text_has_the_tokens_of_its_conversation(tmp_path, name):
     expected = tokenized(tmp_path, tokenizer, {"messages": messages})
     ended = expected.tokens.tolist() + [tokenizer.eos_token_id] * (
         name == "glm"
-    )  # whose turns have no end of their own
+    )  # whose turns have no end token of their own
     assert tokenized(tmp_path, tokenizer, {"text": whole}).tokens.tolist() == ended
     split = tokenized(tmp_path, tokenizer, {"prompt": prompt, "completion": whole[len(prompt) :]})
     assert split.tokens.tolist() == ended
@@ -72,7 +70,7 @@ def test_a_text_of_its_own_begins_and_ends_as_the_tokenizer_says(tmp_path):
     assert (
         tokenized(tmp_path, tokenizer, {"text": "ab<|eot_id|>\n"}).tokens.tolist().count(eos) == 1
     )
-    gemma = GEMMA.tokenizer()  # not every special token is an end
+    gemma = GEMMA.tokenizer()  # not every special token ends an answer
     assert (
         tokenized(tmp_path, gemma, {"text": "ab<start_of_turn>"}).tokens[-1] == gemma.eos_token_id
     )
@@ -101,9 +99,7 @@ def test_templates_that_end_turns_are_not_warned_of_and_marks_without_ends_are(t
             texts(tmp_path, family.tokenizer(), conversation("hi", "yes"))
         texts(tmp_path, byte_tokenizer(MARKED), TWO)
         assert not caplog.records
-        assert texts(tmp_path, byte_tokenizer(outside), TWO) == [
-            "yesno!"
-        ]  # nothing else than the marks say
+        assert texts(tmp_path, byte_tokenizer(outside), TWO) == ["yesno!"]  # the marks alone say so
     (warning,) = caplog.records
     assert (
         "a.jsonl:1: the {% generation %} marks of the chat template leave out the special token"
@@ -127,7 +123,7 @@ def test_advice_is_for_another_template_where_each_answer_would_not_help(
 
 @pytest.mark.parametrize("each_answer", [False, True])
 def test_a_template_as_the_advice_says_is_taken(tmp_path, each_answer):
-    """With marks around answers, or with answers that begin as the prompt does."""
+    """The template has marks around answers, or answers that begin like the prompt."""
     marked = R1.template.replace(
         '{%- if m.content %}{{- m.content.split("</think>")[-1] }}{% endif %}{{- eos_token }}',
         "{% generation %}{{- m.content }}{{- eos_token }}{% endgeneration %}",
@@ -153,8 +149,9 @@ def test_advice_is_for_each_answer_where_that_works(tmp_path):
 
 
 def test_marks_without_prefixes_are_taken_as_wholes(tmp_path):
-    """A template that writes the system's message before the last question alone: no turn can be
-    told from the others.
+    """A template that writes the system message only before the last question.
+
+    The turns cannot be told apart.
     """
     template = MISTRAL.template.replace(
         '{{- " " + m.content | trim + eos_token }}',

@@ -1,4 +1,4 @@
-"""A folder of `datasets` gives the tokens that the same records give as lines of JSON."""
+"""A folder of `datasets` gives the same tokens as the same records in JSON lines."""
 
 import logging
 

@@ -1,5 +1,4 @@
-"""Lines that were changed at random: refused with their place, or tokenized as a plain reading of
-the form says.
+"""Randomly changed lines are refused with their place, or tokenized as the form specifies.
 
 The reference renders with transformers alone, and finds answers by the texts that the templates
 here write around them.
@@ -37,7 +36,7 @@ TOKENIZERS = [byte_tokenizer(template) for template in (PLAIN, MARKED, CALLING)]
 
 
 def changed(seed: int) -> bytes:
-    """Return a file of a fine record and one that was changed, as an object, as text or as bytes."""
+    """Return a file with a good record and a changed one, as an object, as text or as bytes."""
     rng = random.Random(seed)
     record = RECORDS[seed % len(RECORDS)]
     kind = rng.randrange(8)
@@ -71,7 +70,7 @@ def changed(seed: int) -> bytes:
 
 
 def expected(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
-    """Return tokens of a record that was accepted, and which of them count."""
+    """Return the tokens of an accepted record, and which of them count."""
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     if record.get("text") is not None:
         pieces = [(record["text"], True)]
@@ -122,7 +121,7 @@ def expected_turns(record, tokenizer, encode):
 
 
 def outcome(seed: int, path) -> str:
-    """Tokenize a changed file, and compare what is accepted; return what became of it."""
+    """Tokenize a changed file, and compare the accepted records; return the outcome."""
     content, tokenizer = changed(seed), TOKENIZERS[seed // len(RECORDS) % len(TOKENIZERS)]
     path.write_bytes(content)
     start, found, refused = time.monotonic(), None, ""
@@ -132,7 +131,7 @@ def outcome(seed: int, path) -> str:
         refused = str(error)
     assert time.monotonic() - start < 10, seed
     if found is None:
-        refused.encode()  # it can be printed
+        refused.encode()  # the error can be printed
         assert f"{path}" in refused, (seed, refused)
         assert not any(word in refused for word in ("unhashable", "object is not", "NoneType")), (
             seed,
@@ -147,7 +146,7 @@ def outcome(seed: int, path) -> str:
         np.testing.assert_array_equal(
             found.tokens[span], tokens, err_msg=f"seed {seed}: {line[:300]}"
         )
-        # The first token is predicted from nothing.
+        # The first token is not predicted from anything.
         np.testing.assert_array_equal(
             found.counted[span][1:], counted[1:], err_msg=f"seed {seed}: {line[:300]}"
         )

@@ -1,5 +1,6 @@
-"""Conversations in the form of OpenAI's API: arguments as JSON texts, contents in parts, answers
-with a weight.
+"""Conversations in the form of OpenAI's API.
+
+Arguments are JSON texts, contents come in parts, and answers have a weight.
 """
 
 import json
@@ -19,7 +20,7 @@ SPACES = '{"city":"Rome",  "days": 2}'
 
 
 def told(path, tokenizer, messages, **options):
-    """Return (whole text, text that counts) of a conversation."""
+    """Return (full text, counted text) of a conversation."""
     record = messages if isinstance(messages, dict) else {"messages": messages}
     found = data.tokenize(write(path / "a.jsonl", [record]), tokenizer, **options)
     return tokenizer.decode(found.tokens), tokenizer.decode(found.tokens[found.counted])
@@ -42,7 +43,7 @@ def test_arguments_as_texts_are_written_as_objects_are(tmp_path, family):
 
 @pytest.mark.parametrize("template", [None, PRINTED], ids=["added", "printed"])
 def test_templates_that_write_texts_are_given_texts(tmp_path, template):
-    """One adds arguments to a text, the other prints them, as Python prints a dict."""
+    """One template adds arguments to a text; the other prints them as Python prints a dict."""
     tokenizer = (
         R1.tokenizer(template=R1.template.replace("<think>\\n", ""))
         if template is None
@@ -155,7 +156,10 @@ def test_calls_that_a_template_does_not_read_are_refused_and_the_rest_is_warned_
 @pytest.mark.parametrize("arguments", ["", "  ", "null", None, "{}", {}, ...], ids=repr)
 @pytest.mark.parametrize("family", [QWEN3, R1], ids=["objects", "texts"])
 def test_no_arguments_are_an_empty_object(tmp_path, family, arguments):
-    """OpenAI's API has a text there; models write none, or null, for a function without parameters."""
+    """OpenAI's API has a text there.
+
+    Models write none, or null, for a function without parameters.
+    """
     turns = call(arguments)
     if arguments is ...:
         del turns[1]["tool_calls"][0]["function"]["arguments"]

@@ -1,5 +1,6 @@
-"""What is trained on packed rows is what is trained on the examples alone, in every tier and number
-of microbatches.
+"""Training on packed rows equals training on the separate examples.
+
+This applies to every tier and number of microbatches.
 """
 
 import itertools
@@ -25,7 +26,7 @@ TIERS = {
 
 
 def whole(rows, size):
-    """Return rows as one batch of a size, filled with padding."""
+    """Return rows as one batch of a given size, filled with padding."""
     return next(iter(data.batches_once(rows, size)))
 
 
@@ -63,7 +64,7 @@ def test_packed_loss_is_the_sum_over_examples(tier, tmp_path):
 def test_gradients_do_not_depend_on_microbatches(tier, count, tmp_path):
     batch = whole(data.pack(uneven_examples(), decoder.SEQ), 32)
     in_microbatch = [(batch["targets"][m::4] >= 0).sum() for m in range(4)]
-    assert max(in_microbatch) > 1.2 * min(in_microbatch)  # so a mean of means would be another
+    assert max(in_microbatch) > 1.2 * min(in_microbatch)  # so a mean of means would differ
 
     def loss(params):
         x = decoder.embed(params["embed"], batch, None)

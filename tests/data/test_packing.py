@@ -1,5 +1,6 @@
-"""Packing: every pair of a token and its successor once, no overlap, each row as full as best fit
-has it.
+"""Packing: every pair of a token and its successor occurs once, without overlap.
+
+Each row is as full as best fit makes it.
 """
 
 import itertools
@@ -56,7 +57,7 @@ def test_every_pair_is_in_the_rows_once(case):
 
 
 def plain_best_fit(lengths, seq):
-    """Best fit, the longest first, by looking at every row; returns how full the rows are."""
+    """Pack by best fit, longest first, examining every row; returns how full the rows are."""
     rows = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in rows if sum(row) + length <= seq]
@@ -64,7 +65,8 @@ def plain_best_fit(lengths, seq):
         if row is None:
             rows.append(row := [])
         row.append(length)
-    return sorted(map(sum, rows))  # which of two rows with equal room is taken changes nothing here
+    # which of two rows with equal space is taken makes no difference here
+    return sorted(map(sum, rows))
 
 
 @settings(max_examples=150, deadline=None)
@@ -112,7 +114,7 @@ def test_too_long_is_refused_truncated_or_dropped_and_counted():
 
 def test_truncation_that_leaves_nothing_to_count_is_an_error():
     counted = np.ones(14, bool)
-    counted[5:13] = False  # of the second example the last token counts alone
+    counted[5:13] = False  # only the last token of the second example counts
     examples = examples_of([5, 9], counted)
     with pytest.raises(
         ValueError,

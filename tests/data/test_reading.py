@@ -1,4 +1,7 @@
-"""Files and tokenizers that hold no examples, or would never end: refused by name, within seconds."""
+"""Files and tokenizers without examples, or that would never end, are refused within seconds.
+
+The error names them.
+"""
 
 import functools
 import json
@@ -51,7 +54,7 @@ ONE = conversation("hi", "yes")
         (
             b'\xef\xbb\xbf{"text": "a"}',
             "not a line of JSON",
-        ),  # a byte order mark is at the beginning, if anywhere
+        ),  # a byte order mark can only be at the beginning
         (b"\x00" * 100, "not a line of JSON"),
     ],
 )
@@ -59,7 +62,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path, line, words):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{words}") as error:
         data.tokenize(tmp_path / "a.jsonl", byte_tokenizer())
-    str(error.value).encode()  # it can be printed
+    str(error.value).encode()  # the error can be printed
     assert len(str(error.value)) < 600
 
 
@@ -90,7 +93,7 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path, monkeypatch):
         file.truncate(2**33)
     monkeypatch.setattr(
         reading.Source, "count", lambda self: 1
-    )  # which reads all of it, a block at a time
+    )  # which reads all of it, block by block
     with pytest.raises(ValueError, match=r"a\.jsonl:2: a line of more than 1,048,576 bytes"):
         data.tokenize(tmp_path / "a.jsonl", byte_tokenizer())
 
@@ -121,7 +124,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path, monkeypatch, template):
 
 
 def test_a_template_that_writes_too_much_is_refused(tmp_path):
-    """Within one call into C, which nothing interrupts."""
+    """The time is spent in one call into C, which nothing interrupts."""
     assert chat.LEAST_BOUND < 2**24
     with pytest.raises(
         ValueError, match=r"a\.jsonl:1: the chat template writes 16,777,\d+ characters"
@@ -140,7 +143,7 @@ def test_a_limit_of_time_leaves_what_is_in_time_alone():
 
     with CpuLimit(0.05) as limit:
         assert sum(limit.run(lambda: 1) for _ in range(1000)) == 1000
-        assert limit.run(lambda: time.sleep(0.1)) is None  # which is no time of the processor
+        assert limit.run(lambda: time.sleep(0.1)) is None  # which takes no processor time
         for _ in range(3):
             with pytest.raises(OverrunError, match=r"more than 0\.05 s"):
                 limit.run(lambda: spin(5))
@@ -151,7 +154,7 @@ def test_a_limit_of_time_leaves_what_is_in_time_alone():
 
 @pytest.mark.exhaustive
 def test_calls_that_end_just_in_time_end_once():
-    """The watching thread raises its exception around the time at which the call returns."""
+    """The watching thread raises its exception about when the call returns."""
 
     def spin(seconds):
         end = time.thread_time() + seconds
@@ -166,7 +169,7 @@ def test_calls_that_end_just_in_time_end_once():
                 seen.append(True)
             except OverrunError:
                 seen.append(False)
-            sum(range(1000))  # an exception that came late would be raised here
+            sum(range(1000))  # a late exception would be raised here
     assert 0 < sum(seen) < len(seen)
 
 
@@ -202,7 +205,7 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
 def test_damaged_tokenizer_files_are_refused_by_name(tmp_path, name, text):
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / name).write_text(text)
-    if name == "tokenizer_config.json" and json_object(text):  # of which every key may be missing
+    if name == "tokenizer_config.json" and json_object(text):  # any of whose keys may be missing
         assert len(data.load_tokenizer(tmp_path)) == 259
         return
     with pytest.raises(ValueError, match=f"{tmp_path}"):
@@ -219,7 +222,7 @@ def json_object(text):
 @pytest.mark.parametrize("number", [-1, 2**31, 2**40, 1.5, None, "7"])
 @pytest.mark.parametrize("place", ["vocab", "added"])
 def test_ids_that_are_none_are_refused(tmp_path, number, place):
-    """tokenizers walks over all ids up to the largest one."""
+    """tokenizers iterates over all ids up to the largest one."""
     byte_tokenizer().save_pretrained(tmp_path)
     tree = json.loads((tmp_path / "tokenizer.json").read_text())
     if place == "vocab":
@@ -235,7 +238,7 @@ def test_ids_that_are_none_are_refused(tmp_path, number, place):
 
 
 def test_code_of_a_folder_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks"))
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks the user"))
     byte_tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}

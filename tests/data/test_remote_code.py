@@ -1,4 +1,4 @@
-"""Nothing of this project lets transformers run code of a folder, or ask whether it may."""
+"""This project never lets transformers run a folder's code, or ask whether it may."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ FOLDERS = ("zerojax", "examples", "benchmarks", "tests", "docs")
 
 
 def loads(tree: ast.AST) -> list[ast.Call]:
-    """Return calls of from_pretrained and from_config of transformers' Auto classes."""
+    """Return the from_pretrained and from_config calls on transformers' Auto classes."""
     calls = [
         node
         for node in ast.walk(tree)
@@ -23,7 +23,10 @@ def loads(tree: ast.AST) -> list[ast.Call]:
 
 
 def refuses_code(call: ast.Call) -> bool:
-    """Return whether a call has trust_remote_code=False; options given by ** are taken to have it."""
+    """Return whether a call has trust_remote_code=False.
+
+    Options passed by ** are assumed to contain it.
+    """
     given = {word.arg: word.value for word in call.keywords}
     told = given.get("trust_remote_code")
     return None in given or (isinstance(told, ast.Constant) and told.value is False)
@@ -40,7 +43,7 @@ def test_every_load_by_transformers_refuses_code():
             if not refuses_code(call):
                 wrong.append(f"{path.relative_to(ROOT)}:{call.lineno}")
     assert found > 3
-    assert not wrong, f"without trust_remote_code=False: {wrong}"
+    assert not wrong, f"calls without trust_remote_code=False: {wrong}"
     bad = "t = transformers.AutoTokenizer.from_pretrained('a', trust_remote_code=True)"
     assert not refuses_code(*loads(ast.parse(bad)))
 

@@ -1,5 +1,6 @@
-"""Single operations of a template that would make a huge value are refused at once, and ordinary
-ones are not changed.
+"""Template operations that would make a huge value are refused immediately.
+
+Ordinary operations are unchanged.
 """
 
 import time

@@ -1,5 +1,6 @@
-"""Records as tokens: which of them count, by marks and by prefixes, and what is refused with its
-place.
+"""Records as tokens: which tokens count, by marks and by prefixes.
+
+Refused records are named with their place.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ TWO = conversation("hi é", "yes", "why?", "no!")
 
 
 def parts(examples, tokenizer):
-    """Return (whole text, text that counts) of each example."""
+    """Return (full text, counted text) of each example."""
     spans = [slice(*examples.starts[i : i + 2]) for i in range(len(examples))]
     return [
         (
@@ -40,11 +41,11 @@ def test_answers_count_by_marks_and_by_prefixes(tmp_path):
     whole += "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nno!<|im_end|>\n"
     assert read(tmp_path, [TWO]) == [
         (whole, "yes<|im_end|>\nno!<|im_end|>\n")
-    ]  # what the template writes after an answer, too
+    ]  # including what the template writes after an answer
     assert read(tmp_path, [TWO], MARKED) == [(whole, "yes<|im_end|>no!<|im_end|>")]
     assert (
         read(tmp_path, [conversation("hi", "")])[0][1] == "<|im_end|>\n"
-    )  # an empty answer is one
+    )  # an empty answer is an answer
     greeting = {"messages": [{"role": "assistant", "content": "Hello"}, *TWO["messages"]]}
     assert read(tmp_path, [greeting], MARKED)[0][1] == "Hello<|im_end|>yes<|im_end|>no!<|im_end|>"
     with pytest.raises(ValueError, match=r"a.jsonl:2: the conversation begins with an answer"):
@@ -79,7 +80,7 @@ def test_a_template_that_forgets_thinking_is_refused_or_cut_into_answers(tmp_pat
     no_thinking = read(tmp_path, [one_turn], THINKING, template_options={"enable_thinking": False})
     assert (
         no_thinking[0][1] == "b<|im_end|>\n"
-    )  # a model that is told not to think is given the empty thinking
+    )  # a model with thinking switched off is given empty thinking
     with pytest.raises(ValueError, match="and the prompt for an answer differently"):
         read(
             tmp_path,
@@ -110,8 +111,9 @@ def test_completions_and_texts_count(tmp_path):
 
 
 def test_a_token_counts_where_a_part_of_it_does(tmp_path):
-    """A tokenizer of words: `:yes` is one token over the border between prompt and completion, as
-    transformers masks marks.
+    """A tokenizer of words, in which `:yes` spans the border between prompt and completion.
+
+    The token counts, as in transformers' masks.
     """
     words = Tokenizer(
         models.WordLevel({"[UNK]": 0, "q": 1, ":yes": 2, "sir": 3, "<s>": 4}, unk_token="[UNK]")
@@ -220,7 +222,8 @@ def test_a_file_takes_few_bytes_a_token(tmp_path):
     finally:
         tracemalloc.stop()
     assert (examples.tokens.dtype, examples.counted.dtype) == (np.int32, bool)
-    assert peak < 7 * len(examples.tokens)  # 5, and room to grow; a list takes 8 a token and more
+    # 5 bytes, and space to grow; a list takes 8 or more per token
+    assert peak < 7 * len(examples.tokens)
 
 
 def test_some_examples_are_held_out(tmp_path):
@@ -235,7 +238,7 @@ def test_some_examples_are_held_out(tmp_path):
     ]
     with pytest.raises(ValueError, match="cannot hold out one in 20 of "):
         examples.hold_out(20)
-    # Empty lines are no records.
+    # Empty lines are not records.
     (tmp_path / "b.jsonl").write_text(
         "\n" + (tmp_path / "a.jsonl").read_text().replace("\n", "\n\n")
     )

@@ -1,8 +1,9 @@
-"""The code blocks of the documentation: where they are, and how those of one page run.
+"""Find the code blocks of the documentation, and run the blocks of one page.
 
-A page's blocks run in order and in one namespace, which begins with the names of `prelude.py`. A
-block of Python is executed in this process, which is warm. A block of shell holds `zerojax`
-commands, which are called in this process too. `/mnt/disk` is replaced by a temporary folder.
+A page's blocks run in order and in one namespace, which begins with the names of `prelude.py`.
+Python blocks run in this process, which has already imported and compiled. Shell blocks hold
+`zerojax` commands, which are called in this process too. `/mnt/disk` is replaced by a temporary
+folder.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ class Block:
     Attributes:
       page: the file.
       line: number of its first line of code.
-      info: what stands after the opening fence: the language, and perhaps why it does not run.
+      info: text after the opening fence: the language, and perhaps why it does not run.
       text: the code.
     """
 
@@ -62,12 +63,12 @@ def blocks_of(page: pathlib.Path, text: str | None = None) -> list[Block]:
     for number, line in enumerate((page.read_text() if text is None else text).splitlines(), 1):
         if line.lstrip().startswith(("```", "~~~")):
             assert line.startswith("```"), (
-                f"{page.name}:{number}: a fence is three backticks at the start of its line"
+                f"{page.name}:{number}: a fence must be three backticks at the start of its line"
             )
             if info is None:
                 info, first, code = line.removeprefix("```"), number + 1, []
             else:
-                assert line == "```", f"{page.name}:{number}: a block opens inside of a block"
+                assert line == "```", f"{page.name}:{number}: a block opens inside another block"
                 found.append(Block(page, first, info, "\n".join(code) + "\n"))
                 info = None
         elif info is not None:
@@ -77,8 +78,9 @@ def blocks_of(page: pathlib.Path, text: str | None = None) -> list[Block]:
 
 
 def complaint(block: Block) -> str | None:
-    """Return what is wrong with the words after a block's opening fence; None if it runs, says why
-    not, or is output.
+    """Return what is wrong with the words after a block's opening fence.
+
+    The result is None if the block runs, says why not, or is output.
     """
     # Directives of the site, such as cells of tutorials: building it executes them.
     if block.runs or block.info == "text" or block.info.startswith("{"):
@@ -93,9 +95,9 @@ def run(blocks: list[Block], folder: pathlib.Path, disk: pathlib.Path) -> None:
     """Run the blocks of one page.
 
     Args:
-      blocks: of the page.
-      folder: where they run.
-      disk: stands for `/mnt/disk`. Pages share it, so that it is probed once.
+      blocks: blocks of the page, in order.
+      folder: folder in which the blocks run.
+      disk: folder that replaces `/mnt/disk`. Pages share it, so it is probed once.
     """
     namespace = prelude.names()
     with contextlib.chdir(folder):
@@ -121,7 +123,7 @@ def _python(block: Block, text: str, namespace: dict[str, Any]) -> None:
 
 
 def _shell(block: Block, text: str) -> None:
-    """Call the commands of a block, one a line."""
+    """Call the commands of a block, one per line."""
     for words in _commands(text):
         assert words[0] == "zerojax", (
             f"{block.where}: {words[0]} is not the zerojax command: say `no-run: why`"

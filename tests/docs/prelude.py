@@ -1,8 +1,7 @@
-"""The names that blocks of the documentation use without defining them: a tiny model, and what goes
-with it.
+"""Names that the documentation's blocks use without defining them, such as a tiny model.
 
-Every page gets these anew. A reader puts their own in the place of `model`, `tx`, `mesh`, `batch`
-and `data`.
+Every page gets fresh copies. Readers substitute their own `model`, `tx`, `mesh`, `batch` and
+`data`.
 """
 
 import json
@@ -57,8 +56,9 @@ def head(p_head: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.A
 
 
 class Data:
-    """Three batches at a time, over and over; with `get_state` and `set_state`, as grain's
-    iterators have.
+    """Data that yields three batches each time it is iterated.
+
+    It has `get_state` and `set_state`, like grain's iterators.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -77,11 +77,11 @@ class Data:
 
 
 PRETRAINED = "Llama-3.1-8B"
-"""The folder of a pretrained model, which pages name: here a tiny one."""
+"""The folder of a pretrained model that the pages name; here it is a tiny model."""
 
 
 def write_pretrained() -> None:
-    """Write a random Llama of the vocabulary of `batch` into the working folder."""
+    """Write a random Llama with the vocabulary of `batch` into the working folder."""
     h, f, heads = HIDDEN, 2 * HIDDEN, 4
     config = {
         "model_type": "llama", "vocab_size": VOCAB, "hidden_size": h, "intermediate_size": f, "num_hidden_layers": LAYERS,

@@ -1,4 +1,4 @@
-"""Every block of code in README and docs runs, or says why it cannot."""
+"""Every code block in README and docs runs, or says why it cannot."""
 
 import blocks
 import pytest

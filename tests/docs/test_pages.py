@@ -1,4 +1,4 @@
-"""The pages themselves: their length, their links, and the one that is generated."""
+"""The pages: their length, their links, and the generated page."""
 
 import importlib.util
 import re
@@ -20,7 +20,7 @@ def prose(page):
 
 
 def anchors(page):
-    """Return the fragments that GitHub makes of a page's headings."""
+    """Return the fragments that GitHub generates for a page's headings."""
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(page)))
     return {heading.replace(" ", "-") for heading in plain}
 
@@ -36,9 +36,9 @@ def test_links_lead_somewhere(page):
             continue
         path, _, fragment = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{page.name}: {link} is not there"
+        assert target.exists(), f"{page.name}: the link {link} leads nowhere"
         assert not fragment or fragment in anchors(target), (
-            f"{page.name}: {link} names no heading of {target.name}"
+            f"{page.name}: {link} does not match any heading of {target.name}"
         )
 
 
@@ -82,7 +82,7 @@ def test_config_page_is_what_the_docstrings_say():
 
 
 def test_ci_finds_the_test_command_in_readme():
-    """`.ci/run` reads it by its mark."""
+    """`.ci/run` finds it by its mark."""
     (line,) = [
         line
         for line in (blocks.ROOT / ".ci/run").read_text().splitlines()

@@ -1,6 +1,4 @@
-"""benchmarks/beside_plain.py and nvme_peers.py run, agree with themselves, and fail when something
-is wrong.
-"""
+"""benchmarks/beside_plain.py and nvme_peers.py run, agree with themselves, and can fail."""
 
 import dataclasses
 import json
@@ -31,7 +29,7 @@ PARTS = {
 }
 
 
-# by default gpu_check.py runs as a process, and what follows calls this benchmark's parts
+# by default gpu_check.py runs as a process, and the tests below call this benchmark's parts
 @pytest.mark.exhaustive
 def test_beside_plain_agrees_and_saves_a_table(tmp_path):
     target = tmp_path / "table.md"
@@ -104,7 +102,7 @@ def test_nvme_peers_agree_and_leave_nothing_on_the_disk(tmp_path):
     assert [row[1] for row in rows] == [nvme_peers.BASE, "zerojax, all on disk"]
     assert all(
         float(row[9]) < 1e-6 for row in rows
-    )  # the same weights, whether born in memory or on disk
+    )  # the same weights, whether initialized in memory or on disk
     assert list(disk.iterdir()) == []
 
 
@@ -127,7 +125,7 @@ def test_a_model_is_born_with_the_weights_of_the_problem():
 
 
 def nvme_result(seconds: float, losses: tuple[float, ...] = (4.0, 2.0, 1.0, 1.0)) -> dict:
-    """Return what a contender tells after four steps; the first two count for nothing."""
+    """Return a contender's report after four steps; the first two do not count."""
     disk = [[int(9e9), int(9e9)], [0, 0], [int(5e6), int(2e6)], [int(20e6), int(4e6)]]
     facts = {"resident_bytes": int(2e9), "version": "some", "hardware": "1 x cpu", "threads": 2}
     return facts | {

@@ -1,5 +1,6 @@
-"""The script fine-tunes on conversations, is stopped and goes on bit for bit, and writes a folder
-of what it trained.
+"""The script fine-tunes on conversations, and writes a folder of what it trained.
+
+If it is stopped, it continues bit for bit.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def inputs(tmp_path_factory) -> list[str]:
 
 
 def options_of(folder: pathlib.Path, *more: str) -> list[str]:
-    """Return what all runs share; in float32, in which numbers can be compared."""
+    """Return the options that all runs share; float32 makes numbers comparable."""
     sizes = [
         "--steps",
         str(STEPS),
@@ -71,7 +72,7 @@ def saving(folder: pathlib.Path) -> list[str]:
 
 
 def figures(folder: pathlib.Path, name: str = "train/loss") -> dict[int, float]:
-    """Return a figure of a run by step, all its digits."""
+    """Return a figure of a run by step, with all digits."""
     lines = [
         json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -80,8 +81,9 @@ def figures(folder: pathlib.Path, name: str = "train/loss") -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def here():
-    """Return `tune(*arguments)`: runs in this process, one program for all; returns what it
-    printed, and if it was stopped.
+    """Return `tune(*arguments)`, which runs in this process with one program for all calls.
+
+    It returns the output, and whether the run was stopped.
     """
     programs: list[zj.Program] = []
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
@@ -107,7 +109,7 @@ def here():
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory, inputs, here):
-    """The folder of a run that nothing stopped, and what it printed."""
+    """Return the folder of an uninterrupted run, and its output."""
     folder = tmp_path_factory.mktemp("uncut")
     out = ["--export", str(folder / "adapters")]
     return folder, here(*inputs, *options_of(folder), *ADAPTERS, *saving(folder), *out)[0]
@@ -120,7 +122,7 @@ def test_validation_loss_falls_on_200_conversations(uncut):
     validation = figures(folder, "validation/loss")
     assert list(validation) == [6, 12, 18, 24]
     start = float(printed.split("step     0  validation ")[1].split()[0])
-    assert 5 < start < 6.5  # of 259 tokens, log(259) is 5.56
+    assert 5 < start < 6.5  # with 259 tokens, log(259) is 5.56
     assert validation[6] < start - 1
     assert validation[24] < validation[12] - 0.2
     assert printed.split("--- sample ---\n")[1].startswith("<|im_start|>user\n")
@@ -148,7 +150,7 @@ def test_what_was_exported_is_what_peft_loads(uncut, inputs):
 def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
     tmp_path, monkeypatch, inputs, here, uncut
 ):
-    """SIGTERM comes to this process itself, in the middle of a run."""
+    """SIGTERM is sent to this process itself, in the middle of a run."""
     step = zj.Run.step
 
     def stopping(self: zj.Run, number: int, metrics: Any) -> None:
@@ -216,7 +218,7 @@ def start(
 
 
 def ended(workers: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Wait for processes; returns the status and the outputs of each."""
+    """Wait for processes; returns each one's status and output."""
     try:
         outputs = [worker.communicate(timeout=200) for worker in workers]
     finally:
@@ -226,7 +228,7 @@ def ended(workers: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 
 def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
-    """They stop at one step, after a signal to the last one, and one process goes on from there."""
+    """Both processes stop at the same step after a signal to the last; one process continues."""
     arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
     workers = start(tmp_path, *arguments, "--stopped-status", "75", processes=2, slowly=True)
     try:
@@ -241,7 +243,7 @@ def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
     assert [status for status, *_ in found] == [75, 75], found
     step = int(found[0][1].split("stopped by a signal after step ")[1].split(",")[0])
     assert EVERY <= step < STEPS
-    assert "loss" not in found[1][1]  # the first alone prints
+    assert "loss" not in found[1][1]  # only the first process prints
     assert list(figures(tmp_path)) == [*range(1, step + 1)]
     printed, _ = here(*arguments, "--resume", "True")
     assert f"continues from step {step} of" in printed
@@ -272,7 +274,7 @@ def test_an_export_that_fails_is_told_alone(tmp_path, inputs, uncut, capsys):
     assert "imported from as --model. The checkpoints are complete" in told
 
 
-@pytest.mark.exhaustive  # by default the signal comes to the test's own process
+@pytest.mark.exhaustive  # by default the test's own process is sent the signal
 def test_a_process_that_is_stopped_ends_with_the_status_asked_for(tmp_path, inputs, uncut, here):
     arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
     (worker,) = start(tmp_path, *arguments, "--stopped-status", "75", slowly=True)

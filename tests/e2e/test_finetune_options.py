@@ -1,6 +1,4 @@
-"""What finetune.py asks of its options before a run, and the scripts that start it: no test here
-makes a step.
-"""
+"""finetune.py checks its options before a run, and scripts start it; no test here makes a step."""
 
 import dataclasses
 import json
@@ -44,8 +42,9 @@ def inputs(tmp_path_factory) -> list[str]:
 
 
 def resumed(folder: pathlib.Path, *arguments: str) -> list[str]:
-    """Compare options with the run whose checkpoints are in a folder, without any of its steps;
-    returns what is told.
+    """Compare options with the run that saved in `folder`, without running any of its steps.
+
+    Returns what is reported.
     """
     options = finetune.parse([*arguments, "--checkpoint-dir", str(folder)])
     finetune.check(options)
@@ -113,7 +112,7 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     ]
     assert (
         resumed(folder, *common, *more)[0] == names[0]
-    )  # each time beside what the run began with
+    )  # each time next to the files of the run's start
     assert (
         resumed(tmp_path / "other", *common, "--validation-data", str(tmp_path / "chats.jsonl"))
         == []
@@ -125,7 +124,7 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     record = json.loads(before)
     del record["refuses"]["config.json of --model"]["logits_cap"], record["refuses"]["seed"]
     (folder / "run.json").write_text(json.dumps(record))
-    (line,) = resumed(folder, *common)  # as of a version that told less
+    (line,) = resumed(folder, *common)  # from a version that recorded less
     assert "run.json does not record --seed: not compared" in line
     assert json.loads((folder / "run.json").read_text())["refuses"]["seed"] == 0
     (folder / "run.json").write_text("[" * 100_000)
@@ -166,7 +165,7 @@ def test_errors_of_the_library_name_options(capsys, inputs):
         assert as_options(message, finetune.Options) == options
 
 
-# The script, whose steps take 0.3 s more once a checkpoint is there: a signal finds it running,
+# The script's steps take 0.3 s longer once a checkpoint exists, so a signal finds it running,
 # however fast it is.
 def test_kubernetes_job_fits_the_script(monkeypatch):
     service, job = yaml.safe_load_all((ROOT / "examples" / "k8s" / "finetune.yaml").read_text())
@@ -198,7 +197,7 @@ def test_kubernetes_job_fits_the_script(monkeypatch):
 
 
 def check_fit(options: finetune.Options, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a run takes so many devices, and that its batch divides."""
+    """Check that a run uses this many devices, and that its batch divides by them."""
     devices = [jax.devices()[0]] * count
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(zj, "join_cluster", lambda timeout: None)
@@ -211,9 +210,7 @@ def _codes(rule: dict[str, Any]) -> list[int]:
 
 
 def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_path, monkeypatch):
-    """Stand-ins for srun and scontrol tell what they were called with on 2 nodes; the run ends by a
-    signal.
-    """
+    """Stand-ins for srun and scontrol record their calls on 2 nodes; a signal ends the run."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     for name, text in (
@@ -361,7 +358,7 @@ def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_
 
 
 def test_an_export_has_the_template_of_the_run(tmp_path):
-    """As transformers reads it, before all others that the model's folder has."""
+    """transformers reads this template before all others in the model's folder."""
     tokenizer = byte_tokenizer({"default": PLAIN, "tool_use": PLAIN})
     tokenizer.save_pretrained(tmp_path / "out")
     (tmp_path / "thinking.jinja").write_text(THINKING)
@@ -397,8 +394,8 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path, inputs, text):
 
 
 def test_code_of_a_model_is_not_asked_for(tmp_path, inputs, monkeypatch):
-    """Neither for a config that has some, nor for a tokenizer that needs it."""
-    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks"))
+    """The script does not ask about a config with code, or a tokenizer that needs code."""
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks the user"))
     shutil.copytree(inputs[1], tmp_path / "model")
     options = finetune.parse([*inputs, "--model", str(tmp_path / "model"), "--seq", "128"])
     for file, more in (

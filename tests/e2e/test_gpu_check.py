@@ -1,5 +1,6 @@
-"""benchmarks/gpu_check.py: parts run apart and join, a check that ends badly takes no other with
-it, and bounds can fail.
+"""benchmarks/gpu_check.py: parts run separately and are joined, and bounds can fail.
+
+A check that ends badly affects no other.
 """
 
 import dataclasses
@@ -55,7 +56,10 @@ TINY = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4,
 def run_gpu_check(
     folder: pathlib.Path, *words: str, env: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, dict[str, dict[str, dict[str, Row]]]]:
-    """Run the script on a CPU with tiny sizes; returns its table, and rows by part, check and name."""
+    """Run the script on a CPU with tiny sizes.
+
+    Returns its table, and rows by part, check and name.
+    """
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--small", *words]
     command += [
         "--save",
@@ -87,10 +91,8 @@ def run_gpu_check(
     ids=["some", "all"],
 )
 def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
-    """What is left out by default does the same for other mixes, needs a GPU, or is in
-    test_kernel_benchmark.py.
-    """
-    # The bounds of "activations" are those of the fusions that users have.
+    """Cases left out by default are other mixes, need a GPU, or are in test_kernel_benchmark.py."""
+    # The bounds of "activations" are for the fusions that users have.
     text, rows = run_gpu_check(tmp_path, *words, env={} if words else {"XLA_FLAGS": ""})
     assert all(row.ok is True for row in rows["equality"]["slices"].values())
     assert len(rows["equality"]["fp32"]) == len(FEW["fp32"])
@@ -223,8 +225,9 @@ serve(checks, context, False, lambda: {"hardware": "some", "versions": {"jax": "
 
 
 def fake_run(folder: pathlib.Path, needs: Mapping[str, float], limit: float) -> Run:
-    """Return a run of a part whose checks are those of `WORKER`, which share a process, with what
-    they need.
+    """Return a run of a part with the checks of `WORKER`, which share a process.
+
+    Each check has its number of seconds.
     """
     worker = folder / "worker.py"
     worker.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n{WORKER}")
@@ -251,7 +254,7 @@ def fake_run(folder: pathlib.Path, needs: Mapping[str, float], limit: float) -> 
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process has not ended; one that nobody has waited for has."""
+    """Return whether a process has not ended; a zombie process counts as ended."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -262,8 +265,8 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     left = tmp_path / "left"
     left.mkdir()
     (left / "of a lost check").touch()
-    # The later checks are said to need far more than they do, so that a slow machine changes
-    # nothing here.
+    # The later checks claim to need far more time than they do, so that a slow machine makes no
+    # difference.
     run = fake_run(
         tmp_path, {"good": 1, "crashes": 1, "hangs": 1, "raises": 6, "last": 6}, limit=15
     )
@@ -272,7 +275,7 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     file = tmp_path / "out" / "fake.jsonl"
     while not (
         file.exists() and '"before", "figure": "2"' in file.read_text()
-    ):  # written while the check still runs
+    ):  # written while the check is still running
         assert thread.is_alive()
         time.sleep(0.02)
     assert '"check": "hangs", "end"' not in file.read_text()
@@ -289,7 +292,7 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     assert found.checks["raises"].rows[-1].figure == "RuntimeError: broken | here"
     assert (
         found.checks["last"].rows[0].figure == "7.0"
-    )  # what an earlier check found, whatever became of its process
+    )  # an earlier check's findings, whatever happened to its process
     assert not joined.holds([found])
     assert list(left.iterdir()) == []
     assert not is_running(int(found.checks["hangs"].rows[0].values["pid"]))
@@ -324,11 +327,11 @@ def test_a_check_with_few_seconds_left_runs_in_its_short_form(tmp_path):
 
 
 def test_short_seconds_shorten_checks_and_drop_none(tmp_path):
-    """Seconds that are left, that the check needs, and that later ones need."""
-    assert share_of(100, 10, 60) == 40  # what nobody else needs
-    assert share_of(100, 60, 60) == 60  # the later ones keep two thirds
+    """Seconds left, seconds that the check needs, and seconds that later checks need."""
+    assert share_of(100, 10, 60) == 40  # what no other check needs
+    assert share_of(100, 60, 60) == 60  # the later checks keep two thirds
     assert share_of(100, 90, 60) == 79  # and at least 35 %
-    assert share_of(30, 90, 60) == 18  # each a fifth
+    assert share_of(30, 90, 60) == 18  # a fifth each
     run = fake_run(tmp_path, {"good": 20, "shortened": 300, "last": 100}, limit=50)
     run()
     (found,) = joined.read_runs(tmp_path / "out")
@@ -353,7 +356,7 @@ def test_rates_of_a_check_that_fails_halfway_are_measured_again(tmp_path, check)
         assert found.checks[check].rows[-1].ok is False
         assert (
             found.checks["last"].rows[0].figure == "1.0"
-        )  # a later check of the same part is told what there is
+        )  # a later check of the same part gets the available rates
         assert not (tmp_path / "out" / "rates.json").exists()
 
 
@@ -388,8 +391,9 @@ def lines(
     rows: Mapping[str, Row | None],
     cut_off: bool = False,
 ) -> None:
-    """Write what a run of the part that the file is named after leaves; of a check without a row,
-    nothing.
+    """Write the files of a run of the part that the file is named after.
+
+    A check without a row writes nothing.
     """
     head = {
         "part": path.stem,
@@ -505,7 +509,7 @@ def commands_of(page: str) -> list[list[str]]:
     ids=" ".join,
 )
 def test_commands_on_pages_name_parts_and_checks_that_exist(words, monkeypatch, tmp_path):
-    """Those of the first contact fit into ten minutes a call, which another test sums up."""
+    """First-contact commands fit into ten minutes per call; another test sums them up."""
     for folder in ("RESULTS", "DISK", "results"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -527,7 +531,7 @@ def test_each_call_of_the_first_contact_takes_ten_minutes_at_most():
             float(limit) for limit in re.findall(r"--limit (\d+)", call.partition("\n## ")[0])
         ]
         assert len(limits) >= 2
-        assert sum(limits) <= 570  # seconds; starts of Python are within the limits
+        assert sum(limits) <= 570  # seconds; Python start-ups are within the limits
 
 
 def test_a_folder_without_results_is_told(tmp_path, monkeypatch):
@@ -556,7 +560,7 @@ def test_a_row_says_what_was_raised():
     assert (row.ok, row.figure) == (None, "skipped: not built")
 
 
-# --- what checks say ------------------------------------------------------------------------------
+# --- reports of checks ----------------------------------------------------------------------------
 
 
 def test_a_sweep_tells_verdicts_and_fails_where_a_winner_is_wrong(monkeypatch, tmp_path):
@@ -587,7 +591,7 @@ def test_a_loop_of_copies_tells_of_wrong_records(way):
     seen = np.asarray(arrays.run(jit_loop(way, "linear", 1, copied, one_device())))
     down = np.asarray(arrays.down)
     assert wrong_records(way, seen, down) == 0
-    if way != "down":  # as if XLA took record i at tick i, which is right in the middle
+    if way != "down":  # as if XLA took record i at tick i, which is correct in the middle
         assert wrong_records(way, seen[::-1], down) == 2
     if way != "up":
         assert wrong_records(way, seen, down[::-1]) > 0
@@ -627,8 +631,9 @@ planes {
 
 
 def test_a_profile_tells_idle_time_and_what_runs_beside_what():
-    """Kernels in 0-2 and 5-8 s, one that moves host memory in 2-3, 40 bytes up in 1-3, 80 down in
-    2-10.
+    """The profile has kernels in 0-2 and 5-8 s, and one in 2-3 s that moves host memory.
+
+    40 bytes are copied up in 1-3 s and 80 down in 2-10 s.
     """
     events = events_of(jax.profiler.ProfileData.from_text_proto(PROFILE))
     found = measure(events, {"mover"}, num_steps=1)
@@ -656,7 +661,7 @@ def test_bounds_of_a_step_hold_at_most_tokens_alone(monkeypatch):
         case = Case(mode=mode, sizes=GPU.llama, tokens=32768, is_largest=is_largest)
         compute, copies = measured_rows(found, case, judged=True, both=36.0)
         assert compute.ok is ok
-        assert copies.ok is (None if mode == "resident" else False)  # 30 of 36 bytes a second
+        assert copies.ok is (None if mode == "resident" else False)  # 30 of 36 bytes per second
     predicted: Any = type("Predicted", (), {"seconds": 2.0, "idle": 0.3})
     assert [
         next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)
@@ -687,7 +692,7 @@ def test_the_pool_is_sized_to_what_a_mode_keeps_in_host_memory(mode):
     )
     with case.build(one_device()) as program:
         kept = program.memory(case.abstract_batch()).tiers["pinned_host"]
-    # What a delayed update makes is pinned beside the pool.
+    # The arrays that a delayed update creates are pinned in addition to the pool.
     assert sum(kept.values()) - kept.get("made", 0) == pytest.approx(
         pinned_bytes(mode, case.sizes), rel=0.01
     )
@@ -697,7 +702,7 @@ def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allo
     fields = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "device_bytes": 78 << 30}
     free = Machine(**fields, host_bytes=128 << 30, pool_gib=None)
     needed = pinned_bytes("opt_state on the host", GPU.llama)
-    assert free.pool(needed) == 80  # GiB, of 75.3
+    assert free.pool(needed) == 80  # GiB, for 75.3
     assert free.pool(0) == 4
     assert free.pool(200 << 30) == 116
     assert dataclasses.replace(free, pool_gib=60).pool(needed) == 60
@@ -705,7 +710,7 @@ def test_a_pool_is_what_is_needed_and_never_above_what_the_user_or_the_host_allo
     (group,) = (
         g for g in gpu_check.PARTS["steps-opt_state"].groups if g.checks[0].name == "16K tokens"
     )
-    assert gpu_check.pool_of(group, GPU, free) == 80  # both numbers of tokens are of one program
+    assert gpu_check.pool_of(group, GPU, free) == 80  # both numbers of tokens run in one program
     (group,) = (g for g in gpu_check.PARTS["first"].groups if g.checks[-1].name == "copies both")
     assert (
         gpu_check.pool_of(group, GPU, free) == 19
@@ -765,14 +770,14 @@ def test_a_step_has_as_many_layers_as_host_memory_has_room_for():
         assert layers not in built
     with pytest.raises(NotImplementedError, match="of host memory"):
         fitted(case, lambda one: Program(one.sizes.layers), Room(host=16))
-    # A pool that the user keeps small cuts layers, too.
+    # A user's small pool reduces the number of layers, too.
     half = Room(pool=pinned_bytes(case.mode, case.sizes) // 2)
     assert fitted(case, lambda one: Program(one.sizes.layers), half)[0].sizes.layers == 15
 
 
 @dataclasses.dataclass
 class Sized:
-    """A program that takes a byte of the device for each layer and token."""
+    """A program that takes a byte of the device per layer and token."""
 
     layers: int
     closed: bool = False
@@ -787,7 +792,7 @@ class Sized:
 
 
 class Counting:
-    """Stands for the steps of a program; the state counts them."""
+    """A stand-in for a program's steps; the state counts them."""
 
     def __init__(self, case: Case, context: Context, program: Sized, state: int | None) -> None:
         self.case, self.program, self.state = case, program, state
@@ -862,7 +867,7 @@ def test_the_layers_on_a_disk_are_as_many_as_fit():
         ).layers
         == 5
     )
-    # A RAM disk that has no room keeps the disk from nothing.
+    # A full RAM disk does not keep the disk from being checked.
     assert disks.fitting(of, {disks.RAM: 0, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 7
     with pytest.raises(NotImplementedError, match=r"no layer of 2\.6 GiB fits on the RAM disk"):
         disks.fitting(of, {disks.RAM: layer, disks.DISK: 10**12}, disks.RAM)
@@ -898,7 +903,7 @@ def test_gpu_check_sees_another_loss_and_another_parameter():
     assert compared(losses, [leaves[0] + np.float32([1, 0]), leaves[1]]).values["params"] == 0.25
     assert not compared(
         losses, [leaves[0], leaves[1] + np.float32(1e-20)]
-    ).ok  # a leaf that is zero must stay so
+    ).ok  # a leaf that is zero must stay zero
 
 
 @pytest.mark.parametrize(("step", "hidden", "floor"), [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)])

@@ -1,5 +1,6 @@
-"""benchmarks/kernels.py runs every case, tells of wrong results, and says that a CPU measures
-nothing.
+"""benchmarks/kernels.py runs every case and reports wrong results.
+
+On a CPU it says that nothing is measured.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from kernel_cases import MOSAIC, UNFUSED, XLA
 SMALL = kernels.cases(small=True)
 
 
-@pytest.mark.exhaustive  # by default the tests of each kernel run its cases
+@pytest.mark.exhaustive  # by default each kernel's own tests run its cases
 def test_kernel_benchmark_runs_every_case_and_says_that_a_cpu_measures_nothing():
     lines = list(kernels.table(small=True, rounds=1))
     assert all(right for _, right in lines)
@@ -71,5 +72,5 @@ def test_kernel_benchmark_counts_what_lies_between_unfused_programs():
     assert kernels.Contender(case, steps[:1], (f32,)).extra_bytes == 0
     assert (
         kernels.Contender(case, steps, (f32,)).extra_bytes == 2 * f32.nbytes
-    )  # z, and beside it z * 2
+    )  # z, and z * 2 next to it
     np.testing.assert_array_equal(kernels.Contender(case, steps, (f32,))(), 3)

@@ -1,4 +1,4 @@
-"""States train on disk under a memory limit that the same states in memory break."""
+"""States train on disk under a memory limit that the same states in memory exceed."""
 
 import os
 import pathlib
@@ -9,14 +9,15 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-LIMIT_GB = 1.93  # 0.3 more than the one takes on 2 cores, 0.3 less than the other
+LIMIT_GB = 1.93  # 0.3 more than on disk takes on 2 cores, 0.3 less than in memory
 
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 
 
 def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Train 56 layers x 320 on 2 cores: XLA's threads, whose number follows from the cores, count
-    as address space.
+    """Train 56 layers x 320 on 2 cores.
+
+    XLA's threads count as address space, and their number depends on the cores.
     """
     script = str(ROOT / "examples" / "train_larger_than_memory.py")
     sizes = ["--layers", "56", "--hidden", "320", "--heads", "8", "--seq", "32", "--steps", "2"]
@@ -30,10 +31,10 @@ def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[
         *sizes,
         *arguments,
     ]
-    # Not preexec_fn: it forks, which JAX warns of.
+    # Not preexec_fn: it forks, about which JAX warns.
     on_two_cores = "import os, sys; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]); os.execv(sys.argv[1], sys.argv[1:])"
-    # With LLVM's optimizations: the moments of 69 M parameters take longer without than what they
-    # take to compile.
+    # With LLVM's optimizations: without them, the moments of 69 M parameters take longer than
+    # compilation saves.
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace(UNOPTIMIZED, ""),
@@ -44,7 +45,7 @@ def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a process to RLIMIT_AS")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces RLIMIT_AS")
 def test_larger_than_memory_trains_on_disk_under_a_limit_that_memory_breaks(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -69,8 +70,7 @@ def test_larger_than_memory_trains_on_disk_under_a_limit_that_memory_breaks(tmp_
     resident = run(tmp_path, "--tier", "device")
     assert resident.returncode != 0
     assert "step   2" not in resident.stdout
-    # Whichever allocation is the first to fail: XLA's, Python's, a thread's, or that of LLVM's
-    # compiled code.
+    # Any allocation may fail first: XLA's, Python's, a thread's, or LLVM's for compiled code.
     lacks_memory = (
         "Out of memory|bad_alloc|MemoryError|can't start new thread|Cannot allocate memory"
     )

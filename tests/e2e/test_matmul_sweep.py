@@ -1,6 +1,4 @@
-"""The sweep of matmul's sizes: what it tries, what it finds of made-up times, and what it writes to
-the table.
-"""
+"""The sweep of matmul's sizes: its candidates, its findings from made-up times, and its table."""
 
 import dataclasses
 import sys
@@ -33,7 +31,7 @@ def test_a_sweep_tries_tiles_in_and_out_of_clusters_with_the_deepest_pipeline_th
     assert {(c.block_m, c.block_n, c.cluster_m, c.cluster_n) for c in tried} == {
         (*tile, *cluster) for tile in tiles for cluster in ((1, 1), (2, 1), (1, 2))
     }
-    # Two weights have half of the columns each, in multiples of 64.
+    # Each of two weights has half of the columns, in multiples of 64.
     assert ((128, 64) in tiles) == ((128, 192) in tiles) == (not product.gated)
     for config in tried:
         assert product.problem.shared_bytes(config) <= SHARED_BYTES
@@ -65,11 +63,11 @@ def test_a_search_finds_the_fastest_tile_and_cluster_then_cores_depth_and_bands_
     assert times[best] == 1.0
     assert (
         len(times) == 5 * 3 + 1 + 2 + 2
-    )  # tiles and clusters; 128 cores; a stage less, and wider ones; two bands
+    )  # tiles and clusters; 128 cores; one stage less, and wider ones; two bands
 
 
 class Contender:
-    """Stands for a program: the seconds and the result that its label says."""
+    """A stand-in for a program, with the seconds and the result given by its label."""
 
     seconds_of: dict[str, float]
     off = 1.0
@@ -79,7 +77,7 @@ class Contender:
         self.arrays = arrays
 
     def seconds(self, repeats: int) -> float:
-        # Of the kernel's sizes, clusters along M are the fastest.
+        # Among the kernel's sizes, clusters along M are the fastest.
         return self.seconds_of[self.name] * (
             1.0 if self.config is None or self.config.cluster_m == 2 else 2.0
         )
@@ -144,7 +142,7 @@ def test_sizes_that_are_wrong_never_win_and_are_told(made_up):
     assert first.row.config.cluster_m == 1
     assert first.is_right
     assert told.row is None
-    assert told.note.count("failed: Config(") == 5  # a tile each
+    assert told.note.count("failed: Config(") == 5  # one tile each
     assert [right for _, right in kernels.sweep_table([told, first])][-2:] == [False, True]
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/moments.py runs, and its table holds differences between runs of one seed."""
+"""benchmarks/moments.py runs, and its table has differences between runs of one seed."""
 
 import argparse
 import os

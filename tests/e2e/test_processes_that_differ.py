@@ -1,5 +1,6 @@
-"""Two processes (jax.distributed, gloo) that differ end with an error that names the difference,
-and do not hang.
+"""Two different processes (jax.distributed, gloo) end with an error that names the difference.
+
+They do not hang.
 """
 
 import pathlib
@@ -71,7 +72,7 @@ leave()
 
 
 def ends(script: str, folder: pathlib.Path) -> list[tuple[int, str]]:
-    """Return how each of two processes ended: its status, and what it printed."""
+    """Return the status and the output of each of two processes."""
     workers = processes.start(WORKER + script, folder, 2, devices=2)
     try:
         outputs = [worker.communicate(timeout=240)[0] for worker in workers]
@@ -83,7 +84,7 @@ def ends(script: str, folder: pathlib.Path) -> list[tuple[int, str]]:
 
 
 def test_what_differs_is_named_in_both_and_a_process_that_ends_early_ends_the_other(tmp_path):
-    """One launch, since each takes seconds."""
+    """One launch covers all cases, since each launch takes seconds."""
     folder = tmp_path / "two"
     (first, _), (second, _) = both = ends(DIFFER + TRAIN + SHORT, folder)
     words = {

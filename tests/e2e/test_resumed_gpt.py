@@ -1,5 +1,6 @@
-"""The example, stopped by a signal, goes on from its last step to the losses of a run that was not
-stopped.
+"""The example, stopped by a signal, continues from its last step.
+
+Its losses are those of an uninterrupted run.
 """
 
 import contextlib
@@ -29,8 +30,9 @@ NAMES = ("train/loss", "validation/loss")
 
 
 def arguments(folder: pathlib.Path, text: str, sample_bytes: int = 0) -> list[str]:
-    """Return what all runs share; at the default learning rate so short a run would be unstable,
-    and magnify rounding.
+    """Return the options that all runs share.
+
+    At the default learning rate, so short a run would be unstable and magnify rounding.
     """
     sizes = [
         "--steps",
@@ -61,8 +63,9 @@ def figures(folder: pathlib.Path) -> list[dict[str, dict[int, float]]]:
 
 
 def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) -> int:
-    """Run until a checkpoint is there, send a signal to the last process, and return the step that
-    all stopped at.
+    """Run until a checkpoint exists, and send a signal to the last process.
+
+    Returns the step at which all processes stopped.
     """
     folder.mkdir(exist_ok=True)
     command = [
@@ -100,7 +103,7 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0] * processes, outputs
-    for stdout, _ in outputs[1:]:  # the first alone prints; gloo writes lines of its own
+    for stdout, _ in outputs[1:]:  # only the first process prints; gloo writes lines of its own
         assert not any(word in stdout for word in ("loss", "parameters", "sample"))
     told = "stopped by a signal after step "
     (line,) = (line for line in outputs[0][0].splitlines() if line.startswith(told))
@@ -109,8 +112,9 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Yield `train(*arguments)`: run in this process, all with one program; returns what it
-    printed.
+    """Yield `train(*arguments)`, which runs in this process with one program for all calls.
+
+    It returns the output.
     """
     text, programs = t.folder(tmp_path_factory.mktemp("text")), []
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
@@ -132,7 +136,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, here):
-    """The text, the figures of a run that is not stopped, and what it printed."""
+    """Return the text, and the figures and output of an uninterrupted run."""
     folder, (train, text) = tmp_path_factory.mktemp("whole"), here
     printed = train(*arguments(folder, text, sample_bytes=20))
     assert "--- sample ---" in printed
@@ -142,7 +146,7 @@ def whole(tmp_path_factory, here):
 def resumed(
     folder: pathlib.Path, text: str, step: int, train: Callable[..., str]
 ) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
-    """Go on in one process, and return the figures before and after."""
+    """Continue in one process, and return the figures before and after."""
     assert f"continues from step {step} of" in train(
         *arguments(folder, text), *saving(folder), "--resume", "True"
     )
@@ -180,9 +184,9 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
             assert found[name] == {s: expected[name][s] for s in found[name]}
 
 
-@pytest.mark.exhaustive  # by default test_finetune.py does the same, by the same loop
+@pytest.mark.exhaustive  # by default test_finetune.py does the same, with the same loop
 def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole, here):
-    """The signal comes to one of two; the iterator of one is put where theirs were."""
+    """One of two processes is sent the signal; one process's iterator replaces both."""
     text, expected, _ = whole
     step = stopped(tmp_path, text, signal.SIGTERM, processes=2)
     assert 4 <= step < STEPS
@@ -199,8 +203,9 @@ def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole, her
 # by default test_larger_than_memory.py trains a GPT on disk, and test_kill.py compares such losses
 @pytest.mark.exhaustive
 def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path, whole):
-    """Losses, validation and the sampled text are the same; the lines tell of the disk, and nothing
-    stays on it.
+    """Losses, validation and the sampled text are the same.
+
+    The lines mention the disk, and nothing is left on it.
     """
     text, expected, in_memory = whole
     (swap := tmp_path / "swap").mkdir()
@@ -240,7 +245,7 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path, whole)
 
 def test_resume_needs_a_directory(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--resume", "True"])
-    monkeypatch.setattr(train_gpt, "start", None)  # or it would train here, if it were not refused
+    monkeypatch.setattr(train_gpt, "start", None)  # otherwise it would train here
     with pytest.raises(SystemExit) as ended:
         train_gpt.main()
     assert ended.value.code == 2

@@ -1,5 +1,6 @@
-"""benchmarks/same_numbers.py tells numbers that differ by a bit, and programs that differ by more
-than their names.
+"""benchmarks/same_numbers.py detects numbers that differ by a bit.
+
+It also detects programs that differ by more than their names.
 """
 
 import copy

@@ -1,5 +1,6 @@
-"""The example trains, reports and samples; its text is deterministic and its iterator can be
-resumed.
+"""The example trains, reports and samples.
+
+Its text is deterministic, and its iterator can be resumed.
 """
 
 import dataclasses
@@ -123,7 +124,7 @@ def events(path: pathlib.Path, name: str) -> dict[int, float]:
 
 
 def start_two(tmp_path: pathlib.Path, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start the script in two processes of two devices each."""
+    """Start the script in two processes with two devices each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -159,8 +160,9 @@ def start_two(tmp_path: pathlib.Path, *arguments: str) -> list[subprocess.Popen[
 
 @pytest.mark.exhaustive  # by default test_resumed_gpt.py starts two processes
 def test_train_gpt_joins_a_cluster(tmp_path):
-    """Two processes whose environment names a coordinator train one model, and the first alone
-    prints and writes.
+    """Two processes whose environment names a coordinator train one model.
+
+    Only the first process prints and writes.
     """
     workers = start_two(tmp_path, "--steps", "8")
     outputs = [worker.communicate(timeout=300) for worker in workers]
@@ -175,7 +177,7 @@ def test_train_gpt_joins_a_cluster(tmp_path):
 
 @pytest.mark.exhaustive
 def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
-    """JAX would wait for up to 100 s."""
+    """Otherwise JAX would wait for up to 100 s."""
     first, last = start_two(tmp_path, "--steps", "100000", "--heartbeat-timeout", "5")
     assert first.stdout is not None
     try:
@@ -237,9 +239,7 @@ def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
 
 @pytest.mark.parametrize("script", ["train_gpt.sh", "train_gpt_tensor.sh"])
 def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, script):
-    """A stand-in for srun tells what it was called with on 2 nodes: options of the example, for 16
-    devices.
-    """
+    """A stand-in for srun records its call on 2 nodes, with example options for 16 devices."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nshift 2\nprintf '%s\\n' \"$@\"\n")
@@ -274,8 +274,8 @@ def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, 
 def test_presets_have_the_parameters_of_their_names():
     presets = train_gpt.gpt.PRESETS
     assert tuple(presets) == typing.get_args(typing.get_type_hints(train_gpt.Options)["preset"])
-    # The vocabulary is bytes here; those of the names are of GPT-2 and, from 22b on, of Korthikanti
-    # et al.
+    # The vocabulary is bytes here; the named models have the vocabularies of GPT-2 and, from 22b
+    # on, of Korthikanti et al.
     of_name = {"124m": 124.4e6, "350m": 354.8e6, "1.3b": 1.3e9, "6.7b": 6.7e9, "13b": 13e9}
     of_paper = {"22b": 22e9, "175b": 175e9, "530b": 530e9, "1t": 1008e9}
     for name, count in (of_name | of_paper).items():
@@ -312,8 +312,9 @@ def test_iterator_resumes_from_its_state():
 
 
 def test_parts_side_by_side_are_the_same_batches():
-    """For any number of processes, past the end of the text too; and an iterator can be put
-    anywhere.
+    """Any number of processes read the same text, even past its end.
+
+    An iterator can be set to any position.
     """
     data = np.arange(16 * 21 + 1, dtype=np.int64)
     whole = text_data.batches(data, 16, 8, seed=1)

@@ -1,5 +1,6 @@
-"""Two processes on one machine (jax.distributed, gloo) train as one process does, and what fails in
-one is raised in both.
+"""Two processes on one machine (jax.distributed, gloo) train like a single process.
+
+An error in one of them is raised in both.
 """
 
 import errno
@@ -13,7 +14,7 @@ from matrix_of_checkpoints import assert_same, numbers
 
 import zerojax as zj
 
-pytestmark = pytest.mark.xdist_group("two_processes")  # tests share what the processes found
+pytestmark = pytest.mark.xdist_group("two_processes")  # tests share the processes' findings
 DAMAGED = "opt_state/{rank}/c.1.0"
 
 WORKER = """
@@ -114,13 +115,14 @@ with build("unrolled", num_microbatches=2, update_on="host", opt_state="pinned_h
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one process finds, and what each of two does."""
+    """Return the folder, and the findings of a single process and of each of two processes."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "one").mkdir()
     alone = {"jax": jax, "processes": 1, "me": 0, "out": folder / "one"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toys, "LAYERS", toys.LAYERS)  # which the worker changes
-        exec(WORKER, alone)  # here: a third process would start and import for as long as it trains
+        patch.setattr(toys, "LAYERS", toys.LAYERS)  # changed by the worker
+        # in this process: a third one would start and import for as long as it trains
+        exec(WORKER, alone)
     return folder, [alone["found"], *processes.launch(WORKER, folder / "two", 2, devices=4)]
 
 

@@ -1,9 +1,8 @@
-"""Lets a call of each kind fail once, and checks that it does, and that the same call elsewhere
-does not.
+"""Make a call of each kind fail once, and check that only calls in the folder fail.
 
     LD_PRELOAD=shim.so python each_kind.py shim.so FOLDER
 
-It is told by its exit status, and by its assertion.
+The exit status and the assertion give the result.
 """
 
 import errno
@@ -44,7 +43,7 @@ def mapped(path: pathlib.Path) -> None:
 
 
 def removed(path: pathlib.Path, in_folder: bool) -> None:
-    """As shutil.rmtree does: by a name in an open folder."""
+    """Open or remove a name relative to an open folder, as shutil.rmtree does."""
     fd = os.open(path.parent, os.O_RDONLY)
     try:
         (os.rmdir if path.is_dir() else os.unlink)(
@@ -103,7 +102,7 @@ def fails(call: object, folder: pathlib.Path, number: int) -> bool:
 
 
 def main(library: str, folder: pathlib.Path) -> None:
-    """Make two folders, of which calls fail in one."""
+    """Create two folders; calls fail in one of them."""
     faults = shim.Faults(library, folder / "below")
     for kind, calls in CALLS.items():
         for call in calls:

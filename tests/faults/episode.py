@@ -1,5 +1,6 @@
-"""A training run whose disk fails: its operations, and what must hold after each (`runs.py` says
-what).
+"""A training run with a failing disk: its operations, and what must hold after each.
+
+`runs.py` describes the checks.
 """
 
 import contextlib
@@ -28,12 +29,12 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.inspection import inspect
 
 LONGEST = 30.0
-"""Seconds that an operation may take, with the checks after it."""
+"""Maximum seconds for an operation and the checks after it."""
 TOLD = (CheckpointError, SwapError)
 
 
 class Episode:
-    """A training run whose disk fails."""
+    """A training run with a failing disk."""
 
     def __init__(
         self,
@@ -43,14 +44,14 @@ class Episode:
         seed: int,
         told: Callable[[str], None],
     ) -> None:
-        """Begin with two checkpoints.
+        """Start with two checkpoints.
 
         Args:
-          toy: that trains.
-          faults: of this process.
-          folder: to make, below the root of the faults.
-          seed: of all that is drawn.
-          told: is called with each operation before it begins.
+          toy: program to train, and its expected results.
+          faults: faults of this process.
+          folder: folder to create, below the root of the faults.
+          seed: seed of all random choices.
+          told: function called with each operation before it begins.
         """
         self.toy, self.program, self.faults, self.folder, self._told = (
             toy,
@@ -68,7 +69,7 @@ class Episode:
         if self.random.random() < 0.3:
             self.settings |= BEST
         self.confirmed = {1, FIRST}
-        self.compared: dict[int, Any] = {}  # by step, the files that hold what they must
+        self.compared: dict[int, Any] = {}  # by step, the files with the expected contents
         self.injected: list[shim.Injected] = []
         self.operation, self.plan, self.rehearses, self.num_exports = "", shim.Plan({}), False, 0
         self.history: list[str] = []
@@ -80,8 +81,9 @@ class Episode:
 
     @staticmethod
     def watch() -> None:
-        """Give the next operation, and all that is checked after it, their time; whatever hangs
-        then ends the process.
+        """Start the time limit of the next operation and its checks.
+
+        If they hang, the process ends.
         """
         faulthandler.dump_traceback_later(LONGEST, exit=True)
 
@@ -93,10 +95,10 @@ class Episode:
         return int(self.state.step)
 
     def attempt(self, operation: str, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """Do something under faults; returns its result, or what it raised.
+        """Run an action under faults; returns its result or its exception.
 
         Raises:
-          Found: it raised a bare error, or a thread did.
+          Found: if it or a thread raised a bare error.
         """
         self.operation = operation
         if self.rehearses:
@@ -126,7 +128,7 @@ class Episode:
             self.toy.counts[operation] = self.faults.counts()
         for other in [error, *background]:
             # Orbax closes its loop at the first error, while other arrays are being opened; the
-            # export tells that error.
+            # export reports that error.
             is_late = (
                 operation == "export_orbax"
                 and error is not None
@@ -136,12 +138,12 @@ class Episode:
                 where = "" if other is error else " in a thread"
                 raise Found("bare error", f"{type(other).__name__}{where}: {other}", other)
         if error is not None and not self.injected:
-            raise Found("stuck", f"nothing failed, and it raised {error}", error)
+            raise Found("stuck", f"nothing failed, but it raised {error}", error)
         return result, error
 
     @property
     def lost_bytes(self) -> bool:
-        """Whether a reader had to take something for damage."""
+        """Return whether a reader had to treat something as damage."""
         return any(each.error in shim.LOST for each in self.injected)
 
     # --- operations -------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class Episode:
         self.saved(self.step, result, error)
 
     def save_and_step(self) -> None:
-        """Save, and train on while it is written."""
+        """Save, and keep training while the checkpoint is written."""
         self.advance()
         step, losses, states = self.step, [], []
 
@@ -178,7 +180,7 @@ class Episode:
         self.regain()
 
     def save_and_close(self) -> None:
-        """Save by a Checkpointer that is closed at once."""
+        """Save with a Checkpointer that is closed immediately."""
         self.advance()
         result, error = self.attempt(
             "save_and_close", lambda: (self.begin_save(), self.ckpt.close())[0]
@@ -190,7 +192,7 @@ class Episode:
         self.restored(self.ckpt.restore(self.program))
 
     def begin_again(self) -> None:
-        """Restore by another Checkpointer, as the next run does."""
+        """Restore with another Checkpointer, as the next run does."""
         self.ckpt.close()
 
         def call() -> Any:
@@ -216,24 +218,24 @@ class Episode:
     def latest_step(self) -> None:
         step, error = self.attempt("latest_step", self.ckpt.latest_step)
         if error is None and not self.lost_bytes and step != (newest := max(self.on_disk())):
-            raise Found("lost", f"latest_step() is {step}, and step {newest} is whole")
+            raise Found("lost", f"latest_step() is {step}, but step {newest} is complete")
 
     def best_step(self) -> None:
         step, error = self.attempt("best_step", self.ckpt.best_step)
         if error is None and not self.lost_bytes and step != (newest := max(self.on_disk())):
-            raise Found("lost", f"best_step() is {step}, and step {newest} is whole")
+            raise Found("lost", f"best_step() is {step}, but step {newest} is complete")
 
     def all_steps(self) -> None:
         steps, error = self.attempt("all_steps", self.ckpt.all_steps)
         if error is None and steps != self.on_disk():
-            raise Found("lost", f"all_steps() is {steps}, and {self.on_disk()} are there")
+            raise Found("lost", f"all_steps() is {steps}, but {self.on_disk()} exist")
 
     def inspect(self) -> None:
         report, error = self.attempt("inspect", lambda: inspect(self.folder / "c", verify=True))
         if (
             error is None and "damaged" in report.text and not self.lost_bytes
-        ):  # incomplete ones may be there too
-            raise Found("lost", f"told damaged: {report.text}")
+        ):  # incomplete ones may exist too
+            raise Found("lost", f"it reports damage without cause: {report.text}")
 
     def export(self) -> None:
         form = self.random.choice(sorted(EXPORTS))
@@ -251,7 +253,7 @@ class Episode:
             else:
                 self.weights_are(exported, *self.on_disk())
             return
-        if target.exists():  # all of it was there before its name was
+        if target.exists():  # the contents were complete before the name appeared
             self.weights_are(weights_in(target), *self.on_disk())
         else:
             EXPORTS[form](source, target)
@@ -277,7 +279,7 @@ class Episode:
             ):
                 return
         raise Found(
-            "wrong number", f"the exported weights are none of steps {steps}: {sorted(found)}"
+            "wrong number", f"the exported weights are not those of steps {steps}: {sorted(found)}"
         )
 
     def import_weights(self) -> None:
@@ -303,9 +305,9 @@ class Episode:
         self.regain()
 
     def close_and_init(self) -> None:
-        """Give the swap folder up, and take it again.
+        """Release the swap folder, and take it again.
 
-        What the program compiled stays: compiling takes a second.
+        The compiled programs are kept, since compiling takes a second.
         """
 
         def call() -> Any:
@@ -327,7 +329,7 @@ class Episode:
         self.regain()
 
     def probe(self) -> None:
-        """Measure the disk, which never fails."""
+        """Measure the disk; this never fails."""
         tuning._tune.cache_clear()
         path = self.program.swap.engine.store_of(
             next(iter(self.program.swap.engine.kinds())), 0
@@ -353,20 +355,20 @@ class Episode:
             raise Found("bare error", f"the SwapError names no file: {error}", error)
         self.regain()
 
-    # --- what they have in common -----------------------------------------------------------------
+    # --- common parts -----------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Train a step where this one was saved."""
+        """Train a step if this one was saved."""
         if self.step == self.last:
             state, self.state = self.state, None
             self.state, _ = self.program.step(state, DATA[int(state.step) + 1])
 
     def holds(self, step: int, loss: float) -> None:
-        """Require that the state is that of a step; where a write failed since, it is lost."""
+        """Require the state of the given step; if a write failed since then, it is lost."""
         if loss != self.toy.losses[step]:
             raise Found(
                 "wrong number",
-                f"the loss of step {step} is {loss}, and not {self.toy.losses[step]}",
+                f"the loss of step {step} is {loss}, not {self.toy.losses[step]}",
             )
         with self.told_later():
             require_same(
@@ -377,7 +379,7 @@ class Episode:
 
     @contextlib.contextmanager
     def told_later(self) -> Any:
-        """Let a record that was not written be told now: writes end after the call that began them."""
+        """Wait for the report of a failed write: writes end after the call that began them."""
         try:
             yield
         except SwapError:
@@ -385,16 +387,16 @@ class Episode:
                 raise
 
     def restored(self, state: zj.TrainState) -> None:
-        """Take a restored state, and require that it is the newest that could be read."""
+        """Take a restored state, and require that it is the newest readable one."""
         self.state, step, there = state, int(state.step), self.on_disk()
         if step not in self.toy.saved or step not in there:
-            raise Found("wrong number", f"step {step} was restored, and {there} are there")
+            raise Found("wrong number", f"step {step} was restored, but {there} exist")
         if step != max(there) and not self.lost_bytes:
-            raise Found("lost", f"step {step} was restored, and step {max(there)} is whole")
+            raise Found("lost", f"step {step} was restored, but step {max(there)} is complete")
         self.last = step
         self.confirmed = {other for other in self.confirmed if other <= step} | {
             step
-        }  # this run goes on from there
+        }  # this run continues from there
         with self.told_later():
             require_same(
                 self.toy.numbers(state), self.toy.held[step], f"the restored state of step {step}"
@@ -404,7 +406,7 @@ class Episode:
         self.regain()
 
     def regain(self) -> None:
-        """Restore, where the state is lost, without faults."""
+        """Restore without faults if the state is lost."""
         if self.state is not None and self.program.swap is not None:
             try:
                 self.program.eval(self.state, DATA[0])
@@ -416,14 +418,14 @@ class Episode:
             except (
                 SwapError,
                 ValueError,
-            ):  # ValueError: a restore that failed had begun to overwrite it
+            ):  # ValueError: a failed restore had begun to overwrite it
                 self.state = None
         if self.state is None:
             self.injected = []
             self.restored(self.ckpt.restore(self.program))
 
     def saved(self, step: int, result: Any, error: BaseException | None) -> None:
-        """Look at the directory after a save; where it failed, the same save must now do."""
+        """Check the directory after a save; if the save failed, the same save must now succeed."""
         if error is None:
             if result is not True:
                 raise Found("stuck", f"save returned {result} for step {step}")
@@ -443,8 +445,8 @@ class Episode:
         self.ckpt.wait()
         if (
             not is_saved and step not in self.on_disk()
-        ):  # one that was there already, and only not synced
-            raise Found("lost", f"step {step} was not saved, is not there, and is not saved again")
+        ):  # it already existed, and was only not synced
+            raise Found("lost", f"step {step} was not saved, is missing, and is not saved again")
         self.confirmed.add(step)
         self.last = step
 
@@ -453,7 +455,7 @@ class Episode:
         return sorted(int(name) for name in os.listdir(self.folder / "c") if name.isdigit())
 
     def check(self) -> None:
-        """Look at the directory without faults."""
+        """Check the directory without faults."""
         there, newest = self.on_disk(), max(self.confirmed)
         for step in there:
             files = [
@@ -477,24 +479,24 @@ class Episode:
                 )
             except CheckpointError as error:
                 raise Found(
-                    "lost", f"the checkpoint of step {step} is there, and not whole: {error}", error
+                    "lost",
+                    f"the checkpoint of step {step} exists, but is incomplete: {error}",
+                    error,
                 ) from error
         if not there or max(there) < newest:
             names = sorted(os.listdir(self.folder / "c"))
-            raise Found(
-                "lost", f"step {newest} was saved, and {there or 'none'} are there: {names}"
-            )
+            raise Found("lost", f"step {newest} was saved, but {there or 'none'} exist: {names}")
         keep = self.settings["max_to_keep"]
         missing = self.confirmed - set(there)
         if (keep is None and missing) or len(there) < min(keep or 0, len(self.confirmed)):
             raise Found(
                 "lost",
-                f"steps {sorted(missing)} were saved, and {there} are there; max_to_keep={keep}",
+                f"steps {sorted(missing)} were saved, but {there} exist; max_to_keep={keep}",
             )
         self.confirmed -= missing  # which retention removed
         found = zj.Checkpointer(self.folder / "c").latest_step()
         if found != max(there):
-            raise Found("lost", f"latest_step() is {found}, and {there} are there")
+            raise Found("lost", f"latest_step() is {found}, but {there} exist")
 
     OPERATIONS: Mapping[str, tuple[float, float]] = {
         "save": (3, 3), "save_and_step": (1, 2), "save_and_close": (1, 1), "begin_again": (1.5, 1.5), "restore": (2, 2),
@@ -502,10 +504,10 @@ class Episode:
         "import_weights": (1, 1), "init": (0, 2), "close_and_init": (0, 1), "train": (0, 3), "read_params": (0, 1),
         "probe": (0, 0.2),
     }  # fmt: skip
-    """How often each is drawn, by whether something rests on nvme."""
+    """Weights with which operations are drawn, by whether a tier is nvme."""
 
     def run(self, count: int) -> None:
-        """Do some operations, each checked; then one more save and a restore, without faults."""
+        """Run some checked operations, then one more save and a restore without faults."""
         weights = [weight[self.toy.on_disk] for weight in self.OPERATIONS.values()]
         for _ in range(count):
             (operation,) = self.random.choices(list(self.OPERATIONS), weights)
@@ -515,7 +517,7 @@ class Episode:
         self.finish()
 
     def rehearse(self) -> None:
-        """Do each operation once without faults, and count its calls."""
+        """Run each operation once without faults, and count its calls."""
         self.rehearses = True
         for operation in self.OPERATIONS:
             if self.OPERATIONS[operation][self.toy.on_disk]:
@@ -563,12 +565,12 @@ class Episode:
         if self.toy.on_disk:
             left += [str(path) for path in self.toy.swap.glob("zerojax-swap-0/snapshot-*")]
         if left:
-            raise Found("stuck", f"{left} are left")
+            raise Found("stuck", f"{left} are left over")
 
 
 @contextlib.contextmanager
 def background_errors() -> Any:
-    """Yield a list of what threads and finalizers raise."""
+    """Yield a list of the errors raised in threads and finalizers."""
     found: list[BaseException] = []
     before, unraisable = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: found.append(args.exc_value)  # type: ignore[arg-type,return-value]

@@ -1,22 +1,25 @@
-"""Saves, restores, trains, imports and exports while system calls fail, and checks after each what
-was told and what is left.
+"""Save, restore, train, import and export while system calls fail, and check every outcome.
 
     LD_PRELOAD=shim.so python runs.py shim.so FOLDER TOYS FIRST_SEED SECONDS RUNS OUT
 
-A run is one operation under one plan of faults. Runs come in episodes: an episode is a training run
-with a directory of checkpoints, in which steps 1 and 2 are saved (`episode.py`). Its toy
+A run is one operation under one plan of faults. Runs are grouped in episodes: an episode is a
+training run with a directory of checkpoints of steps 1 and 2 (`episode.py`). Its toy
 (`trained.py`), its settings, its operations and their faults follow from its seed. After each
-operation nothing fails, and these are checked:
+operation the faults stop, and these outcomes are checked:
 
-    wrong number    what was returned without an error is, bit for bit, what it is without faults: state, loss, weights, files
-    lost            each saved step is whole, bit for bit; the newest of them is at least the newest whose save was confirmed;
-                    as many as are to be kept are there; only damage made a reader pass over one
-    bare error      what was raised is a CheckpointError or a SwapError, and threads end without an error
-    stuck           the state, or the directory, does not go on: the same save, or one of the next step, fails once nothing else
-                    does; or a file is left that nobody removes
-    hang            an operation and its checks end within 30 s; else all stacks are printed, and the process ends
+    wrong number    results returned without an error (state, loss, weights, files) equal the
+                    results without faults, bit for bit
+    lost            each saved step is complete, bit for bit; the newest is at least the newest
+                    step whose save was confirmed; as many steps exist as are to be kept; a reader
+                    skipped a step only because of damage
+    bare error      the raised error is a CheckpointError or a SwapError, and threads end without
+                    an error
+    stuck           the state or the directory cannot be used any more: the same save, or a save
+                    of the next step, fails without faults; or a file is left that nothing removes
+    hang            an operation and its checks end within 30 s; otherwise all stacks are printed
+                    and the process ends
 
-OUT is a JSON of what was found, with the seed of its episode.
+OUT is a JSON of the findings, each with the seed of its episode.
 """
 
 import contextlib
@@ -63,9 +66,7 @@ def frames(error: BaseException | None) -> list[str]:
 def main(
     library: str, folder: str, names: str, first: int, seconds: float, runs: int, out: str
 ) -> None:
-    """Run episodes, one for each seed from `first`, until there were so many runs or it took so
-    long.
-    """
+    """Run episodes for the seeds from `first` on, up to a number of runs or a time limit."""
     zerojax.runtime.swap.tune = lambda _: tuning.DEFAULT  # a probe takes a second
     root, began = pathlib.Path(folder), time.monotonic()
     faults = shim.Faults(library, root)

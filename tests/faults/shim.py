@@ -1,12 +1,13 @@
-"""The library that makes system calls fail (`shim.c`): how it is built, and how a process that has
-it loaded says what fails.
+"""Build the library that makes system calls fail (`shim.c`), and control it when it is loaded.
 
     faults = Faults(library, root)
-    with faults.some(Plan(...)) as injected:    calls on files below `root` fail in here, in all threads
+    with faults.some(Plan(...)) as injected:    in here, calls on files below `root` fail, in all
+                                                threads
         ...
     injected()                                  what failed, in order
 
-Which calls fail, and how, is a `Plan`; `drawn` draws one for an operation whose calls were counted.
+A `Plan` says which calls fail and how; `drawn` draws a plan for an operation whose calls were
+counted.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 SHORT, NOTHING = -1, -2
-"""In place of an errno: about half of the bytes are moved; the file ends here."""
+"""Alternatives to an errno: only half of the bytes are moved; the file ends here."""
 
 _CANNOT_OPEN = ("EIO", "EACCES", "EMFILE", "ENFILE", "ENOMEM", "ESTALE", "EINTR")
 _CANNOT_WRITE = ("EIO", "ENOSPC", "EDQUOT", "EROFS")
@@ -49,9 +50,7 @@ KINDS: dict[str, tuple[str | int, ...]] = {
     "copy": ("EIO", "ENOSPC", "ENOSYS", "EXDEV", SHORT),
     "map": ("ENODEV", "ENOMEM"),
 }
-"""Kinds of calls in the order of shim.c, and the errors that a file system, or the kernel, gives
-for each.
-"""
+"""Kinds of calls in the order of shim.c, with the errors that a file system or kernel returns."""
 
 BROKEN: dict[str, Mapping[str, str]] = {
     "a full disk": dict.fromkeys(("write", "mkdir", "link", "allocate", "open_write"), "ENOSPC"),
@@ -71,14 +70,14 @@ BROKEN: dict[str, Mapping[str, str]] = {
     "no reservation": {"allocate": "EOPNOTSUPP"},
     "calls that are interrupted": dict.fromkeys(("read", "write"), "EINTR"),
 }
-"""What is wrong with a whole file system: from some call on, all of these kinds fail so."""
+"""Faults of an entire file system: from some call on, all calls of these kinds fail."""
 
 LOST = frozenset({"EIO", NOTHING})
-"""What a reader must take for damage: the bytes are not to be had again."""
+"""Errors that a reader must treat as damage: the bytes cannot be read again."""
 
 
 def compiler() -> str | None:
-    """Return the C compiler, if there is one."""
+    """Return the C compiler, or None."""
     return shutil.which(os.environ.get("CC", "cc"))
 
 
@@ -98,14 +97,14 @@ def build(target: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to fail.
+    """The calls that fail.
 
     Attributes:
-      errors: for each kind, those of which one is drawn.
-      first: number of the first call, of these kinds together, that may fail, from 1.
-      last: of the last.
-      chance: that one between them does.
-      seed: of what is drawn.
+      errors: the errors to draw from, by kind of call.
+      first: number of the first call that may fail, from 1, counted over these kinds together.
+      last: number of the last call that may fail.
+      chance: probability that a call between them fails.
+      seed: seed of the random choices.
     """
 
     errors: Mapping[str, Sequence[str | int]]
@@ -125,7 +124,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Injected:
-    """A call that failed; `error` is the name of an errno, or SHORT, or NOTHING."""
+    """A failed call; `error` is the name of an errno, or SHORT, or NOTHING."""
 
     kind: str
     function: str
@@ -144,10 +143,10 @@ class _Fault(ctypes.Structure):
 
 
 class Faults:
-    """The library, in a process that has it loaded (LD_PRELOAD)."""
+    """Control of the library in a process that has it loaded (LD_PRELOAD)."""
 
     def __init__(self, library: str | os.PathLike[str], root: pathlib.Path) -> None:
-        """Let calls on files below `root` fail."""
+        """Set the root: only calls on files below `root` fail."""
         self._root = os.fsencode(root.resolve())
         self._library = ctypes.CDLL(os.fspath(library))
         self._library.faults_count.restype = ctypes.c_uint64
@@ -155,8 +154,9 @@ class Faults:
 
     @contextlib.contextmanager
     def some(self, plan: Plan) -> Iterator[Callable[[], list[Injected]]]:
-        """Let calls fail as planned inside the context; yields a function that returns those that
-        did.
+        """Make calls fail as planned inside the context.
+
+        Yields a function that returns the failed calls.
         """
         mask = 0
         for number, kind in enumerate(KINDS):
@@ -196,22 +196,23 @@ class Faults:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Return how many calls of each kind the last context, or this one, saw."""
+        """Return the number of calls of each kind in the last or current context."""
         return {kind: int(self._library.faults_count(number)) for number, kind in enumerate(KINDS)}
 
 
 def drawn(counts: Mapping[str, int], random: random.Random) -> Plan:
-    """Return a plan for an operation that makes so many calls of each kind: one call that fails, a
-    broken disk, or many.
+    """Return a plan for an operation that makes this many calls of each kind.
+
+    The plan is one failing call, a broken disk, or many failing calls.
     """
     seed, kinds = random.getrandbits(32), [kind for kind, count in counts.items() if count]
     if not kinds:
         return Plan({})
     choice = random.random()
-    if choice < 0.6:  # each kind alike: some come once in a save, others a hundred times
+    if choice < 0.6:  # all kinds equally: some occur once in a save, others a hundred times
         kind = random.choice(kinds)
         call = random.randint(1, counts[kind])
-        # One that is interrupted for ever is no fault of a disk.
+        # Endless interruptions are not a fault of a disk.
         return Plan({kind: [random.choice(KINDS[kind])]}, first=call, last=call, seed=seed)
     if choice < 0.85:
         broken = BROKEN[

@@ -1,8 +1,8 @@
-"""Whatever system call fails or falls short: no number is wrong, no checkpoint is lost, nothing
-hangs, and each error is told.
+"""Whatever system call fails or falls short, no number is wrong and no checkpoint is lost.
 
-One process does all runs (`runs.py`), under a library that makes its calls fail (`shim.c`). A
-finding is printed with the seed of its episode, which `runs.py` takes as its first seed.
+Nothing hangs, and each error is reported. One process makes all runs (`runs.py`), under a library
+that makes its calls fail (`shim.c`). A finding is printed with the seed of its episode, which
+`runs.py` takes as its first seed.
 """
 
 import json
@@ -18,9 +18,7 @@ import shim
 
 HERE = pathlib.Path(__file__).parent
 LEAKED = 4
-"""Files that may be open at the end and were not at the beginning: what libraries keep, and not one
-for each run.
-"""
+"""Number of files that may stay open: what libraries keep, and not one for each run."""
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +28,7 @@ def library(tmp_path_factory):
             f"LD_PRELOAD stands in for glibc's functions on Linux, and this is {sys.platform}"
         )
     if shim.compiler() is None:
-        pytest.skip("a C compiler is needed: cc, or another by CC")
+        pytest.skip("this test needs a C compiler: install cc, or set CC")
     path = tmp_path_factory.mktemp("shim") / "shim.so"
     shim.build(path)
     return path
@@ -38,9 +36,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder in memory, if there is one: thousands of files are written, and each is
-    synced.
-    """
+    """Return a folder in memory if possible: thousands of files are written and synced."""
     memory = pathlib.Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         dir=memory if os.access(memory, os.W_OK) else tmp_path, prefix="zerojax-faults-"

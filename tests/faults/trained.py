@@ -1,6 +1,4 @@
-"""What is trained while system calls fail: small programs, and all that they hold, save and return
-without faults.
-"""
+"""Small programs to train while system calls fail, and their results without faults."""
 
 import pathlib
 import shutil
@@ -23,12 +21,12 @@ FIRST, LAST = 2, 9
 DATA = toys.batches(LAST + 1, size=2)
 KEY = 7
 BEST: dict[str, Any] = {"best_metric": "step", "best_mode": "max"}
-"""The newest is the best, so the same ones are to be kept with it and without."""
+"""The metric to rank by: the newest step is the best, so ranking keeps the same steps."""
 EXPORTS = {"safetensors": zj.export_safetensors, "orbax": zj.export_orbax}
 
 
 def small() -> zj.Model:
-    """Return a model without stacks: what is saved and read in a few milliseconds."""
+    """Return a model without stacks, which is saved and read in a few milliseconds."""
 
     def init(key: jax.Array) -> Any:
         return {"table": 0.1 * jax.random.normal(key, (24, 8)), "bias": jnp.zeros(3)}
@@ -44,7 +42,7 @@ def small() -> zj.Model:
 
 
 def layered() -> zj.LayeredModel:
-    """Return one with two layers, and so few records of each kind."""
+    """Return a model with two layers, and thus few records of each kind."""
 
     def embed(p: Any, batch: Any, key: Any) -> jax.Array:
         del key
@@ -76,10 +74,10 @@ TOYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 class Found(Exception):  # noqa: N818
-    """Something is not as it must be.
+    """A check failed.
 
     Attributes:
-      what: kind of it.
+      what: kind of failure.
     """
 
     def __init__(self, what: str, text: str, cause: BaseException | None = None) -> None:
@@ -88,22 +86,22 @@ class Found(Exception):  # noqa: N818
 
 
 class Toy:
-    """A program, and what its training is without faults.
+    """A program, and the results of its training without faults.
 
     Attributes:
-      program: built once.
-      held: by step, all numbers of the state.
-      saved: by step, all numbers of its checkpoint.
-      losses: by step, of the step that made it.
-      read: by step, its parameters and a loss, as `iter_params` and `eval` give them.
+      program: the program, built once.
+      held: all numbers of the state, by step.
+      saved: all numbers of the checkpoint, by step.
+      losses: loss of the step that made the state, by step.
+      read: parameters and a loss from `iter_params` and `eval`, by step.
       template: a directory of checkpoints with steps 1 and FIRST.
-      weights: by format, an export of step FIRST.
-      imported: all numbers of the state that an import of it makes.
-      counts: by operation, how many calls of each kind it makes.
+      weights: an export of step FIRST, by format.
+      imported: all numbers of the state imported from it.
+      counts: number of calls of each kind, by operation.
     """
 
     def __init__(self, name: str, root: pathlib.Path) -> None:
-        """Build it, with its folders below `root`."""
+        """Build the program, with its folders below `root`."""
         model, fields = TOYS[name]
         self.name, self.root = name, root / name
         self.root.mkdir()
@@ -144,7 +142,7 @@ class Toy:
         )
 
     def params_and_loss(self, state: zj.TrainState) -> dict[str, np.ndarray]:
-        """Return what `iter_params` and `eval` give."""
+        """Return the results of `iter_params` and `eval`."""
         found = {"loss": np.array(self.program.eval(state, DATA[0]))}
         for name, tree in self.program.iter_params(state):
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -152,10 +150,10 @@ class Toy:
         return found
 
     def numbers(self, state: zj.TrainState) -> dict[str, np.ndarray]:
-        """Return all that a state holds, in memory and on disk.
+        """Return all contents of a state, in memory and on disk.
 
         Raises:
-          SwapError: a record was not written.
+          SwapError: if a record was not written.
         """
         found = {}
         leaves = jax.tree_util.tree_flatten_with_path(
@@ -197,7 +195,7 @@ def require_same(
     if sorted(actual) != sorted(expected):
         raise Found(
             "wrong number",
-            f"{what} holds {sorted(set(actual) ^ set(expected))} too many or too few",
+            f"{what} has extra or missing entries: {sorted(set(actual) ^ set(expected))}",
         )
     for name, value in expected.items():
         found = actual[name]

@@ -1,5 +1,6 @@
-"""The gradient of a look-up: by rows where these are fewer than the table has, else by whole
-tables; and what is reduced.
+"""The gradient of a look-up, and its reductions.
+
+It is sent by rows if these are fewer than the table's, and otherwise as full tables.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from zerojax.gather.look_up import sends_rows
 
 H = 16
 HYBRID = {"data": 2, "fsdp": 4}
-# a vocabulary that `fsdp` does not divide, as GPT-2's 50,257: the table is split along its width
+# `fsdp` does not divide this vocabulary, like GPT-2's 50,257: the table is split along its width
 UNEVEN = 33
 
 
@@ -52,7 +53,7 @@ def compiled_text(program: zj.Program, batch: Any) -> Any:
     )
 
 
-# 32 rows a device are more bytes than the table, and 8 are fewer.
+# 32 rows per device take more bytes than the table, and 8 take fewer.
 @pytest.mark.by_default("2-8", "3-8", "3-32")
 @pytest.mark.parametrize("seq", [8, 32])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -66,8 +67,8 @@ def test_a_tied_table_is_reduced_once(stage):
     vocab, seq = 256, 64
     program = build(tied, vocab, {"fsdp": 8}, stage=stage)
     moved = hlo.collective_bytes(compiled_text(program, ids(seq, vocab)), least_bytes=64)
-    # XLA for CPUs has no reduce_scatter: gradients are reduced by all_reduce. The loss may be
-    # combined with them.
+    # XLA for CPUs has no reduce_scatter: gradients are reduced by all_reduce, perhaps together with
+    # the loss.
     assert 0 <= moved["all-reduce"] - 4 * (vocab * H + H * H) <= 8
     assert moved["all-to-all"] == 4 * (
         seq * H + vocab * H // 8
@@ -121,7 +122,7 @@ def test_indices_out_of_range_are_treated_as_by_the_look_up(mode):
 
 
 def test_a_frequent_token_is_summed_in_float32():
-    """1,024 ones are 1,024; added up in bfloat16 on one device they would be 256."""
+    """1,024 ones sum to 1,024; in bfloat16 on one device they would sum to 256."""
 
     def loss(p: Any, batch: Any, key: Any) -> jax.Array:
         return jnp.sum(p["table"][batch["ids"]])

@@ -36,7 +36,7 @@ def scaled_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-# The rule is wrong on purpose (twice the gradient of w): a rule that is lost shows.
+# The rule is wrong on purpose (twice the gradient of w), so that a lost rule shows.
 scaled_product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, 2 * r[0].T @ g))
 
 
@@ -62,7 +62,8 @@ def scan_reversed_with_outputs(p, batch, key):
         return y, jnp.sum(y * p["b"])
 
     x, ys = jax.lax.scan(body, batch["x"], p["w"], reverse=True)
-    return jnp.mean(x**2) + jnp.mean(ys**2)  # squares: what cancels has large relative errors
+    # squares: values that cancel have large relative errors
+    return jnp.mean(x**2) + jnp.mean(ys**2)
 
 
 def scan_over_time_with_shared_weights(p, batch, key):
@@ -83,7 +84,7 @@ def frozen_remat_saving_everything(p, batch, key):
     def layer(w, x):
         return jnp.tanh(x @ jax.lax.stop_gradient(w))
 
-    # All but what is computed on shards: that may be saved, and has the shape of a weight too.
+    # Except what is computed from shards, which may be saved, and also has a weight's shape.
     layer = jax.checkpoint(layer, policy=lambda prim, *args, **params: prim.name != "stop_gradient")
     return jnp.mean(layer(p["b"], layer(p["a"], batch["x"] @ p["c"])) @ p["d"])
 
@@ -132,7 +133,7 @@ def custom_jvp_product(p, batch, key):
 
 
 def param_only_expressions(p, batch, key):
-    gain = jax.nn.softplus(p["gain"])  # a custom derivative, over a leaf that is replicated
+    gain = jax.nn.softplus(p["gain"])  # a custom derivative over a replicated leaf
     normed = gain * p["a"] / jnp.linalg.norm(p["a"], axis=0, keepdims=True)  # weight norm
     merged = p["b"] + 0.1 * (p["c"] @ p["d"])  # LoRA
     x = jnp.tanh(batch["x"] @ normed) @ merged.T.reshape(2, H // 2, H).reshape(H, H)
@@ -237,8 +238,10 @@ def batch(size: int = 8) -> Any:
 
 
 def cases():
-    """Every model at stage 3; without `-m exhaustive` in turn saved or recomputed, and every eighth
-    at stage 1 too.
+    """Every model at stage 3.
+
+    Without `-m exhaustive`, models alternate between saving and recomputing, and every eighth model
+    is also tested at stage 1.
     """
     for number, name in enumerate(CASES):
         yield pytest.param(name, 1, "save", marks=[pytest.mark.exhaustive] if number % 8 else [])
@@ -266,7 +269,7 @@ def test_gradients_equal_plain_autodiff(name, stage, activations):
 
 
 def weight_shaped_residuals(f: Any, params: Any) -> int:
-    """Count what f keeps for backward, its own arguments excepted, that has the shape of a weight."""
+    """Count the weight-shaped values that f keeps for backward, except its own arguments."""
     jaxpr = jax.make_jaxpr(lambda p, b: jax.tree.leaves(jax.vjp(lambda p: f(p, b, None), p)[1]))(
         params, batch(8)
     ).jaxpr
@@ -274,7 +277,7 @@ def weight_shaped_residuals(f: Any, params: Any) -> int:
     return sum(v.aval.shape[-2:] == (H, H) for v in kept)
 
 
-# Excepted: the branches of a cond hand out the shards that they hold.
+# Except the branches of a cond, which return the shards that they hold.
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"cond_branches", "switch_inside_scan"}))
 def test_no_gathered_parameter_is_a_residual(name):
     loss, init = CASES[name]
@@ -317,8 +320,9 @@ def test_unknown_control_flow_is_gathered_before_and_reported():
 
 
 def test_param_only_chains_are_traced_once():
-    """Thirty layers over parameters alone: their count doubled with each layer if operands were
-    evaluated anew.
+    """Thirty layers over parameters alone.
+
+    If operands were evaluated again, their count would double with each layer.
     """
     program = build(param_only_network, dense)
     data = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch())
@@ -370,8 +374,9 @@ def test_bf16_parameters_are_gathered_narrow_where_the_model_widens_them():
 
 
 def test_one_equations_bytes_are_those_that_are_gathered():
-    """In bfloat16, whatever the equation widens them to: the largest leaf alone is no more than a
-    layer may be.
+    """Bytes count in bfloat16, even if the equation widens the leaf.
+
+    The largest leaf alone is no larger than a layer may be.
     """
 
     def loss(p, batch, key):

@@ -1,5 +1,6 @@
-"""A model's own `jax.checkpoint` keeps the values that it names, also where its parameters are
-gathered on use.
+"""A model's own `jax.checkpoint` keeps the values that it names.
+
+This includes parameters that are gathered on use.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Tokenizers made here, whose tokens are bytes, with chat templates of several kinds."""
+"""Byte-level tokenizers built in the tests, with several kinds of chat templates."""
 
 import json
 import pathlib
@@ -13,8 +13,8 @@ MARKED = """{%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
 {%- if m.role == "assistant" %}{% generation %}{{ m.content + "<|im_end|>" }}{% endgeneration %}{{ "\\n" }}
 {%- else %}{{ m.content + "<|im_end|>\\n" }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
-# As Qwen 3's: an answer before the last question loses its thinking, and the last one is given an
-# empty one.
+# Like Qwen 3's template: answers before the last question lose their thinking, and the last answer
+# gets an empty thinking block.
 THINKING = """{%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
@@ -30,8 +30,9 @@ def byte_tokenizer(
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"),
     bos: str | None = None,
 ) -> Any:
-    """Return a tokenizer of 256 bytes and 3 special tokens or more; with `bos` it begins texts with
-    that token.
+    """Return a tokenizer of 256 bytes and at least 3 special tokens.
+
+    If `bos` is given, every text begins with that token.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -53,7 +54,7 @@ def byte_tokenizer(
 
 
 def conversation(*texts: str) -> dict[str, Any]:
-    """Return a record of turns of user and assistant."""
+    """Return a record of alternating user and assistant turns."""
     return {
         "messages": [
             {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)

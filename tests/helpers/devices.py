@@ -1,12 +1,13 @@
-"""Devices that are not there, to trace programs for."""
+"""Absent devices to trace programs for."""
 
 import jax
 from jax._src.mesh import AbstractDevice
 
 
 def on_gpu(kind: str, count: int = 1):
-    """Return a context in which programs are traced for `count` GPUs of this name, along the axis
-    `data`.
+    """Return a context in which programs are traced for `count` GPUs called `name`.
+
+    The GPUs are on the axis `data`.
     """
     device = AbstractDevice(device_kind=kind, num_cores=108, platform="gpu")
     axis_types = (jax.sharding.AxisType.Auto,)

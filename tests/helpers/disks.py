@@ -1,4 +1,4 @@
-"""File systems to fail on: small ones in memory or in a file, which root may mount."""
+"""File systems that fail: small ones, in memory or in a file, that root may mount."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ def mounted(path: pathlib.Path, options: str) -> Iterator[pathlib.Path]:
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"mounting a tmpfs needs root and the right to mount: {done.stderr.strip()}")
+        pytest.skip(f"mounting a tmpfs needs root and permission to mount: {done.stderr.strip()}")
     try:
         yield path
     finally:
@@ -40,7 +40,7 @@ def ext4(path: pathlib.Path, num_bytes: int, options: str = "loop") -> Iterator[
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
-            pytest.skip(f"{command[0]} is needed, of e2fsprogs")
+            pytest.skip(f"{command[0]} is needed; install e2fsprogs")
         if done.returncode:
             pytest.skip(f"{command[0]} needs root and loop devices: {done.stderr.strip()}")
     try:
@@ -50,9 +50,9 @@ def ext4(path: pathlib.Path, num_bytes: int, options: str = "loop") -> Iterator[
 
 
 def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
-    """Let the bytes of some files on a file system of `ext4` be unreadable from now on.
+    """Make the bytes of some files on an `ext4` file system unreadable.
 
-    What the kernel has in memory stays readable: all names, and the bytes of other files that were
+    Whatever the kernel has cached stays readable: all names, and the bytes of other files that were
     just written or read.
     """
     os.sync()
@@ -63,9 +63,7 @@ def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
 
 
 def shut_down(mount: pathlib.Path) -> None:
-    """Let a file system of `ext4` fail from now on, as after an error of its disk: what is written
-    ends in EIO.
-    """
+    """Make an `ext4` file system fail, as after a disk error: later writes end in EIO."""
     request = 0x8004587D  # EXT4_IOC_SHUTDOWN
     fd = os.open(mount, os.O_RDONLY)
     try:
@@ -75,12 +73,12 @@ def shut_down(mount: pathlib.Path) -> None:
 
 
 def resize(path: pathlib.Path, size: str) -> None:
-    """Give a mounted tmpfs another size."""
+    """Resize a mounted tmpfs."""
     subprocess.run(["mount", "-o", f"remount,size={size}", str(path)], check=True)
 
 
 def fill(path: pathlib.Path) -> pathlib.Path:
-    """Leave no room on the file system of a folder; returns the file that takes it."""
+    """Fill the file system that holds `folder`; returns the file that takes up the space."""
     ballast = path / "ballast"
     with open(ballast, "wb") as file:
         found = os.statvfs(path)

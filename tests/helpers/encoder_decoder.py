@@ -1,10 +1,9 @@
-"""An encoder and a decoder as two stacks, of blocks of different shapes and lengths of sequence;
-and the plain loop.
+"""An encoder and a decoder as two stacks with different block shapes, and the plain loop.
 
-The decoder's blocks attend to the encoder's output, which is their context, and through it the
-encoder trains. Names are such that the tree has the decoder first. Both stacks add to the loss and
-have a metric of one name; the decoder has slices of `per_layer`, a leaf that is frozen, integers in
-its context, and matrices annotated for `tensor`.
+The decoder's blocks attend to the encoder's output, which is their context, so the encoder trains
+through it. The names put the decoder first in the tree. Both stacks add to the loss and share a
+metric name. The decoder has slices of `per_layer`, a frozen leaf, integers in its context, and
+matrices annotated for `tensor`. The two stacks also differ in sequence length.
 """
 
 import functools
@@ -41,7 +40,7 @@ def dropped(x: jax.Array, key: Any) -> jax.Array:
 
 
 def encode(p: Any, x: jax.Array, key: Any, context: Any = None, layer: Any = None) -> Any:
-    # A model with `per_layer` for one stack may call the others without.
+    # If one stack has `per_layer`, the model may call the other stacks without it.
     del context, layer
     y = x + dropped(jnp.tanh(x @ p["w"] + p["b"]), key)
     return y, zj.Loss(0.01 * jnp.mean(y**2), metrics={"square": jnp.mean(y**2)})
@@ -129,7 +128,7 @@ def batches(count: int, size: int = BATCH) -> list[Any]:
 
 
 def plain_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """The loss and the metrics of one batch, layers in Python loops, without keys."""
+    """Return the loss and metrics of one batch: layers in Python loops, no keys."""
     blocks, added = params["blocks"], []
     x = embed(params["embed"], batch, None)
     for i in range(ENCODER):
@@ -152,7 +151,7 @@ def plain_loss(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
 
 @functools.cache
 def plain_step(count: int, tx: optax.GradientTransformation) -> Any:
-    """A step of plain optax on one device, of `count` microbatches, whose metrics are averaged."""
+    """Return a plain optax step on one device with `count` microbatches and averaged metrics."""
 
     def loss(params: Any, batch: Any) -> Any:
         pieces = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)

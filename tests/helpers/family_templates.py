@@ -1,6 +1,4 @@
-"""Chat templates as families of models have them, shortened to how they write turns, tools,
-thoughts and ends.
-"""
+"""Chat templates of model families, reduced to how they write turns, tools, thoughts and ends."""
 
 import dataclasses
 from typing import Any
@@ -13,10 +11,10 @@ class Family:
     """A tokenizer's special tokens and template.
 
     Attributes:
-      template: in Jinja.
-      special: tokens of the template.
-      eos: ends texts.
-      bos: begins texts, which the tokenizer adds.
+      template: the chat template, in Jinja.
+      special: the template's special tokens.
+      eos: token that ends a text.
+      bos: token that the tokenizer adds at the beginning of a text.
     """
 
     template: str
@@ -25,7 +23,7 @@ class Family:
     bos: str | None = None
 
     def tokenizer(self, template: Any = None) -> Any:
-        """Return a tokenizer of bytes with these tokens, and this template or another."""
+        """Return a byte-level tokenizer with these tokens; `template` replaces this template."""
         return byte_tokenizer(template or self.template, self.eos, self.special, self.bos)
 
 
@@ -53,7 +51,7 @@ QWEN3 = Family(
 {%- if enable_thinking is defined and enable_thinking is false %}{{- "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif %}""",
     ("<|im_start|>", "<|im_end|>"), "<|im_end|>",
 )  # fmt: skip
-# Takes the thoughts out of every answer, opens them in the prompt, and adds arguments to a text.
+# Removes the thoughts from every answer, opens them in the prompt, and appends arguments to text.
 R1 = Family(
     """{{- bos_token }}{% for m in messages %}{% if m.role == "user" %}{{- "<|User|>" + m.content }}{% endif %}
 {%- if m.role == "assistant" %}{{- "<|Assistant|>" }}
@@ -62,14 +60,14 @@ R1 = Family(
 {%- if add_generation_prompt %}{{- "<|Assistant|><think>\\n" }}{% endif %}""",
     ("<|User|>", "<|Assistant|>", "<|call|>"), "<|eos|>", "<|bos|>",
 )  # fmt: skip
-# Keeps the thoughts of the last answer, and opens them in the prompt.
+# Keeps the thoughts of the last answer and opens them in the prompt.
 QWQ = Family(
     """{%- for m in messages %}{{- "<|im_start|>" + m.role + "\\n" }}
 {%- if m.role == "assistant" and not loop.last %}{{- m.content.split("</think>")[-1] }}{% else %}{{- m.content }}{% endif %}
 {{- "<|im_end|>\\n" }}{% endfor %}{% if add_generation_prompt %}{{- "<|im_start|>assistant\\n<think>\\n" }}{% endif %}""",
     ("<|im_start|>", "<|im_end|>"), "<|im_end|>",
 )  # fmt: skip
-# Writes the system's message only before a user's message that is the last one.
+# Writes the system message only before a user message, and only if that is the last message.
 MISTRAL = Family(
     """{%- if messages[0].role == "system" %}{% set system = messages[0].content %}{% set turns = messages[1:] %}
 {%- else %}{% set turns = messages %}{% endif %}{{- bos_token }}{% for m in turns %}{% if m.role == "user" %}
@@ -78,7 +76,7 @@ MISTRAL = Family(
 {%- else %}{{- " " + m.content | trim + eos_token }}{% endif %}{% endfor %}""",
     ("[INST]", "[/INST]"), "</s>", "<s>",
 )  # fmt: skip
-# Reads parts; its turns end with another token than texts.
+# Reads content parts. Turns and texts end with different tokens.
 GEMMA = Family(
     """{{- bos_token }}{% for m in messages %}
 {%- set role = "model" if m.role == "assistant" else m.role %}{{- "<start_of_turn>" + role + "\\n" }}

@@ -1,4 +1,4 @@
-"""What finetune.py is given in tests: a tiny model, its tokenizer, and conversations."""
+"""Inputs of finetune.py in tests: a tiny model, its tokenizer, and conversations."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ from hf_models import write as write_model
 
 
 def write_inputs(folder: pathlib.Path) -> list[str]:
-    """Write a tiny model, its tokenizer, and 200 conversations; returns them as options."""
+    """Write a tiny model, its tokenizer, and 200 conversations; returns command-line options."""
     write_model("llama", folder / "model", vocab_size=259)
     byte_tokenizer().save_pretrained(folder / "model")
     rng = np.random.default_rng(0)

@@ -1,8 +1,8 @@
-"""A layered model that uses all that its functions may read and return, and the plain loop that it
-must equal.
+"""A layered model that uses every input and output of its functions, and the plain loop.
 
-Tokens that count differ from example to example; the block adds to the loss, passes integers on,
-and reads context, arrays of its layer and state; embedding and head update state of their own.
+The model must equal the loop. The number of counted tokens differs between examples. The block adds
+to the loss, passes integers on, and reads context, per-layer arrays and state. The embedding and
+the head update state of their own.
 """
 
 from typing import Any
@@ -96,7 +96,7 @@ def model() -> zj.LayeredModel:
 
 
 def unlayered() -> zj.Model:
-    """Return the same as a Model."""
+    """Return the same model as a `Model`."""
     layered = model()
 
     def loss(params: Tree, batch: Tree, key: Any, state: Tree) -> tuple[zj.Loss, Tree]:
@@ -127,7 +127,7 @@ def batches(steps: int, size: int = BATCH) -> list[Tree]:
 
 
 def _layers(params: Tree, batch: Tree, state: Tree) -> tuple[Tree, Tree, list[zj.Loss]]:
-    """Return what the head reads, its state, and what each layer adds to the loss."""
+    """Return the head's input, its state, and what each layer adds to the loss."""
     layered, pick = model(), lambda tree, number: jax.tree.map(lambda a: a[number], tree)
     x, of_embed = embed(params["embed"], batch, None, state["embed"])
     added = []
@@ -139,7 +139,7 @@ def _layers(params: Tree, batch: Tree, state: Tree) -> tuple[Tree, Tree, list[zj
 
 
 def plain_outputs(params: Tree, batch: Tree, state: Tree) -> jax.Array:
-    """Return what `predict` gives."""
+    """Return the outputs of `predict`."""
     x, of_ends, _ = _layers(params, batch, state)
     return predict(params["head"], params["embed"], x, batch, of_ends)
 
@@ -151,9 +151,7 @@ def plain_loss(params: Tree, batch: Tree, state: Tree) -> jax.Array:
 
 
 def forward(params: Tree, batch: Tree, state: Tree) -> tuple[zj.Loss, Tree, zj.Loss]:
-    """Return the head's loss, the state, and what the layers add: a sum, and means of their
-    metrics.
-    """
+    """Return the head's loss, the state, and the layers' losses (summed) and metrics (averaged)."""
     x, of_ends, added = _layers(params, batch, state)
     loss, of_head = head(params["head"], params["embed"], x, batch, None, of_ends)
     use = jnp.mean(jnp.stack([one.metrics["use"] for one in added]))
@@ -169,8 +167,9 @@ def forward(params: Tree, batch: Tree, state: Tree) -> tuple[zj.Loss, Tree, zj.L
 def plain_run(
     data: list[Tree], count: int, tx: optax.GradientTransformation
 ) -> tuple[list[Tree], Tree, Tree]:
-    """Train on one device in a plain loop over microbatches; returns metrics of each step,
-    parameters and state.
+    """Train on one device in a plain loop over microbatches.
+
+    Returns the metrics of each step, the parameters and the state.
     """
     layered, key = model(), jax.random.key(0)
     params, state = jax.jit(lambda key: (init_params(layered, key), init_state(layered, key)))(key)

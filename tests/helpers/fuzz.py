@@ -1,6 +1,4 @@
-"""Run one drawn input after the other: each has to end by an allowed outcome, in time and in
-bounded memory.
-"""
+"""Run drawn inputs in turn; each must end in an allowed outcome, in time and in bounded memory."""
 
 import collections
 import resource
@@ -11,18 +9,18 @@ from contextlib import contextmanager
 
 MOST_SECONDS = 10.0
 MOST_MIB = 1536
-"""By which the process may grow in all, with what JAX keeps."""
+"""Limit on the total growth of the process, in MiB, including what JAX keeps."""
 _ALARM_SECONDS = 90
-"""Of real time: a process that waits for others' work is not one that hangs."""
+"""Wall-clock limit: a process that waits for other processes' work has not hung."""
 
 
 class HangError(BaseException):
-    """The time is over. No `except Exception` takes it for an error of the input."""
+    """The time limit has passed; `except Exception` does not take it for an error of the input."""
 
 
 @contextmanager
 def alarm(what: str) -> Iterator[None]:
-    """Raise HangError in what takes too long: by the clock, or of processor time."""
+    """Raise HangError if the body takes too long, in wall-clock or in processor time."""
 
     def ring(signum: int, frame: object) -> None:
         del signum, frame
@@ -41,11 +39,13 @@ def alarm(what: str) -> Iterator[None]:
 
 
 def run_all(cases: list[tuple[str, Callable[[], str]]]) -> collections.Counter[str]:
-    """Run cases, each described and a function that returns its outcome, and count the outcomes.
+    """Run cases, and count the outcomes.
+
+    Each case is a description and a function that returns its outcome.
 
     Raises:
-      AssertionError: some raised what they may not, hung, or took too much memory; the first ten
-        are named.
+      AssertionError: if a case raised a forbidden error, hung, or took too much memory. The message
+        names the first ten.
     """
     outcomes, wrong = collections.Counter[str](), list[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -58,5 +58,5 @@ def run_all(cases: list[tuple[str, Callable[[], str]]]) -> collections.Counter[s
             wrong.append(f"{what}\n    {type(error).__name__}: {error}")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert not wrong, f"{len(wrong)} of {len(cases)}, {outcomes}:\n" + "\n".join(wrong[:10])
-    assert grown < MOST_MIB, f"{grown:.0f} MiB"
+    assert grown < MOST_MIB, f"the process grew by {grown:.0f} MiB"
     return outcomes

@@ -1,5 +1,7 @@
-"""Batches of every kind, at random, and what became of each: refused by name, right, or named as
-out of range.
+"""Random batches of every kind, and the outcome of each.
+
+A batch is refused with an error that names it, gives the right result, or is reported as out of
+range.
 """
 
 import collections
@@ -54,7 +56,7 @@ def clean_batch(rng):
 def other_dtype(rng, array):
     return array.astype(
         str(rng.choice(INTEGERS))
-    )  # a number may wrap: that is what the batch then says
+    )  # a number may wrap; the wrapped value is then the batch's value
 
 
 def odd_dtype(rng, array):
@@ -100,7 +102,7 @@ def shape(rng, array):
 
 
 def memory(rng, array):
-    """Return the same numbers in other memory."""
+    """Return the same numbers in a different memory layout."""
     if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in "iu":
         return array
     read_only = array.copy()
@@ -119,7 +121,7 @@ def memory(rng, array):
 
 
 def value(rng, array):
-    """Return what is no array of numpy, or a masked one."""
+    """Return a value that is not a numpy array, or a masked array."""
     kinds = [
         None, "text", b"bytes", 3, 2.5, math.nan, True, 2**70, {}, [], (), object(), range(4), len, [None], {"a": 1}, {1, 2},
         np.ma.masked_all((2, 6), np.int32), np.float32(1), np.int64(3), jax.ShapeDtypeStruct((4, 6), np.int32),
@@ -138,7 +140,7 @@ def value(rng, array):
 
 
 def whole(rng, batch):
-    """Return another thing in the place of the whole batch, or other keys."""
+    """Replace the batch by another object, or change its keys."""
     tokens = batch.get("tokens")
     kinds = [
         lambda: list(batch.values()), lambda: tuple(batch.items()), lambda: None, lambda: tokens, lambda: "batch", lambda: {},
@@ -171,14 +173,15 @@ def fuzzed(seed):
             ValueError,
             AttributeError,
             OverflowError,
-        ):  # such a change of such a value
+        ):  # make that change to a value of that kind
             continue
     return whole(rng, batch) if rng.random() < 0.2 else batch
 
 
 def clean_of(batch):
-    """Return the same batch in int32, and whether its numbers are in range: by Python's own
-    integers.
+    """Return the same batch in int32, and whether its numbers are in range.
+
+    Whether they are is computed in Python's own integers.
     """
     clean, is_good = {}, True
     for key in KEYS:
@@ -195,9 +198,7 @@ def clean_of(batch):
 
 
 def outcome_of(program, state, batch):
-    """Return "refused", "right" or "out of range"; where it is none of these, what went wrong, with
-    the batch.
-    """
+    """Return "refused", "right" or "out of range"; otherwise, what went wrong, with the batch."""
     try:
         loss = float(program.eval(state, batch))
     except ValueError as error:

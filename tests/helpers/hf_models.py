@@ -1,6 +1,4 @@
-"""Tiny random models that transformers writes, on CPU and in float32, and what it computes with
-them.
-"""
+"""Tiny random models written by transformers in float32 on the CPU, and their outputs."""
 
 import os
 import pathlib
@@ -86,22 +84,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GEMMA, "layer_types": [_SLIDING, _FULL, _FULL], "rope_parameters": _LINEAR3},
     ),
 }
-"""By name: a config of transformers, and its options."""
+"""Config classes of transformers and their options, by name."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
-"""A case of each family."""
+"""Names of one case per family."""
 
 
 def need(*modules: str) -> None:
-    """Skip a module of tests without these, by name; in CI, which installs them, that is a failure."""
+    """Skip the test module if a module is missing; in CI, which installs all of them, fail."""
     import importlib.util
 
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
         if os.environ.get("CI"):
-            raise RuntimeError(
-                f"CI installs zerojax[dev], and {', '.join(absent)} of it cannot be found"
-            )
+            raise RuntimeError(f"CI installs zerojax[dev], but {', '.join(absent)} cannot be found")
         pytest.skip(
-            f"needs {', '.join(absent)}: pip install 'zerojax[dev]'", allow_module_level=True
+            f"this module needs {', '.join(absent)}; run pip install 'zerojax[dev]'",
+            allow_module_level=True,
         )
 
 
@@ -114,8 +111,9 @@ def write(
     seed: int = 0,
     **sizes: Any,
 ) -> Any:
-    """Write a random model into a folder as transformers does, in several files; returns it in
-    float32.
+    """Write a random model into a folder as transformers does, split into several files.
+
+    Returns the model in float32.
     """
     import torch
     import transformers
@@ -127,13 +125,13 @@ def write(
         config, attn_implementation="eager", trust_remote_code=False
     )
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms begin as constants
+        for parameter in model.parameters():  # biases and norms are initialized to constants
             parameter.add_(0.1 * torch.randn_like(parameter))
     if dtype == "float32":
         model.save_pretrained(folder, max_shard_size=shard)
         return model.eval()
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
-    # Loaded anew: `to` has rounded the frequencies of rotations, too.
+    # Loaded again because `to` has also rounded the rotary frequencies.
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype="float32", trust_remote_code=False
     )
@@ -143,7 +141,7 @@ def write(
 def batch_of(
     seed: int = 0, rows: int = 2, length: int = 12, vocab: int = 96
 ) -> dict[str, np.ndarray]:
-    """Return tokens and targets, of which some do not count."""
+    """Return tokens and targets, some of which do not count."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1)).astype(np.int32)
     targets = np.where(rng.random((rows, length)) < 0.3, -1, tokens[:, 1:]).astype(np.int32)
@@ -151,7 +149,7 @@ def batch_of(
 
 
 def torch_logits(model: Any, batch: Any) -> Any:
-    """Return logits of transformers."""
+    """Return the logits of transformers."""
     import torch
 
     return model(torch.tensor(batch["tokens"], dtype=torch.long)).logits
@@ -170,7 +168,7 @@ def torch_loss(model: Any, batch: Any) -> Any:
 def torch_losses(
     model: Any, steps: int = 5, rate: float = 1e-3, parameters: Any = None
 ) -> list[float]:
-    """Return the losses of steps of AdamW."""
+    """Return the losses of AdamW steps."""
     import torch
 
     parameters = list(model.parameters()) if parameters is None else parameters
@@ -200,7 +198,7 @@ def program_of(
     tx: Any = None,
     **fields: Any,
 ) -> zj.Program:
-    """Return a program whose state rests in a tier."""
+    """Return a program whose state is stored in `tier`."""
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     tiers = {} if tier == "device" else {"params": tier, "grads": tier, "opt_state": tier}
     swap = {"swap_dir": str(tmp_path)} if tier == "nvme" or "nvme" in fields.values() else {}
@@ -212,7 +210,7 @@ def program_of(
 def losses_of(
     program: zj.Program, state: zj.TrainState, steps: int = 5
 ) -> tuple[list[float], zj.TrainState]:
-    """Return the losses of steps over the batches of `torch_losses`, and the state after them."""
+    """Return the losses of steps over the batches of `torch_losses`, and the final state."""
     losses = []
     for step in range(steps):
         state, metrics = program.step(state, batch_of(step))

@@ -1,11 +1,10 @@
-"""Clusters of two blocks in the interpreter of jax 0.10, which has neither barriers of a cluster
-nor loads that blocks share.
+"""Clusters of two blocks in the interpreter of jax 0.10.
 
-As the hardware does it (PTX, `mbarrier` and `cp.async.bulk.tensor` with `.multicast::cluster`): to
-arrive on a cluster's barrier is to arrive on that of every block. Of a load that blocks share each
-block reads a half and writes it to the memory of all of them, at the same place, and every block's
-barrier waits for both halves. Later interpreters have the barriers; there every block loads the
-whole for itself.
+That interpreter has neither cluster barriers nor loads shared between blocks. The hardware (PTX,
+`mbarrier` and `cp.async.bulk.tensor` with `.multicast::cluster`) works as follows. An arrival on a
+cluster's barrier arrives on the barrier of every block. In a shared load, each block reads half of
+the data and writes it to the memory of all blocks, at the same place; every block's barrier waits
+for both halves. Later interpreters have the barriers, and each block loads all of the data itself.
 """
 
 import functools
@@ -23,11 +22,11 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 BLOCKS = 2
-PATIENCE = 20.0  # seconds until a block's memory must be there
+PATIENCE = 20.0  # seconds to wait for a block's memory to exist
 
 
 class ClusterBarrierType(gpu_core.BarrierType):
-    """The type of a barrier for the arrivals of all blocks."""
+    """Type of a barrier that collects the arrivals of all blocks."""
 
 
 def interpret_clusters(monkeypatch) -> None:
@@ -67,11 +66,11 @@ def interpret_clusters(monkeypatch) -> None:
     get = shared_memory.GPUSharedMemory.get_barrier_and_increment_clock
 
     def get_when_there(memory: Any, key: Any, *who: Any) -> Any:
-        # A kernel of clusters starts when the memory of all blocks is there.
+        # A cluster's kernel starts when the memory of all its blocks exists.
         until = time.monotonic() + PATIENCE
         while key not in memory.mem:
             assert time.monotonic() < until, (
-                f"block {key.thread_id} has no such barrier: it has ended, or never started"
+                f"block {key.thread_id} has no such barrier: the block has ended or never started"
             )
             time.sleep(1e-3)
         return get(memory, key, *who)
@@ -85,7 +84,7 @@ def interpret_clusters(monkeypatch) -> None:
 
 
 def _of_block(keys: jax.Array, block: int) -> jax.Array:
-    """Return keys of allocations as those of the same allocations of another block."""
+    """Return the keys of the same allocations in another block."""
     return keys.at[..., 2].set(
         block
     )  # `HostAllocationKey.thread_id`, of what a block's threads share the block's index
@@ -104,7 +103,7 @@ def _shared_load(
     barrier_allocation_key_as_array: Any,
     **call: Any,
 ) -> Any:
-    """Write this block's half of what is read to both blocks."""
+    """Write this block's half of the loaded data to both blocks."""
     dst, barrier = (
         jax.numpy.asarray(key)
         for key in (dst_allocation_key_as_array, barrier_allocation_key_as_array)
@@ -124,7 +123,7 @@ def _shared_load(
             int(call["thread_id"]),
         )[0]
         with arrivals.cv:
-            arrivals.arrivals_count -= 1 / BLOCKS  # the transfer counts a whole
+            arrivals.arrivals_count -= 1 / BLOCKS  # the transfer counts as a full one
         token = gpu_callbacks._execute_device_local_memory_transfer(
             token=token,
             dst_allocation_key_as_array=_of_block(dst, target),

@@ -1,15 +1,16 @@
-"""Trains the toy on two devices, saving often, until it is killed or done; a test starts it over
-and over.
+"""Train the toy on two devices, saving often, until killed or done.
+
+A test starts this script again and again.
 
     python killed.py FOLDER TIER LAST_STEP
 
     FOLDER/saved    checkpoints
-    FOLDER/losses   a line a step, "step loss": the loss as float.hex, written when the step is over
-    FOLDER/whole    the same of a run from the first step to the last, which follows where this one comes to its end
-    FOLDER/swap     of the tier nvme
+    FOLDER/losses   a line per finished step, "step loss", with the loss as float.hex
+    FOLDER/whole    the same for an uninterrupted run, which follows once this one ends
+    FOLDER/swap     swap folder of the tier nvme
 
-The first line it prints is "ready STEP", once its programs are compiled: the step that it goes on
-from.
+The first line that it prints is "ready STEP", once its programs are compiled: the step from which
+it continues.
 """
 
 import os
@@ -45,14 +46,14 @@ def build(swap: pathlib.Path, tier: str) -> zj.Program:
 
 
 def batch_of(step: int) -> Any:
-    """Return the batch that the step with this number, from 1, trains on."""
+    """Return the batch of the step with this number; steps count from 1."""
     return DATA[step % len(DATA)]
 
 
 def train(
     program: zj.Program, state: zj.TrainState, last: int, log: int, ckpt: zj.Checkpointer | None
 ) -> None:
-    """Train up to a step, telling each loss, and saving where there is something to save in."""
+    """Train up to a step, logging each loss, and saving if there is a checkpointer."""
     for step in range(int(state.step) + 1, last + 1):
         state, metrics = program.step(state, batch_of(step))
         os.write(log, f"{step} {float(metrics['loss']).hex()}\n".encode())
@@ -61,8 +62,9 @@ def train(
 
 
 def main(folder: pathlib.Path, tier: str, last: int) -> None:
-    """Go on from what is saved; at the end train all steps again, from the first, in the same
-    program.
+    """Continue from the last checkpoint, then train all steps again from the first.
+
+    Both runs use the same program.
     """
     zerojax.runtime.swap.tune = lambda _: tuning.DEFAULT  # a probe takes a second
     (folder / "swap").mkdir(exist_ok=True)

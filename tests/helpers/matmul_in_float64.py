@@ -1,11 +1,11 @@
-"""`matmul` and its gradients written out in numpy, in float64: the oracle of every implementation."""
+"""`matmul` and its gradients in numpy, in float64: the oracle for every implementation."""
 
 from typing import Any
 
 import numpy as np
 
-# Of an array's largest element. Results are rounded once to their dtype; cotangents once more, to
-# the dtype of x, before the products of the backward pass.
+# Relative to an array's largest element. Results are rounded once to their dtype; cotangents are
+# also rounded to the dtype of x before the products of the backward pass.
 TOLERANCE = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 def matmul(activation, dy, x, weights, biases, accumulates) -> tuple[Any, tuple[Any, ...]]:
-    """Return y and, for its cotangent dy, those of (x, weights, biases, accumulates)."""
+    """Return y and, for its cotangent dy, the cotangents of (x, weights, biases, accumulates)."""
     f, slope = ACTIVATIONS[activation]
     x, dy, weights, biases, accumulates = _wide((x, dy, weights, biases, accumulates))
     zs = [x @ w for w in weights]
@@ -54,7 +54,7 @@ def _wide(tree):
 
 
 def assert_close(actual, expected, tolerance: float) -> None:
-    """Compare trees of arrays, each relative to its largest element."""
+    """Compare trees of arrays; errors are relative to each array's largest element."""
     if isinstance(expected, tuple | list):
         assert len(actual) == len(expected)
         for a, e in zip(actual, expected, strict=True):
@@ -62,5 +62,5 @@ def assert_close(actual, expected, tolerance: float) -> None:
         return
     error, largest = np.abs(np.asarray(actual, np.float64) - expected).max(), np.abs(expected).max()
     assert error <= tolerance * largest, (
-        f"{actual.dtype}{list(actual.shape)} is off by {error / largest:.2e} of {largest:.3g}"
+        f"{actual.dtype}{list(actual.shape)} differs by {error / largest:.2e} of {largest:.3g}"
     )

@@ -1,5 +1,6 @@
-"""Every combination of tiers, schedules, updates and activations that a streamed step has, and a
-thinned choice of them.
+"""All combinations of a streamed step's tiers, schedules, updates and activations.
+
+Smaller selections of these cases are made here too.
 """
 
 import functools
@@ -39,7 +40,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gather_ahead": (False, True),
     "io": ("direct", "tensorstore"),
 }
-CANDIDATES = 1500  # of which a choice is made
+CANDIDATES = 1500  # number of sampled cases to choose from
 
 
 def is_valid(case: dict[str, Any]) -> bool:
@@ -47,7 +48,7 @@ def is_valid(case: dict[str, Any]) -> bool:
 
 
 def every_case(disk: bool = False) -> list[dict[str, Any]]:
-    """Return every case; without `disk` those of which nothing rests there."""
+    """Return every case; without `disk`, only the cases that store nothing on disk."""
     axes = (
         AXES
         if disk
@@ -63,16 +64,16 @@ def every_case(disk: bool = False) -> list[dict[str, Any]]:
 
 @functools.cache
 def pairwise_cases() -> list[dict[str, Any]]:
-    """Choose greedily, out of some of the cases, until every pair of values of two axes is in one."""
+    """Choose sampled cases greedily until they cover every pair of values of two axes."""
     return pairwise(random.Random(0).sample(every_case(disk=True), CANDIDATES))
 
 
 @functools.cache
 def quick_cases() -> list[dict[str, Any]]:
-    """Choose until every value of every axis is in one case, of those that are compared with one of
-    two resident steps.
+    """Choose cases until every value of every axis is covered.
 
-    But for what "save" keeps: that is the default, which other tests of streamed steps take.
+    Only cases that compare with one of two resident steps are chosen, and none with
+    activations="save": that is the default, which other tests of streamed steps cover.
     """
     references = {("fsdp4", 4, "device"), ("fsdp2_tensor2", 1, "host")}
     cases = [
@@ -89,14 +90,14 @@ def reference_of(case: dict[str, Any]) -> tuple[str, int, str]:
 
 
 def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Choose cases greedily until every pair of values of two axes is in one of them."""
+    """Choose cases greedily until they cover every pair of values of two axes."""
     return chosen_of(cases, lambda case: set(itertools.combinations(sorted(case.items()), 2)))
 
 
 def chosen_of(
     cases: list[dict[str, Any]], claims: Callable[[dict[str, Any]], set[Any]]
 ) -> list[dict[str, Any]]:
-    """Choose cases greedily until all that any of them claims is claimed by one that was chosen."""
+    """Choose cases greedily until the chosen cases cover all claims of all cases."""
     of_case = [claims(case) for case in cases]
     missing = set().union(*of_case)
     chosen = []
@@ -135,16 +136,19 @@ def train(mesh: str, config: zj.ZeroConfig) -> tuple[np.ndarray, Any]:
 
 @functools.cache
 def resident(mesh: str, num_microbatches: int, update_on: str) -> tuple[np.ndarray, Any]:
-    """Return what the resident step makes: once more for the update on the host, whose tests
-    compile other fusions.
+    """Return the losses and parameters of the resident step.
+
+    The update on the host has a reference of its own, because its tests compile other fusions.
     """
     del update_on
     return train(mesh, zj.ZeroConfig(stage=3, num_microbatches=num_microbatches))
 
 
 def differences(case: dict[str, Any], swap_dir: str | None = None) -> tuple[float, float]:
-    """Return how far a case is from the resident step: units in the last place of a loss, and the
-    largest parameter difference over its leaf's largest magnitude.
+    """Return how far a case is from the resident step.
+
+    The first number is in units in the last place of a loss; the second is the largest parameter
+    difference relative to its leaf's largest magnitude.
     """
     losses, params = train(case["mesh"], config_of(case, swap_dir))
     expected_losses, expected = resident(*reference_of(case))
@@ -158,8 +162,9 @@ def differences(case: dict[str, Any], swap_dir: str | None = None) -> tuple[floa
 
 
 def bounds(case: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest differences allowed: with the update on the device 2 ulp and 1e-6, on the
-    host 1e-5 of either.
+    """Return the largest allowed differences.
+
+    They are 2 ulp and 1e-6 with the update on the device, and 1e-5 for both on the host.
     """
     return (
         (2.0, 1e-6)

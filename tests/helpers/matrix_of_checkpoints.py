@@ -1,5 +1,6 @@
-"""States of every stage and tier, saved once a file, and read back byte by byte whatever wrote
-them.
+"""States of every stage and tier, saved once per file and read back byte by byte.
+
+The reader does not depend on the configuration that wrote the state.
 """
 
 import dataclasses
@@ -29,13 +30,13 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a state is.
+    """A state's stage, tier, mesh and precision.
 
     Attributes:
-      stage: of ZeRO.
-      tier: of the optimizer state; at stage 3 of parameters and gradients too.
+      stage: ZeRO stage.
+      tier: tier of the optimizer state; at stage 3 also of parameters and gradients.
       mesh: key of MESHES.
-      precision: of the compute copy.
+      precision: precision of the compute copy.
     """
 
     stage: int
@@ -76,7 +77,7 @@ def build(place: Place, swap: pathlib.Path, **more: Any) -> zj.Program:
 
 
 def trained(program: zj.Program, steps: int = STEPS) -> zj.TrainState:
-    """Return a state after some steps, one of which overflows in float16."""
+    """Return a state after some steps, including one that overflows in float16."""
     state = program.init(jax.random.key(0))
     data = toys.batches(steps)
     data[1]["weight"] = np.float32(1e9)
@@ -84,7 +85,7 @@ def trained(program: zj.Program, steps: int = STEPS) -> zj.TrainState:
 
 
 def numbers(directory: str | os.PathLike[str], step: int) -> dict[str, np.ndarray]:
-    """Return every leaf of a checkpoint, whole."""
+    """Return every leaf of a checkpoint, unsharded."""
     with SavedState(os.path.join(directory, str(step), "state")) as saved:
         return {name: whole(saved, name) for name in saved.leaves} | saved.values
 

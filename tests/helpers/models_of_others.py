@@ -1,10 +1,11 @@
-"""Models as their authors write them, small: each with the features that it is known for, and
-nothing of zerojax inside.
+"""Small models written as their authors write them, without any zerojax code.
 
-lm1b        Flax's example: Linen, logical axes, dropout told by a config, masks
-gemma       Flax's example: NNX, a sharding config over axes "fsdp" and "tp" for parameters and activations
+lm1b        Flax's example: Linen, logical axes, dropout set by a config, masks
+gemma       Flax's example: NNX, a sharding config over axes "fsdp" and "tp" for parameters and
+            activations
 qwen3       as bonsai writes it: NNX, a ShardConfig, and `reshard` wherever there is a mesh
-maxtext     Linen: nn.scan over nn.remat with a name for the layer axis, logical axes of parameters and activations
+maxtext     Linen: nn.scan over nn.remat with a name for the layer axis, logical axes of parameters
+            and activations
 diffusion   NNX: a loss that draws noise, modules that take `rngs` at the call
 recurrent   NNX: nnx.RNN over LSTM and GRU cells
 stacked     NNX: nnx.vmap and nnx.scan with a name for the layer axis, dropout
@@ -280,7 +281,7 @@ class Denoiser(nnx.Module):
 
 
 def denoising(model: Any, batch: Any, key: jax.Array | None) -> jax.Array:
-    """In evaluation, where there is no key, the noise is always the same."""
+    """Without a key, as in evaluation, the noise is always the same."""
     noise_key, time_key, drop_key = jax.random.split(jax.random.key(0) if key is None else key, 3)
     noise = jax.random.normal(noise_key, batch["x"].shape)
     t = jax.random.uniform(time_key, (batch["x"].shape[0], 1, 1))
@@ -360,7 +361,7 @@ def stacked(batch: Any) -> Any:
 
 
 class Embedded(nn.Module):
-    """Linen, under blocks and a head of NNX."""
+    """Linen under NNX blocks and an NNX head."""
 
     @nn.compact
     def __call__(self, batch: Any) -> jax.Array:
@@ -371,7 +372,7 @@ class Embedded(nn.Module):
 
 
 class DroppedLayer(nnx.Module):
-    """Takes its random streams at the call."""
+    """A module that takes its random streams at the call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.layer, self.drop = StackedLayer(rngs), nnx.Dropout(0.1)
@@ -381,7 +382,7 @@ class DroppedLayer(nnx.Module):
 
 
 def masked(head: Any, embed: Any, x: jax.Array, batch: Any, key: jax.Array | None) -> jax.Array:
-    """Of a part of the tokens, which is drawn; of all of them in evaluation."""
+    """Return the loss over a drawn part of the tokens; in evaluation, over all of them."""
     del embed
     losses = optax.softmax_cross_entropy_with_integer_labels(
         head(x).astype(jnp.float32), batch["targets"]

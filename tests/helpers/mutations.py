@@ -1,6 +1,4 @@
-"""Descriptions that were changed at random: for readers that must refuse what makes no sense, and
-never fail in another way.
-"""
+"""Randomly changed descriptions, for readers that must refuse nonsense with a CheckpointError."""
 
 import json
 import random
@@ -21,11 +19,11 @@ VALUES = [
 
 
 def mutated(text: str | bytes, seed: int) -> Any:
-    """Return what a JSON text says, changed in one place or a few."""
+    """Return the value of a JSON text, changed in one to three places."""
     tree, rng = json.loads(text), random.Random(seed)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = [(tree, key) for key in _keys(tree)]
-        for node, key in places:  # grows while it is walked
+        for node, key in places:  # grows during the iteration
             places += [(node[key], inner) for inner in _keys(node[key])]
         if not places:
             break
@@ -63,14 +61,14 @@ def _keys(node: Any) -> list[Any]:
 
 
 def flipped(data: bytes, seed: int, stop: int | None = None) -> bytes:
-    """Return bytes of which one bit differs, before `stop`."""
+    """Return the bytes with one bit flipped, at an offset below `stop`."""
     changed, rng = bytearray(data), random.Random(seed)
     changed[rng.randrange(stop or len(data))] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
 def outcomes(calls: dict[int, Callable[[], None]]) -> Counter[str]:
-    """Count how calls end, by seed; any error but a CheckpointError fails the test, with its seed."""
+    """Count calls' outcomes by seed; any error but CheckpointError fails the test with its seed."""
     found: Counter[str] = Counter()
     for seed, call in calls.items():
         try:
@@ -78,7 +76,7 @@ def outcomes(calls: dict[int, Callable[[], None]]) -> Counter[str]:
             found["success"] += 1
         except CheckpointError as error:
             found[type(error).__name__] += 1
-            str(error).encode()  # it can be printed
+            str(error).encode()  # the error can be printed
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
     return found

@@ -1,10 +1,8 @@
-"""Write the checkpoints of data/, which later versions must restore: a state in memory, and one on
-disk.
+"""Write the checkpoints of data/: one state in memory, one on disk; later versions restore them.
 
     JAX_PLATFORMS=cpu python tests/checkpoint/older.py tests/checkpoint/data
 
-Those that are there were written by commit 8e126d1. They must stay as they are, and so must this
-model.
+The files in data/ were written by commit 8e126d1. Neither they nor this model may change.
 """
 
 import hashlib
@@ -39,7 +37,7 @@ PLACES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-"""Mesh and config of each program that saved a state."""
+"""Mesh and config fields of each program that saved a state."""
 
 
 def draw(key, *shape):
@@ -55,7 +53,7 @@ def init_block(key):
 
 
 def block(p, x, key):
-    if key is not None:  # so that losses depend on the random key, too
+    if key is not None:  # so that losses depend on the random key as well
         x = (x * jax.random.bernoulli(key, 0.9, x.shape)).astype(x.dtype)
     return x + tiled_mlp(x * p["scale"], p["mlp"], jnp.tanh)
 
@@ -76,7 +74,7 @@ def model():
 
 
 def batches(precision: str) -> list[Any]:
-    """Return those before and after the checkpoint; the second overflows float16."""
+    """Return the batches before and after the checkpoint; the second overflows float16."""
     random, weights = np.random.default_rng(0), [1.0, 1e9 if precision == "fp16" else 1.0]
     return [
         {
@@ -89,7 +87,7 @@ def batches(precision: str) -> list[Any]:
 
 
 def build(axes: dict[str, int], fields: dict[str, Any]) -> zj.Program:
-    """Return a program; one with something on disk has its swap folder in the current one."""
+    """Return a program; if a tier is on disk, its swap folder is in the current folder."""
     if DISK in fields.values():
         os.makedirs("swap", exist_ok=True)
         fields = fields | {"swap_dir": "swap"}
@@ -108,7 +106,7 @@ def train(
 
 
 def weights(program: zj.Program, state: zj.TrainState) -> dict[str, str]:
-    """Return a hash of every float32 weight."""
+    """Return a hash of each float32 weight."""
     pieces = dict(program.iter_params(state))
     return {
         jax.tree_util.keystr(path): digest(leaf)
@@ -122,8 +120,9 @@ def digest(array: Any) -> str:
 
 
 def write(name: str, folder: pathlib.Path) -> dict[str, Any]:
-    """Save a state as NAME.tar.xz, and return what is expected of one that is restored; works in
-    the current folder.
+    """Save a state as NAME.tar.xz, in the current folder.
+
+    Returns the expected values after a restore.
     """
     axes, fields = PLACES[name]
     data = batches(fields["precision"])
@@ -146,7 +145,7 @@ def write(name: str, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out who wrote it, and when."""
+    """Remove the writer and the time."""
     entry.uid = entry.gid = entry.mtime = 0
     entry.uname = entry.gname = ""
     return entry

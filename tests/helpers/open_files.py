@@ -1,5 +1,6 @@
-"""Files that this process holds open: to find those that a test left, whatever other tests' garbage
-closes beside it.
+"""Files that this process holds open, to find those left open by a test.
+
+Garbage of other tests that is collected in the meantime does not count.
 """
 
 import collections
@@ -9,12 +10,13 @@ import os
 
 
 def descriptors() -> collections.Counter[str]:
-    """Return the files that are open, and how often each is, once garbage is collected: errors'
-    stacks hold what was open.
+    """Return how often each open file is open, once garbage is collected.
+
+    Garbage matters because an error's traceback holds open files.
     """
     gc.collect()
     found: collections.Counter[str] = collections.Counter()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             found[os.readlink(f"/proc/self/fd/{name}")] += 1
     return found

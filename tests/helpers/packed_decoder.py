@@ -1,5 +1,6 @@
-"""A small decoder that reads packed rows: attention within a segment, learned positions, a loss of
-the targets that count.
+"""A small decoder of packed rows.
+
+It has attention within a segment, learned positions, and a loss over the targets that count.
 """
 
 import dataclasses
@@ -99,7 +100,7 @@ def cached_block(
 
 
 def generator() -> zj.LayeredModel:
-    """Return the decoder with logits and a cache, of rows of one sequence each."""
+    """Return the decoder with logits and a cache, for rows of one sequence each."""
 
     def causal(p: Any, x: jax.Array, key: Any, positions: jax.Array, layer: Any) -> jax.Array:
         return block(p, x, key, jnp.zeros_like(positions), layer)

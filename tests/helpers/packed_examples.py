@@ -1,4 +1,4 @@
-"""Tokenized examples that come from no file."""
+"""Tokenized examples that are generated, not read from a file."""
 
 import pathlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def examples_of(
     counted: np.ndarray | None = None,
     tokens: np.ndarray | None = None,
 ) -> data.Examples:
-    """Return examples of these lengths; by default all tokens count, and all are different."""
+    """Return examples of these lengths; by default all tokens count and all differ."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     counted = np.ones(starts[-1], bool) if counted is None else counted
     tokens = np.arange(starts[-1], dtype=np.int32) if tokens is None else tokens
@@ -25,7 +25,7 @@ def examples_of(
 
 
 def uneven_examples() -> data.Examples:
-    """Return 40 examples for `packed_decoder`, with masks of very different density."""
+    """Return 40 examples for `packed_decoder`, with masks of widely varying density."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, decoder.SEQ + 2, 40)
     counted = rng.random(lengths.sum()) < np.repeat(rng.choice([0.05, 0.5, 1.0], 40), lengths)

@@ -1,6 +1,4 @@
-"""Processes on one machine (jax.distributed, gloo) that run one script together and tell what they
-found.
-"""
+"""Processes on one machine (jax.distributed, gloo) that run one script and report their results."""
 
 import json
 import os
@@ -41,10 +39,11 @@ def start(
     """Start a script in several processes.
 
     Args:
-      script: knows `processes`, `me`, `out`, which is the folder, and the modules of BEFORE.
-      folder: to make.
-      processes: to start.
-      devices: of all processes together.
+      script: source code; it can use `processes`, `me`, `out` (the folder) and the modules of
+        BEFORE.
+      folder: folder to create.
+      processes: number of processes to start.
+      devices: number of devices of all processes together.
     """
     folder.mkdir()
     with socket.socket() as s:
@@ -61,15 +60,16 @@ def start(
 
 
 def found_by(folder: pathlib.Path, processes: int) -> list[dict[str, Any]]:
-    """Return what each process left in `found`."""
+    """Return what each process stored in `found`."""
     return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]
 
 
 def launch(
     script: str, folder: pathlib.Path, processes: int, devices: int = 8
 ) -> list[dict[str, Any]]:
-    """Run a script in several processes, and return what each left in `found`; arguments as of
-    `start`.
+    """Run a script in several processes, and return what each stored in `found`.
+
+    The arguments are those of `start`.
     """
     workers = start(script, folder, processes, devices)
     try:
@@ -79,6 +79,6 @@ def launch(
     finally:
         for worker in workers:
             worker.kill()
-            worker.communicate()  # close its pipe, also where another one failed
+            worker.communicate()  # close its pipe, even if another process failed
     assert not list(folder.glob("zerojax-swap-[0-9]*"))
     return found_by(folder, processes)

@@ -1,6 +1,4 @@
-"""`config.json` of nine published models, with their keys and options, and sizes that run in a
-moment.
-"""
+"""`config.json` of nine published models: their keys and options, with sizes that run quickly."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""What each of several processes does with checkpoints of a toy on four devices, and one process
-alone.
-"""
+"""Checkpoints of a toy on four devices, saved by several processes together or by one alone."""
 
 import contextlib
 import errno
@@ -21,7 +19,7 @@ STEPS = 3
 
 
 class Counter:
-    """An iterator of this process's part of the batches; its position differs between processes."""
+    """An iterator over this process's part of the batches; positions differ between processes."""
 
     def __init__(self) -> None:
         self.position = 10 * jax.process_index()
@@ -60,7 +58,7 @@ def losses_of(
 
 
 def save(program: zj.Program, directory: pathlib.Path) -> list[float]:
-    """Train, save after STEPS beside the others, and return all losses."""
+    """Train, save after STEPS steps together with the other processes, and return all losses."""
     data = Counter()
     with zj.Checkpointer(directory) as ckpt:
         before, state = losses_of(program, program.init(jax.random.key(0)), data, STEPS)
@@ -70,7 +68,7 @@ def save(program: zj.Program, directory: pathlib.Path) -> list[float]:
 
 
 def restore(program: zj.Program, directory: pathlib.Path, again: pathlib.Path) -> list[float]:
-    """Restore what one process saved, save it again, and return the next losses."""
+    """Restore a checkpoint written by one process, save it again, and return the next losses."""
     data = Counter()
     with zj.Checkpointer(directory) as ckpt:
         with pytest.raises(zj.IteratorError, match="this run has 2"):
@@ -94,7 +92,7 @@ def disk_full(*_: Any, **__: Any) -> None:
 
 
 def in_the_way(directory: pathlib.Path) -> Any:
-    """Return a `Saving.finish` that puts something where the checkpoint is to appear."""
+    """Return a `Saving.finish` that first puts an obstacle where the checkpoint is to appear."""
     finish = saving.Saving.finish
 
     def obstructed(self: saving.Saving) -> None:
@@ -106,8 +104,9 @@ def in_the_way(directory: pathlib.Path) -> Any:
 
 
 def fail(program: zj.Program, directory: pathlib.Path, me: int) -> dict[str, Any]:
-    """Let a save fail in one process: while the step waits, beside the steps, and where the
-    checkpoint is to appear.
+    """Make a save fail in one process at each point of a save, and return what every process saw.
+
+    It fails while the step waits, during the steps, and where the checkpoint is to appear.
     """
     found: dict[str, Any] = {"left": {}}
     with zj.Checkpointer(directory) as ckpt:
@@ -152,8 +151,9 @@ def fail(program: zj.Program, directory: pathlib.Path, me: int) -> dict[str, Any
 
 
 def pass_over(program: zj.Program, directory: pathlib.Path, me: int) -> int:
-    """Return the step that is restored when a record of the newest is damaged, which one process
-    reads.
+    """Return the restored step if a record of the newest checkpoint is damaged.
+
+    One process reads the damaged record.
     """
     with zj.Checkpointer(directory) as ckpt:
         data = Counter()
@@ -169,7 +169,7 @@ def pass_over(program: zj.Program, directory: pathlib.Path, me: int) -> int:
 
 
 def work(folder: pathlib.Path, me: int, tier: str) -> dict[str, Any]:
-    """Return what one process of two finds."""
+    """Return the findings of one process of two."""
     found: dict[str, Any] = {}
     with build(folder, tier) as program:
         found["trained"] = save(program, folder / "saved")

@@ -1,5 +1,6 @@
-"""A small LayeredModel with matrices, a vector and a scalar in each layer, and optax on its layers
-as separate trees.
+"""A small LayeredModel and optax on its layers as separate trees.
+
+Each layer has matrices, a vector and a scalar.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from zerojax.optim import by_layer
 from zerojax.state.opt_state import traced_optimizer
 
 HOST, NVME = "pinned_host", "nvme"
-LAYERS, HIDDEN, INNER = 3, 8, 12  # 3 layers over 2 or 4 devices: they do not divide
+LAYERS, HIDDEN, INNER = 3, 8, 12  # 3 layers do not divide over 2 or 4 devices
 
 
 def init_block(key):
@@ -52,7 +53,7 @@ def batches(count):
 
 
 def separate(params):
-    """Return parameters with their layers in a list."""
+    """Return parameters with their layers as a list."""
     layers = [
         jax.tree.map(lambda a, i=i: np.asarray(a)[i], params["blocks"]) for i in range(LAYERS)
     ]
@@ -108,16 +109,14 @@ def run(program, data, state=None):
 
 
 def assert_equals_plain(tx, losses, found):
-    """Compare a run with optax on separate layers, within the rounding of programs that fuse
-    differently.
-    """
+    """Compare a run with optax on separate layers, within the rounding of different fusions."""
     expected, after = plain(tx, first_params(), batches(len(losses)))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), found, after)
 
 
 def applied(tx: Any, params: Any = None) -> Any:
-    """Return the optimizer as it is applied to the whole tree."""
+    """Return the optimizer as applied to the full tree."""
     shapes = jax.eval_shape(lambda: params or first_params())
     stacked = [
         "blocks" in jax.tree_util.keystr(path)

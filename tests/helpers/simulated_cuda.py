@@ -1,9 +1,9 @@
-"""Stands for the module cuda.bindings.driver where there is no GPU: streams run late, each in a
-thread of its own.
+"""A stand-in for the module cuda.bindings.driver on machines without a GPU.
 
-Addresses are those of host memory, and a copy reads its source when it runs, not when it is queued:
-what is not ordered by events, or waited for, moves the wrong bytes. Stream 0 stands for a program
-that is not queued: its calls run at once.
+Streams run late, each in a thread of its own. Addresses are addresses in host memory. A copy reads
+its source when it runs, not when it is queued, so a copy that is neither ordered by events nor
+waited for moves the wrong bytes. Stream 0 stands for a program outside the queues: its calls run
+immediately.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import threading
 import time
 import types
 
-CONTEXT = 77  # of the first GPU; the others' follow
+CONTEXT = 77  # of the first GPU; the other GPUs' follow
 
 
 class Failure(int):
@@ -37,8 +37,9 @@ class SimulatedCuda(types.ModuleType):
         CU_EVENT_DISABLE_TIMING = _Enum
 
     def __init__(self, most_registered=1000, delay=0.0):
-        """Refuse to register more than so many buffers; operations of streams take up to `delay`
-        seconds each.
+        """Refuse to register more than `most_registered` buffers.
+
+        Operations of streams take up to `delay` seconds each.
         """
         super().__init__("cuda.bindings.driver")
         self.registered, self.most_registered, self.delay = {}, most_registered, delay
@@ -48,10 +49,10 @@ class SimulatedCuda(types.ModuleType):
         )  # event -> what its last record waits for; stream -> its queue
         self.copies = []  # (stream, source, bytes) of every copy
         self.fail_copies = False
-        self.late = {}  # stream -> seconds that each of its copies takes, instead of `delay`
-        self.finished = []  # streams that a caller waited for, and not an event of theirs
+        self.late = {}  # stream -> seconds per copy, instead of `delay`
+        self.finished = []  # streams that a caller waited for directly, not through an event
         self.waits = []  # threads that waited for a stream or an event
-        self.contexts = {}  # of each stream
+        self.contexts = {}  # context of each stream
         self._context, self._next, self._lock = threading.local(), 100, threading.Lock()
 
     def _number(self):
@@ -116,7 +117,7 @@ class SimulatedCuda(types.ModuleType):
         return (0,)
 
     def _queue(self, stream, call):
-        assert self._context.current >= CONTEXT, "a call from a thread without the context"
+        assert self._context.current >= CONTEXT, "called from a thread without the context"
         if stream == 0:
             call()
         else:

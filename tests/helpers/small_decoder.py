@@ -1,4 +1,4 @@
-"""A small decoder of `zerojax.hf` by its config.json alone, and what a clean batch gives."""
+"""A small decoder of `zerojax.hf` built from config.json alone, and a clean batch's results."""
 
 import json
 import pathlib
@@ -20,22 +20,22 @@ CONFIG = {
 
 
 def write(folder: pathlib.Path, **fields: Any) -> pathlib.Path:
-    """Write config.json into a folder, which is returned."""
+    """Write config.json into a folder, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **fields}))
     return folder
 
 
 def program_of(folder: pathlib.Path, devices: int = 1, tx: Any = None, **config: Any) -> zj.Program:
-    """Return a program over the folder's model, whose weights are random."""
+    """Return a program for the folder's model, with random weights."""
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    # With decay a step of gradients of 0 would move the weights.
+    # With weight decay, a step with gradients of 0 would move the weights.
     tx = optax.adamw(1e-2, weight_decay=0.1) if tx is None else tx
     return zj.build_train_step(model_of(folder, attention="xla"), tx, zj.ZeroConfig(**config), mesh)
 
 
 def batch_of(rows: int = 4, length: int = 6, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return tokens and targets, of which some do not count."""
+    """Return tokens and targets, some of which do not count."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCAB, (rows, length + 1)).astype(np.int32)
     targets = np.where(rng.random((rows, length)) < 0.3, -1, tokens[:, 1:]).astype(np.int32)
@@ -43,7 +43,7 @@ def batch_of(rows: int = 4, length: int = 6, seed: int = 0) -> dict[str, np.ndar
 
 
 def bytes_of(program: zj.Program, state: zj.TrainState) -> list[bytes]:
-    """Return the weights, and what of the optimizer's state is an array, bit by bit."""
+    """Return the bits of the weights and of the optimizer state's arrays."""
     weights = [leaf for _, tree in program.iter_params(state) for leaf in jax.tree.leaves(tree)]
     opt = [leaf for leaf in jax.tree.leaves(state.opt_state) if isinstance(leaf, jax.Array)]
     scale = [] if state.loss_scale is None else list(state.loss_scale)

@@ -1,5 +1,6 @@
-"""Models whose activations `tensor` splits, in each form in which users write them, and what
-training them gives.
+"""Models whose activations are split over `tensor`, in every form in which users write them.
+
+Their training results are here too.
 """
 
 import functools
@@ -49,8 +50,9 @@ def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def functions(dropout: float = 0.0, stacks: bool = False) -> zj.LayeredModel:
-    """Return a model of plain functions without annotations: RMSNorm, 2 key heads for 4 of queries,
-    SwiGLU, an untied head.
+    """Return a model of plain functions without annotations.
+
+    It has RMSNorm, 2 key heads for 4 query heads, SwiGLU, and an untied head.
     """
     width, hidden, kv = WIDTH // HEADS, 2 * WIDTH, 2
 
@@ -156,8 +158,7 @@ MODELS: dict[str, Callable[[Any], zj.LayeredModel]] = {
     "stacks": lambda dtype: functions(stacks=True),
     "linen": lambda dtype: linen(),
 }
-"""By name, given the compute dtype, in which the weights of all but a Flax module come as they are.
-"""
+"""Models by name, as functions of the compute dtype; all weights but the Flax module's have it."""
 
 
 def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
@@ -167,7 +168,7 @@ def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
 
 
 class Trained(NamedTuple):
-    """What training gave: losses of 5 steps, and the parameters before and after them."""
+    """Results of training: losses of 5 steps, and the parameters before and after them."""
 
     losses: list[float]
     before: Any
@@ -177,8 +178,8 @@ class Trained(NamedTuple):
 def trained(model: str, mesh: str, **settings: Any) -> Trained:
     """Train for 5 steps."""
     config = zj.ZeroConfig(**settings)
-    # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of
-    # that.
+    # A large eps: a key bias's gradient is 0 except for rounding, which Adam would turn into full
+    # steps.
     tx = optax.adamw(1e-3, eps=1e-3) if config.precision == "fp32" else optax.adamw(0.1, eps=1.0)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[config.precision]
     with zj.build_train_step(MODELS[model](dtype), tx, config, mesh_of(**MESHES[mesh])) as program:
@@ -193,13 +194,15 @@ def trained(model: str, mesh: str, **settings: Any) -> Trained:
 
 @functools.cache
 def plain(model: str, num_microbatches: int = 1, precision: str = "fp32") -> Trained:
-    """Return the same of one device, which keeps all."""
+    """Return the same training results on one device, which keeps all activations."""
     return trained(model, "one", stage=0, num_microbatches=num_microbatches, precision=precision)
 
 
 def differences(result: Trained, expected: Trained) -> tuple[float, float, float]:
-    """Return relative differences: of a loss; of a parameter, over its leaf's largest; of all, over
-    how they moved.
+    """Return three relative differences.
+
+    The first is a loss's; the second is a parameter's, relative to its leaf's largest element; the
+    third is over all parameters, relative to how far they moved.
     """
     loss = max(abs(a - b) / abs(b) for a, b in zip(result.losses, expected.losses, strict=True))
     found, before, after = (

@@ -1,4 +1,4 @@
-"""A block with stacks of tiles, of three kinds of loops, and models of it."""
+"""A block with stacks of tiles for three kinds of loops, and models that use it."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,10 @@ def draw(key, *shape, leaf=0):
 
 
 def init_block(key):
-    """Three groups of different counts of tiles: a dense kernel in 2 x 2, a gated MLP with biases
-    in 4, one without in 2.
+    """Three groups of tiles with different counts.
+
+    They are a dense kernel in 2 x 2 tiles, a gated MLP with biases in 4, and an MLP without biases
+    in 2.
     """
     first = {
         "up": draw(key, 4, D, H // 4, leaf=0),
@@ -42,8 +44,9 @@ def init_block(key):
 
 
 def block(p, x, key):
-    """Each loop reads what the one before made, so that backward runs loops again; the last tiles
-    read `scale` besides.
+    """Each loop reads the output of the loop before it, so backward runs loops again.
+
+    The last tiles read `scale` as well.
     """
     if key is not None:
         x = x * jax.random.bernoulli(key, 0.9, x.shape)

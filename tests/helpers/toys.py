@@ -1,7 +1,7 @@
-"""Small models with every awkward leaf, and the plain program that they must equal.
+"""Small models with every kind of awkward leaf, and the plain program that they must equal.
 
-The toy has odd shapes (7 x 3), a scalar, a tied embedding, a leaf that is frozen, and matrices
-annotated for `tensor`.
+The toy has odd shapes (7 x 3), a scalar, a tied embedding, a frozen leaf, and matrices annotated
+for `tensor`.
 """
 
 import functools
@@ -28,11 +28,10 @@ BLOCK_SPECS = {
 
 
 def draw(key: jax.Array, shape: tuple[int, ...], leaf: int = 0) -> jax.Array:
-    """Return float32 numbers of mean 0 and variance 1, others for another `leaf`: a hash of few
-    operations.
+    """Return float32 numbers of mean 0 and variance 1, different for each `leaf`.
 
-    Most of what tests compile makes parameters, and `jax.random.normal` takes several times as long
-    to compile.
+    They come from a hash of a few operations: most programs that tests compile create parameters,
+    and `jax.random.normal` takes several times as long to compile.
     """
     first, second = jax.random.key_data(key)
     n = (
@@ -103,8 +102,9 @@ def layered(tensor: bool = False) -> zj.LayeredModel:
 
 
 def small() -> zj.LayeredModel:
-    """Return a model of one matrix a part, which compiles in less time than `layered` and reads the
-    same batches.
+    """Return a model with one matrix per part.
+
+    It compiles faster than `layered` and reads the same batches.
     """
     return zj.LayeredModel(
         LAYERS,
@@ -137,7 +137,7 @@ def unrolled(tensor: bool = False) -> zj.Model:
 
 
 def plain_loss(params: Any, batch: Any) -> jax.Array:
-    """The same loss for both parameter trees, layers in a Python loop, nothing sharded."""
+    """Return the loss for both parameter trees: layers in a Python loop, nothing sharded."""
     x = embed(params["embed"], batch, None)
     for i in range(LAYERS):
         p = (
@@ -150,7 +150,7 @@ def plain_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def optimizer(clip: float | None = None) -> optax.GradientTransformation:
-    """AdamW with one frozen leaf; `clip` bounds the norm of the others' gradients."""
+    """Return AdamW with one frozen leaf; `clip` bounds the norm of the trainable gradients."""
 
     def frozen(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
@@ -215,8 +215,9 @@ def run(program: zj.Program, state: Any, data: list[Any]) -> tuple[list[float], 
 
 
 def trained_bytes(program: zj.Program, itemsize: int) -> int:
-    """Return the bytes of all parameters, those that `fsdp` does not split counted on each of its
-    devices.
+    """Return the bytes of all parameters, over all devices.
+
+    Parameters that `fsdp` does not split count on each of its devices.
     """
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:

@@ -1,4 +1,4 @@
-"""What every trace of swapping must be, whoever made it: the trace event format, lanes, and sums."""
+"""Properties of every trace of swapping: the trace event format, lanes, and sums."""
 
 import collections
 import itertools
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 NUMBER = (int, float)
-FIELDS: dict[str, dict[str, Any]] = {  # of each phase of the trace event format that is used
+FIELDS: dict[str, dict[str, Any]] = {  # of each phase of the trace event format in use
     "X": {
         "name": str,
         "cat": str,
@@ -23,9 +23,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # of each phase of the trace event format
 
 
 def check(trace: dict[str, Any]) -> None:
-    """Check the format, that no slices of a thread overlap, and that every process and thread has a
-    name.
-    """
+    """Check the format and names, and that no slices of a thread overlap."""
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     threads = collections.defaultdict(list)
     for event in trace["traceEvents"]:
@@ -58,15 +56,16 @@ def process_names(trace: dict[str, Any]) -> dict[int, str]:
 
 
 def slices(trace: dict[str, Any], track: str, process: str = "") -> list[dict[str, Any]]:
-    """Return the slices of tracks that begin so, of all processes or one."""
+    """Return the slices of tracks whose name has this prefix, of one process or of all."""
     names = process_names(trace)
     found = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"].startswith(track)]
     return [e for e in found if names[e["pid"]] == (process or names[e["pid"]])]
 
 
 def check_runs(trace: dict[str, Any], moves: dict[str, Any], ranks: list[int]) -> None:
-    """Check that every move of every run is drawn once in the plan, and once on each device, and a
-    late read with its cause.
+    """Check that the plan and each device draw every move of every run once.
+
+    A late read also has a cause.
     """
     for rank in ranks:
         for args in (
@@ -91,8 +90,9 @@ def check_runs(trace: dict[str, Any], moves: dict[str, Any], ranks: list[int]) -
 def check_sums(
     trace: dict[str, Any], run: str, read: float, written: float, stalled: float, misses: float
 ) -> None:
-    """Check that what counts for a run sums to its metrics: bytes exactly, waits to the nanosecond
-    of each slice.
+    """Check that a run's slices sum to its metrics.
+
+    Bytes must match exactly, and waits to one nanosecond per slice.
     """
     devices = [name for name in process_names(trace).values() if name.startswith("rank")]
     for track, total in (("read ", read), ("write ", written)):

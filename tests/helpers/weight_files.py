@@ -1,4 +1,4 @@
-"""Small programs whose weights are exported and imported, and what their trees look like to others."""
+"""Small programs to export and import weights of, and the names of their trees elsewhere."""
 
 import pathlib
 from typing import Any
@@ -13,9 +13,7 @@ import zerojax as zj
 
 
 def awkward() -> zj.Model:
-    """Return a model with lists, a scalar, a leaf without elements, and names with other
-    characters.
-    """
+    """Return a model with lists, a scalar, an empty leaf, and names with unusual characters."""
 
     def init(key: jax.Array) -> Any:
         return {
@@ -44,7 +42,7 @@ AWKWARD = {
     'it\'s "odd" / here': "weights['it\\'s \"odd\" / here']",
     "numbers.7.Ä": "weights['numbers'][7]['Ä']",
 }
-"""Names in a checkpoint, by those that others see."""
+"""Names in a checkpoint, by the names that other libraries see."""
 
 
 def program_of(
@@ -59,7 +57,7 @@ def program_of(
 def save(
     program: zj.Program, state: zj.TrainState, directory: pathlib.Path
 ) -> dict[str, np.ndarray]:
-    """Make a checkpoint; returns its numbers."""
+    """Write a checkpoint, and return its numbers."""
     with zj.Checkpointer(directory) as ckpt:
         ckpt.save(program, state)
     return numbers(directory, int(state.step))

@@ -1,4 +1,4 @@
-"""`config.json` alone tells what a model is; what is not supported, or not known, is refused by name."""
+"""`config.json` alone says what a model is; unsupported or unknown parts are refused by name."""
 
 import dataclasses
 import json
@@ -367,7 +367,7 @@ NO_CHANGE = {
         "quantization_config": None,
     },
 }
-"""Keys that change nothing in a Llama."""
+"""Keys that have no effect in a Llama."""
 
 
 @pytest.mark.parametrize("name", list(NO_CHANGE))
@@ -425,7 +425,7 @@ def test_unknown_keys_of_other_values_are_refused(tmp_path, key, value):
 
 @pytest.mark.parametrize("case", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_a_config_without_optional_keys_means_what_it_means_to_transformers(tmp_path, case):
-    """Sizes that a file leaves out are the family's, not those of the heads."""
+    """Sizes missing from a file are the family's defaults, not derived from the heads."""
     need("transformers")
     import transformers
 
@@ -441,7 +441,7 @@ def test_a_config_without_optional_keys_means_what_it_means_to_transformers(tmp_
 
 
 def test_the_most_layers_take_a_moment(tmp_path):
-    """What differs between layers is computed once for each kind."""
+    """Values that differ between layers are computed once per kind of layer."""
     config = {**LLAMA, "num_hidden_layers": 4096, "head_dim": 8192}
     start = time.process_time()
     model = model_of(folder_of(tmp_path, config))
@@ -482,7 +482,7 @@ OLDER = {
 
 @pytest.mark.parametrize("name", list(OLDER))
 def test_older_keys_mean_what_the_newer_ones_do(tmp_path, name):
-    """Files of before transformers 5 have `rope_scaling`, and windows by a pattern."""
+    """Files from before transformers 5 have `rope_scaling`, and windows by a pattern."""
     if name == "llama3":
         newer = {**LLAMA, **CASES["llama3"][1]}
         of_rope = dict(newer["rope_parameters"])
@@ -514,7 +514,7 @@ def test_another_name_of_an_activation_is_no_other_model(tmp_path):
 
 
 def test_a_family_is_added_by_a_table(tmp_path):
-    """Gemma 1: norms and embedding of Gemma 2, with two norms a layer, no window and no cap."""
+    """Gemma 1 is Gemma 2 with two norms per layer, and without a window or a cap."""
     need("torch", "transformers")
     import torch
     import transformers
@@ -549,7 +549,7 @@ def test_a_family_is_added_by_a_table(tmp_path):
 
 
 def test_real_sizes_have_the_published_number_of_parameters(tmp_path):
-    """Llama 3.1 8B, Qwen 2.5 0.5B and Gemma 2 2B, of their `config.json`, as far as it says sizes."""
+    """Sizes of Llama 3.1 8B, Qwen 2.5 0.5B and Gemma 2 2B in their `config.json`."""
     sizes = lambda *n: dict(zip(list(SIZES)[:6], n, strict=True))  # noqa: E731
     models = {
         8_030_261_248: {"model_type": "llama", **sizes(128_256, 4096, 14_336, 32, 32, 8)},
@@ -594,5 +594,5 @@ def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
         i.eqn.invars[0].aval for i in flat if i.eqn.primitive.name == "dot_general"
     ]
     products = [aval.dtype for aval in inputs]
-    assert len(products) >= 9  # seven projections, scores, and what is made of them
+    assert len(products) >= 9  # seven projections, scores, and the results computed from them
     assert set(products) == {jnp.dtype("bfloat16")}

@@ -1,10 +1,9 @@
-"""A `config.json` that was changed at random is refused by the key, or computes what transformers
-computes of it.
+"""A randomly changed `config.json` is refused by key, or computes what transformers computes.
 
 Each mutation of a published config ends in one of these ways; any other fails the test, with its
 seed:
 
-    refused         by a ValueError that names what was changed
+    refused         by a ValueError that names a changed key
     equal           logits are those of transformers, with the same weights
     of the same sizes    too large to run here: both read the same sizes
     theirs          transformers refuses it
@@ -30,7 +29,7 @@ from zerojax.weights import renaming
 need("torch", "transformers")
 
 TOLERANCE = 1e-4
-"""Of logits, as in test_parity.py; relative where they are larger than 1."""
+"""Tolerance of logits, as in test_parity.py; relative for logits larger than 1."""
 SECONDS = 10
 _LAYER_TYPES = (
     ["full_attention"] * 3,
@@ -92,11 +91,11 @@ CHANGES: dict[str, tuple[Any, ...]] = {
     "unknown_key": (None, False, 0, 0.0, "", [], {}, 1, True, 1.0, "x"),
     "unknown_factor": (1, 1.0, 2.0, True),
 }  # fmt: skip
-"""By key, values that a file may have: good ones, and slips."""
+"""Values that a file may have, by key: good ones, and slips."""
 
 
 def changed(name: str, seed: int) -> dict[str, Any]:
-    """Return a published config with one change, or a few."""
+    """Return a published config with one or a few changes."""
     rng = random.Random(f"{name} {seed}")
     if rng.random() < 0.4:
         return mutated(json.dumps(CONFIGS[name]), rng.randrange(2**32))
@@ -111,8 +110,9 @@ def changed(name: str, seed: int) -> dict[str, Any]:
 
 
 def names_of_changes(before: Any, after: Any) -> set[str]:
-    """Return the keys whose values differ, and those of objects in which some do; 1, 1.0 and true
-    are not the same.
+    """Return the keys whose values differ, including objects with a differing entry.
+
+    1, 1.0 and true differ.
     """
     if not isinstance(before, dict) or not isinstance(after, dict):
         return set()
@@ -126,7 +126,7 @@ def names_of_changes(before: Any, after: Any) -> set[str]:
 
 
 class Trial:
-    """Runs mutations, and counts how they end."""
+    """Run mutations, and count how they end."""
 
     def __init__(self, folder: Any, *, computes: bool = True) -> None:
         self.folder, self.computes = folder, computes
@@ -152,14 +152,14 @@ class Trial:
 
     def outcome(self, before: dict[str, Any], config: dict[str, Any]) -> str:
         (self.folder / "config.json").write_text(json.dumps(config))
-        start = time.process_time()  # other work may be beside it
+        start = time.process_time()  # other work may run at the same time
         try:
             ours = config_of(self.folder)
             model = model_of(self.folder) if self.computes and ours not in self._models else None
         except ValueError as error:
             told = str(error)
             assert any(key in told for key in names_of_changes(before, config)), (
-                f"it names no key that was changed: {told}"
+                f"the error names none of the changed keys: {told}"
             )
             return "refused"
         finally:
@@ -188,8 +188,9 @@ class Trial:
 
 
 def transformers_model(folder: Any, is_large: bool) -> Any:
-    """Return what transformers makes of a folder, with weights by name; a config if it is large;
-    None where it refuses.
+    """Return transformers' model of a folder, with weights by name.
+
+    Returns a config if the model is large, and None if transformers refuses it.
     """
     import torch
     import transformers
@@ -214,7 +215,7 @@ def transformers_model(folder: Any, is_large: bool) -> Any:
 
 
 def check_sizes(theirs: Any, ours: DecoderConfig) -> None:
-    """Compare the sizes of a config of transformers."""
+    """Compare the sizes with those of a transformers config."""
     names = {
         "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size", "vocab": "vocab_size",
         "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
@@ -225,7 +226,7 @@ def check_sizes(theirs: Any, ours: DecoderConfig) -> None:
 
 
 def logits_of(theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Return the logits of transformers, or None where it refuses the config only now."""
+    """Return transformers' logits, or None if it only now refuses the config."""
     import torch
 
     tokens = torch.tensor(batch["tokens"], dtype=torch.long)
@@ -237,7 +238,7 @@ def logits_of(theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray | None:
 
 
 def our_logits(model: Any, table: Any, theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
-    """Return a model's logits with the weights of one of transformers."""
+    """Return a model's logits with the weights of a transformers model."""
     key = jax.random.key(0)
     shapes = {
         part: jax.eval_shape(getattr(model, f"init_{part}"), key)
@@ -285,7 +286,7 @@ def test_published_configs_are_taken_without_a_word(tmp_path, caplog):
 
 
 def test_some_changed_configs_are_refused_by_key_or_compute_the_same(tmp_path):
-    """Of most only how they are read, by default."""
+    """By default, most configs are only read."""
     trial = Trial(tmp_path, computes=False)
     for seed in range(12):
         for name in CONFIGS:

@@ -1,5 +1,6 @@
-"""A batch out of range moves nothing and is named; one that is wrong by its keys, dtypes or shapes
-is refused.
+"""A batch with values out of range moves nothing and is named.
+
+Wrong keys, dtypes or shapes are refused.
 """
 
 import collections
@@ -19,7 +20,7 @@ from zerojax.hf.batches import check_batch
 
 
 def changed(**others):
-    """Return a batch with other arrays; numbers are put into the first place of a copy."""
+    """Return a batch with other arrays; numbers replace the first element of a copy."""
     batch = batch_of()
     for name, value in others.items():
         if isinstance(value, int):
@@ -36,7 +37,7 @@ def resident(tmp_path_factory):
 
 
 class Foreign:
-    """An array of another library, as torch's tensors are, with a dtype of its own."""
+    """An array of another library, like torch's tensors, with its own dtype class."""
 
     dtype, shape = "torch.int64", (4, 6)
 
@@ -99,7 +100,8 @@ HOW = {
 }
 
 
-@pytest.mark.exhaustive  # by default tests/program/test_skipped_steps.py has it of smaller models
+# by default tests/program/test_skipped_steps.py covers this with smaller models
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", HOW)
 def test_a_batch_out_of_range_moves_nothing_and_is_named(how, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "zerojax")
@@ -121,7 +123,7 @@ def test_a_batch_out_of_range_moves_nothing_and_is_named(how, tmp_path, caplog):
         assert not any(float(value) for name, value in metrics.items() if name.startswith("fault/"))
         assert bytes_of(program, state) != before
     said = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
-    assert len(said) == 1  # once, however many steps in a row have it
+    assert len(said) == 1  # once, however many consecutive steps have it
     assert "fault/" in said[0]
 
 
@@ -211,14 +213,14 @@ def test_shapes_alone_are_refused_before_anything_is_compiled(resident):
             call(wrong)
 
 
-# Most are refused, which compiles nothing.
+# Most are refused, so nothing is compiled for them.
 @pytest.mark.parametrize(
     "seeds",
     [(0, 1, 2, *range(6, 15)), pytest.param(range(500), marks=pytest.mark.exhaustive)],
     ids=len,
 )
 def test_a_batch_of_any_kind_is_refused_by_name_or_right(resident, seeds):
-    """In less than 10 seconds of the processor: others may use it, too."""
+    """Each takes less than 10 seconds of processor time, since other processes may use it too."""
     (program, state), outcomes = resident, collections.Counter[str]()
     for seed in seeds:
         start = time.process_time()
@@ -272,4 +274,4 @@ def test_a_batch_that_is_wrong_in_one_process_is_skipped_by_all(tmp_path):
     assert first["losses"][1] == "nan"
     assert first["skipped"] == second["skipped"] == [0, 1, 1]
     assert "fault/tokens_outside_0..95" in first["said"][0]
-    assert not second["said"]  # the first one speaks for all
+    assert not second["said"]  # the first one represents them all

@@ -1,6 +1,4 @@
-"""What is exported loads in transformers, and weights that were not trained are the bits of the
-folder that they came from.
-"""
+"""Exported folders load in transformers, and untrained weights keep the source folder's bits."""
 
 import json
 from typing import Any
@@ -33,7 +31,7 @@ def bits(folder):
 
 
 def test_a_head_that_is_said_to_be_tied_and_is_another_is_refused(tmp_path):
-    """transformers would use it. A copy of the embedding is read once."""
+    """transformers would use the other head; a copy of the embedding is read once."""
     write("llama-tied", tmp_path / "like", shard="1GB")
     (file,) = (tmp_path / "like").glob("*.safetensors")
     found = load_file(file)
@@ -55,7 +53,7 @@ def save(program, state, folder):
 
 
 def loaded(folder):
-    """Return a folder's model in transformers, which found neither missing nor unexpected keys."""
+    """Return a folder's model in transformers, without missing or unexpected keys."""
     import transformers
 
     found: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -101,7 +99,7 @@ def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
         "more/templates/a.jinja",
     ):
         assert (tmp_path / "out" / name).read_bytes() == (like / name).read_bytes()
-    # Folders come along which hold no weights.
+    # Folders without weights are copied too.
     assert not [
         name
         for name in ("more/.hidden", "original", ".cache")

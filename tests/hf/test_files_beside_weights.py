@@ -1,5 +1,6 @@
-"""What a folder holds beside its weights is checked before an export begins: links, what cannot be
-read, and JSON.
+"""A folder's other files are checked before an export begins.
+
+The checks cover links, unreadable files, and JSON.
 """
 
 import json
@@ -17,7 +18,7 @@ from zerojax.hf.beside import copy_beside, files_beside
 
 
 def folder_of(path: pathlib.Path) -> pathlib.Path:
-    """Return a folder with files of a model, which none of these tests reads to its end."""
+    """Return a folder with a model's files, which none of these tests reads to the end."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     (path / "tokenizer.json").write_text("{}")
@@ -82,7 +83,7 @@ def test_what_cannot_be_copied_is_named_before_anything_else_is_done(tmp_path, f
     outside.mkdir()
     (outside / "secret").write_text("key")
     (tmp_path / "like" / "blobs").mkdir()
-    # "like" is no folder of the hub's cache, which begins with "models--".
+    # "like" is not a folder of the hub's cache, whose names begin with "models--".
     (tmp_path / "like" / "blobs" / "x").write_text("blob")
     (like / "blobs").mkdir()
     make(like / where / "bad", outside)
@@ -103,7 +104,7 @@ def test_links_to_folders_are_refused(tmp_path, target):
         zj.export_hf(tmp_path / "absent", tmp_path / "out", like=like)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all files")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read all files")
 def test_files_that_cannot_be_read_are_named(tmp_path):
     like = folder_of(tmp_path / "like")
     (like / "tokenizer.json").chmod(0)

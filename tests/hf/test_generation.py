@@ -1,5 +1,6 @@
-"""Greedy tokens are those of transformers' generate: with a cache on the device, and without one
-from disk.
+"""Greedy tokens equal those of transformers' generate.
+
+They are generated with a cache on the device, and without one from disk.
 """
 
 import jax
@@ -17,7 +18,7 @@ PROMPTS = [[7, 3, 90, 41, 5], [11], [64, 2, 2, 8, 30, 77, 12, 9, 1]]
 
 
 def theirs(model):
-    """Return what transformers generates for each prompt by itself."""
+    """Return what transformers generates for each prompt separately."""
     import torch
 
     found = []
@@ -39,7 +40,7 @@ def theirs(model):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, case, tier):
-    # Large weights, and a head of its own: else a random model says the same token again and again.
+    # Large weights and an untied head: otherwise a random model repeats the same token.
     sizes = {"initializer_range": 0.3} | (
         {"tie_word_embeddings": False} if case.startswith("gemma") else {}
     )
@@ -59,10 +60,11 @@ OTHERS = {
     "tiles": ("qwen3", {"mlp_tiles": 2}, {}),
     "stage1": ("mistral", {}, {"stage": 1}),
 }
-"""A case, options of its model, and of its program."""
+"""A case, options of its model, and options of its program."""
 
 
-@pytest.mark.exhaustive  # by default tokens with a cache, and without, are those of transformers
+# by default the tests compare tokens with and without a cache to transformers'
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cache_changes_no_token(tmp_path, name):
     case, options, fields = OTHERS[name]

@@ -1,5 +1,6 @@
-"""A folder whose config computes something else than the program's model is refused, though all
-shapes are the same.
+"""A folder whose config computes something different from the program's model is refused.
+
+That applies even if all shapes are the same.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""The language model of a model of images is saved as docs/fine_tuning.md says, and is a folder
-that is built.
+"""The language model of an image model can be saved as docs/fine_tuning.md says.
+
+The result is a folder from which a model can be built.
 """
 
 import math
@@ -22,7 +23,7 @@ VISION = {
 
 
 def write(kind, folder):
-    """Write a tiny model of images."""
+    """Write a tiny image model."""
     import transformers
 
     if kind == "gemma3":

@@ -1,5 +1,6 @@
-"""A checkpoint goes from a folder's shards to the disk, and out to a folder again, in memory that
-its size does not change.
+"""A checkpoint is read from a folder's shards to disk and exported to a folder again.
+
+The memory needed does not depend on its size.
 """
 
 import json
@@ -110,7 +111,7 @@ def run(tmp_path, sizes, limit, layers):
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux"
+    sys.platform != "linux", reason="only Linux reports peak memory in /proc/self/status"
 )
 def test_peak_of_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """Four times the layers, and the same record."""
@@ -123,11 +124,11 @@ def test_peak_of_memory_does_not_grow_with_the_checkpoint(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux"
+    sys.platform != "linux", reason="only Linux reports peak memory in /proc/self/status"
 )
 def test_four_gigabytes_pass_through_three_of_address_space(tmp_path):
     if (free := shutil.disk_usage(tmp_path).free) < (needed := 24 << 30):
-        pytest.skip(f"needs {needed >> 30} GiB of disk, and {free >> 30} are free")
+        pytest.skip(f"needs {needed >> 30} GiB of disk, but only {free >> 30} are free")
     sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816}
     _, small, large = run(tmp_path, sizes, 3 << 30, [4, 73, 152])
     assert small["bytes"] > 2.0e9

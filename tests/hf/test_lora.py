@@ -1,6 +1,4 @@
-"""Adapters over a frozen base train as PEFT's do, write nothing of the base, and are exported for
-it.
-"""
+"""Adapters over a frozen base train like PEFT's, write nothing of the base, and are exported."""
 
 import dataclasses
 import re
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 LORA = zj.Lora(rank=3, alpha=12, targets="all")
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 96}
-"""Wide enough for blocks of 64 and 256 numbers."""
+"""Sizes wide enough for blocks of 64 and 256 numbers."""
 
 
 def save(program, state, folder):
@@ -35,7 +33,7 @@ def save(program, state, folder):
 
 
 def set_base(theirs, program, state):
-    """Give a model of torch the base that a program computes with, decoded."""
+    """Give a torch model the base that a program computes with, decoded."""
     import torch
 
     pieces = dict(program.iter_params(state))
@@ -64,8 +62,9 @@ BASES = {"bf16": {}, "int8": {"frozen_dtype": "int8"}, "nf4": {"frozen_dtype": "
 @pytest.mark.parametrize("base", list(BASES))
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_adapters_over_a_base_on_disk_track_peft(tmp_path, case, base, tier):
-    """The base is that of a folder in bfloat16, and computed with in float32; the adapters rest on
-    the device.
+    """The base is a folder's, in bfloat16, and computed with in float32.
+
+    The adapters are stored on the device.
     """
     import peft
 
@@ -131,7 +130,7 @@ def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     np.testing.assert_allclose(merged, beside, rtol=0, atol=1e-5)
     if (
         base == "bf16"
-    ):  # else the program computes with a rounded base, and the folder has the one that it was made of
+    ):  # otherwise the program computes with a rounded base, and the folder has the original
         np.testing.assert_allclose(program.apply(state, batch_of()), beside, rtol=0, atol=1e-4)
 
 
@@ -198,7 +197,7 @@ def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_ch
             ckpt.restore(other)
         about = first.model.about
         assert about is not None
-        # What one of both does not tell is not compared: older checkpoints tell less.
+        # What only one checkpoint records is not compared: older checkpoints record less.
         model = dataclasses.replace(model, about={"lora": about["lora"]})
         with program_of(model, "device", tmp_path, 1) as other:
             assert ckpt.restore(other).step == 0
@@ -254,7 +253,7 @@ def test_adapters_are_exported_for_their_own_base(tmp_path):
 
 
 def change(folder, tensor, times, part=...):
-    """Multiply a part of a tensor of a folder."""
+    """Multiply part of a tensor of a folder."""
     (path,) = folder.glob("*.safetensors")
     found = load_file(path)
     found[tensor][part] *= times
@@ -268,7 +267,7 @@ def change(folder, tensor, times, part=...):
 def test_another_base_of_the_same_shapes_is_not_merged_onto(
     tmp_path, monkeypatch, base, fsdp, tensor
 ):
-    """Of a mesh with `tensor` blocks lie along other dims, and scales are in groups of rows."""
+    """On a mesh with `tensor`, blocks are along other dims, and scales are in groups of rows."""
     for name, seed in (("like", 0), ("sibling", 1)):
         write("qwen2", tmp_path / name, shard="1GB", seed=seed, num_hidden_layers=2, **SIZES)
     like, sibling, out = tmp_path / "like", tmp_path / "sibling", tmp_path / "out"
@@ -287,14 +286,14 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(
             match=r"sibling is not the base .* differ: lm_head\.weight; model\..*; and \d+ more",
         ):
             export(ckpt, out, like=sibling)
-    # The same codes, and other scales.
+    # The same codes, with different scales.
     change(like, "model.layers.0.mlp.up_proj.weight", 2)
     with pytest.raises(
         zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Pass"
     ):
         zj.export_peft(ckpt, out, like=like)
     change(like, "model.layers.0.mlp.up_proj.weight", 0.5)
-    # Some numbers that are in no sample: all are compared where the base is written, in pieces.
+    # Numbers outside every sample: where the base is written, all are compared, in pieces.
     monkeypatch.setattr(base_of_hf, "_PIECE", 1 << 12)
     zj.export_hf(ckpt, tmp_path / "again", like=like, merge_lora=True)
     change(

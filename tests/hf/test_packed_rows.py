@@ -1,4 +1,4 @@
-"""Rows that hold several sequences, and masks that are uneven, change no loss and no gradient."""
+"""Rows of several sequences, and uneven masks, change no loss and no gradient."""
 
 import jax
 import numpy as np
@@ -11,13 +11,11 @@ from zerojax.hf import model_of
 
 need("torch", "transformers")
 LENGTHS = ((5, 4), (7,))
-"""Of the sequences in each row; what is left of it is padding."""
+"""Lengths of the sequences in each row; the remainder is padding."""
 
 
 def packed_and_alone(length=12):
-    """Return a batch of rows with several sequences, and one with each sequence in a row of its
-    own.
-    """
+    """Return a batch of rows with several sequences, and a batch with one sequence per row."""
     rng = np.random.default_rng(3)
     names = ("tokens", "targets", "segment_ids", "positions")
     packed = {name: np.zeros((len(LENGTHS), length), np.int32) for name in names}
@@ -64,7 +62,7 @@ def test_loss_of_packed_rows_is_that_of_their_sequences_alone(tmp_path, case):
     one_segment = {**packed, "segment_ids": np.minimum(packed["segment_ids"], 1)}
     assert (
         abs(float(program.eval(state, one_segment)) - float(expected)) > 1e-4
-    )  # segments are what makes it so
+    )  # because of the segments
 
 
 def weights_of(program, state):
@@ -73,7 +71,7 @@ def weights_of(program, state):
     ]
 
 
-@pytest.mark.exhaustive  # tests/data has one of them
+@pytest.mark.exhaustive  # tests/data covers one of them
 @pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
 def test_microbatches_with_uneven_masks_have_the_gradients_of_one_batch(tmp_path, tier):
     write("qwen2", tmp_path / "model", num_hidden_layers=2)
@@ -82,8 +80,7 @@ def test_microbatches_with_uneven_masks_have_the_gradients_of_one_batch(tmp_path
     batch["targets"][3, 1:] = -1
     found = []
     for count in (1, 2, 4):
-        # A step of plain descent at a rate of 1: what it subtracts is the gradient, wherever that
-        # rests.
+        # A step of plain descent at a rate of 1 subtracts the gradient, whatever its tier.
         program = program_of(
             model_of(tmp_path / "model"), tier, tmp_path, tx=optax.sgd(1.0), num_microbatches=count
         )

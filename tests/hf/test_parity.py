@@ -1,5 +1,6 @@
-"""Decoders from a Hugging Face folder compute what transformers computes, in float32: logits,
-losses, and steps of AdamW.
+"""Decoders from a Hugging Face folder compute what transformers computes, in float32.
+
+Logits, losses, and steps of AdamW are compared.
 """
 
 import jax
@@ -26,7 +27,7 @@ from zerojax.weights import renaming
 need("torch", "transformers")
 
 LOGITS, LOSS, GRADIENT, STEPS = 1e-4, 1e-5, 1e-5, 1e-4
-"""Largest differences."""
+"""Largest allowed differences."""
 
 
 @pytest.mark.by_default(*FAMILIES)

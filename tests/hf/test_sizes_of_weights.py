@@ -1,5 +1,6 @@
-"""A folder whose `config.json` has other sizes than its weights is refused by the key, before
-anything is written.
+"""A folder whose `config.json` contradicts its weights' sizes is refused by key.
+
+Nothing is written before that.
 """
 
 import json
@@ -26,8 +27,9 @@ OTHERS = {
     "attention_bias": (True, r"no model\.layers\.0\.self_attn\.q_proj\.bias"),
     "mlp_bias": (True, r"no model\.layers\.0\.mlp\.gate_proj\.bias"),
 }
-"""By key, another value and what is said of it; what computes something else beside is compared
-before.
+"""A wrong value and its error message, by key.
+
+Values that also change the computation are compared earlier.
 """
 
 

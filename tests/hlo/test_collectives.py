@@ -1,4 +1,4 @@
-"""Reading compiled programs, on a program written by hand."""
+"""Reading compiled programs, on a handwritten program."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_peak_gathered_follows_copies_and_loops():
 
 
 def test_an_asynchronous_copy_is_one_array():
-    """Its start returns (copy, source, context), and its done the copy."""
+    """Its start returns (copy, source, context), and its done returns the copy."""
     start = "%copying = (bf16[64,64]{0,1}, bf16[64,64]{1,0}, u32[]) copy-start(%gather-done)"
     done = "%turned = bf16[64,64]{0,1} copy-done(%copying)"
     text = TEXT.replace("%turned = bf16[64,64]{0,1} copy(%gather-done)", f"{start}\n  {done}")
@@ -98,7 +98,7 @@ def test_an_asynchronous_copy_is_one_array():
 
 
 def test_tuples_of_the_same_tuples_do_not_multiply_what_is_gathered():
-    """Forty pairs of the pair before are a gathered array once, and not 2**40 times."""
+    """Forty pairs, each of the previous pair, count a gathered array once and not 2**40 times."""
     pairs = [
         f"  %pair{n + 1} = (f32[128]{{0}}, f32[128]{{0}}) tuple(%pair{n}, %pair{n})"
         for n in range(40)

@@ -1,5 +1,6 @@
-"""Texts of programs that were edited: each is read, or refused with its line and the reason, in
-time and in bounded memory.
+"""Edited program texts are read, or refused with their line and the reason.
+
+Time and memory stay bounded.
 """
 
 import gzip
@@ -95,7 +96,7 @@ def edited(text: str, rng: random.Random) -> str:
 
 
 def check(seeds: range) -> None:
-    names = ["cpu", "cpu", "h200x8", "h200x8", "h200_streamed"]  # the last takes the longest
+    names = ["cpu", "cpu", "h200x8", "h200x8", "h200_streamed"]  # the last one takes the longest
 
     def case(seed: int) -> Callable[[], str]:
         def read() -> str:

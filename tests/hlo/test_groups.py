@@ -1,5 +1,6 @@
-"""Which mesh axes a collective runs over, in all notations of HLO; real ones of a compiled program,
-and written by hand.
+"""The mesh axes of a collective, in all notations of HLO.
+
+The programs are real compiled ones and handwritten ones.
 """
 
 import itertools
@@ -29,7 +30,7 @@ def axes(groups, mesh=MESH, kind="all-reduce", header=HEADER, more=GLOBAL):
 
 
 def test_bytes_of_a_compiled_program_are_split_by_axes():
-    """Each collective moves other bytes, which tell them apart."""
+    """Each collective moves a different number of bytes, which identifies it."""
     subsets = [s for n in (1, 2, 3) for s in itertools.combinations(AXES, n)]
 
     def collect(x):

@@ -1,4 +1,4 @@
-"""What transfers run beside, in a program written by hand."""
+"""What transfers overlap with, in a handwritten program."""
 
 import pytest
 

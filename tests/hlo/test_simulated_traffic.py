@@ -1,4 +1,4 @@
-"""Who moves what over the link to the host: programs and dumps written by hand."""
+"""Which moves cross the link to the host, and by what: handwritten programs and dumps."""
 
 import pytest
 
@@ -84,8 +84,8 @@ NAMES = {
 }
 
 
-# The same after XLA's passes have put both slices into a graph; the copy before the loop is left on
-# a stream.
+# The same after XLA's passes have put both slices into a graph; the copy before the loop stays on a
+# stream.
 IN_GRAPH = SEQUENCE.replace(
     "  body:\n", "  body:\n    000: kCommandBuffer [source | sink]\n"
 ).replace(
@@ -153,7 +153,7 @@ def test_thunks_tell_copies_from_kernels_and_name_streams(tmp_path):
     assert thunks.kinds["put"] == "kAsyncStart/kDynamicSliceFusion/kCopy"
     assert hlo.host_traffic(TEXT, thunks).moves == hlo.host_traffic(TEXT).moves
     assert hlo.host_traffic(TEXT, thunks).source == "thunks"
-    # What the thunks say counts, whatever the text suggests.
+    # The thunks count, whatever the text suggests.
     (tmp_path / "other").mkdir()
     other = hlo.read_thunks(
         dump(tmp_path / "other", sequence=SEQUENCE.replace("005: kCustomKernel", "005: kCopy"))
@@ -171,11 +171,11 @@ def test_copies_in_graphs_are_told_from_those_on_streams(tmp_path):
     )
     traffic = hlo.host_traffic(TEXT, thunks)
     assert [m.instruction for m in traffic.moves if m.in_graph] == ["get", "put"]
-    # "get" is moved by a kernel: a graph changes nothing about who moves it.
+    # A kernel moves "get": a graph does not change what moves it.
     assert traffic.in_graphs == {"to_device": 0, "to_host": 1024}
     assert traffic.by_copies == {"to_device": 32, "to_host": 1024}
     assert "copies in CUDA graphs  to device          0  to host            1,024" in str(traffic)
-    # Without the passes' own list the first one is what runs.
+    # Without the passes' own list, the first one is what runs.
     before = tmp_path / "before"
     before.mkdir()
     without = hlo.host_traffic(TEXT, hlo.read_thunks(dump(before)))
@@ -194,11 +194,11 @@ def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
         who: hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs=who).seconds
         for who in hlo.GRAPHS
     }
-    # A loop of 4 turns, 256 bytes up and 256 down in each, waited for one after the other; before
-    # it a copy on a stream.
+    # A loop of 4 iterations, each with 256 bytes up and 256 down, waited for one after the other;
+    # before it, a copy on a stream.
     assert seconds["copies"] == pytest.approx(8 * 256 / 0.5e6 + 32 / 1e6, rel=0.01)
     assert seconds["kernels"] == pytest.approx(8 * 256 / 0.25e6 + 32 / 1e6, rel=0.01)
-    # Graphs go before the streams that are asked for.
+    # Graphs take precedence over the requested streams.
     for who in hlo.GRAPHS:
         assert (
             hlo.simulate(TEXT, rates=rates, thunks=thunks, streams="turns", graphs=who).seconds
@@ -224,7 +224,8 @@ def test_nodes_of_a_graph_run_one_after_another(tmp_path):
         hlo.simulate(text, rates=rates, thunks=thunks, graphs=who).seconds
         for who in ("copies", "in_turn")
     )
-    # Each of 4 turns reads and writes 256 bytes at 2 MB/s, while 256 bytes come up at 1 MB/s.
+    # Each of 4 iterations reads and writes 256 bytes at 2 MB/s, while 256 bytes are loaded at 1
+    # MB/s.
     assert in_turn - beside == pytest.approx(4 * 256e-6, rel=0.01)
 
 
@@ -253,7 +254,7 @@ def test_a_folder_of_several_programs_wants_the_name_of_one(tmp_path):
 
 
 def test_elements_of_tuples_may_be_written_by_number():
-    """As in dumps of jax 0.12."""
+    """The notation is that of jax 0.12's dumps."""
     short = TEXT
     for name, index in (("n", 0), ("mu", 1), ("nu", 2)):
         rows = [row for row in short.splitlines() if not row.startswith(f"  %{name} = ")]

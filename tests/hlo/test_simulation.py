@@ -1,8 +1,8 @@
-"""Schedules made by hand, whose times can be computed by hand.
+"""Handwritten schedules, whose times can be computed by hand.
 
 An array is bf16[1000,1000], 2e6 bytes. A product of two is 2e9 FLOPs. The rates make each of these
-take 2 s: a product, a copy of an array over the link, and a kernel that reads one over it. What is
-not told a rate takes next to no time.
+take 2 s: a product, a copy of an array over the link, and a kernel that reads one over it. Anything
+without a rate takes almost no time.
 """
 
 import dataclasses
@@ -35,8 +35,9 @@ def module(
     condition: str = "  ROOT %less = pred[] compare(%i, %i), direction=LT",
     read: str = "",
 ):
-    """Return a program whose computations hold x on the device, h and a stack s on the host, and an
-    integer i.
+    """Return a program with x on the device, h and a stack s on the host, and an integer i.
+
+    These are the arguments of its computations.
     """
     inside = "\n".join(
         f"  %{name} = {shape} get-tuple-element(%p), index={n}"
@@ -99,8 +100,9 @@ def lines(*texts: str) -> str:
 
 
 def seconds(found: hlo.Simulation):
-    """Return seconds of the step, of compute, and those that the main stream waits for transfers;
-    about so many.
+    """Return the seconds of the step, of compute, and of the main stream's waits for transfers.
+
+    The result is a `pytest.approx`.
     """
     return pytest.approx(
         (found.seconds, found.compute_seconds, found.transfer_wait_seconds), abs=1e-6
@@ -110,7 +112,7 @@ def seconds(found: hlo.Simulation):
 def test_a_copy_beside_a_product_costs_nothing():
     text = module(lines(start("c"), product("d1"), done("c"), product("d2")))
     found = hlo.simulate(text, rates=RATES)
-    # The copy 0..2 beside d1 0..2, then d2 2..4.
+    # The copy 0..2 during d1 0..2, then d2 2..4.
     assert seconds(found) == (4, 4, 0)
     assert found.idle == pytest.approx(0, abs=1e-6)
     assert found.traffic.by_copies == {"to_device": 2_000_000, "to_host": 0}
@@ -131,8 +133,8 @@ def test_a_copy_is_begun_where_the_main_stream_is():
     text = module(lines(product("d1"), start("c"), product("d2"), done("c")))
     # d1 0..2, then the copy 2..6 and d2 2..4.
     assert seconds(hlo.simulate(text, rates=dataclasses.replace(RATES, link=0.5e6))) == (6, 4, 2)
-    # One that XLA's runtime does not start on a stream of its own, by its thunks: d1 0..2, the copy
-    # 2..4, d2 4..6.
+    # A transfer that XLA's runtime does not start on a separate stream, according to its thunks: d1
+    # 0..2, the copy 2..4, d2 4..6.
     thunks = hlo.Thunks({"c": "kCopy"}, {})
     assert seconds(hlo.simulate(text, rates=RATES, thunks=thunks)) == (6, 4, 0)
     waited = module(
@@ -152,7 +154,7 @@ def test_two_loops_run_as_often_as_their_trips():
     found = hlo.simulate(
         module(lines(loop("w1", 3), product("d0"), loop("w2", 2)), body), rates=RATES
     )
-    # An iteration takes 4 s: 3 of them, a product of 2 s, 2 of them.
+    # An iteration takes 4 s: 3 iterations, a product of 2 s, 2 iterations.
     assert seconds(found) == (22, 22, 0)
     assert [(one.name, one.trips, one.is_known) for one in found.loops] == [
         ("w1", 3, True),
@@ -184,7 +186,7 @@ def test_the_host_waits_at_a_loop_of_unknown_trip_count():
 def test_kernels_and_products_share_the_cores_or_not(kernels, expected):
     text = module(lines(start("c", SLICE), product("d"), done("c", "fusion-done")))
     found = hlo.simulate(text, rates=RATES, kernels=kernels)
-    # Without a descriptor the slice is a kernel: it has the cores 0..2 and the product 2..4, or
+    # Without a descriptor the slice is a kernel: it takes the cores 0..2 and the product 2..4, or
     # both run 0..2.
     assert seconds(found) == expected
     assert found.idle == pytest.approx(1 - expected[1] / expected[0])
@@ -192,7 +194,7 @@ def test_kernels_and_products_share_the_cores_or_not(kernels, expected):
     linear = text.replace(
         "dynamic_slice_sizes={1,1000,1000}", "dynamic_slice_sizes={1,1000,1000}" + LINEAR
     )
-    # With one it is a copy, and leaves the cores alone.
+    # With a descriptor it is a copy, and leaves the cores free.
     assert seconds(hlo.simulate(linear, rates=RATES, kernels=kernels)) == (2, 2, 0)
 
 
@@ -207,8 +209,8 @@ def test_four_streams_in_turn_let_an_upload_wait_for_a_download(streams, expecte
         *[done(f"down{n}") for n in range(4)],
     ]
     found = hlo.simulate(module(lines(*downs, start("up"), *rest)), rates=RATES, streams=streams)
-    # Downloads one after the other, 0..8. In turn, the upload is behind the first: 2..4, and three
-    # products end at 10. With a stream of its own, or of its direction: 0..2, and they end at 8.
+    # Downloads one after the other, 0..8. In turn, the upload follows the first: 2..4, and three
+    # products end at 10. With its own stream, or one per direction: 0..2, and they end at 8.
     assert found.seconds == pytest.approx(expected, abs=1e-6)
     assert found.streams == hlo.STREAMS[streams]
 
@@ -224,7 +226,7 @@ def test_streams_are_those_of_the_installed_xla_if_nothing_says_otherwise(monkey
         assert found.seconds == pytest.approx(expected, abs=1e-6)
         assert f"assumed: jaxlib {version} is installed" in found.streams
     kinds = dict.fromkeys(("up", *(f"down{n}" for n in range(4))), "kAsyncStart/kCopy")
-    # Thunks that put the upload behind the last download, which has been ready since 0 and so goes
+    # The thunks put the upload behind the last download, which has been ready since 0 and so runs
     # second: 2..4. The upload 4..6, the products until 12.
     streams = {"up": "one", "down0": "two", "down1": "two", "down2": "two", "down3": "one"}
     found = hlo.simulate(text, rates=RATES, thunks=hlo.Thunks(kinds, streams))
@@ -261,8 +263,8 @@ def test_a_fusion_takes_the_time_of_the_bytes_that_it_reads_and_writes():
     given = f"  %stack = {stack} bitcast(%s)\n"
     text = module(f"{given}  %k = {stack} fusion(%stack, %x, %i), kind=kLoop, calls=%fused") + FUSED
     found = hlo.simulate(text, rates=dataclasses.replace(RATES, memory=1e6))
-    # A part is 1e6 bytes: that of the stack and what is added to it are read, that of the stack is
-    # written. And an index.
+    # A part is 1e6 bytes: the stack's part and the added array are read, and the stack's part is
+    # written. Plus an index.
     assert found.seconds == pytest.approx(3, abs=1e-5)
     assert list(found.work) == ["fusions"]
 
@@ -315,11 +317,11 @@ def test_a_delayed_update_has_all_of_the_step():
     )
     # The first call ends at 0.5, when the kernels begin, 28e6 / 14e6 = 2 s for each array. d
     # 0.5..2.5, down 2.5..4.5. The host is at the first install at 1.75 and waits for the kernels
-    # until 2.5, when the array begins to go up, until 4.5. d 4.5..6.5, down 6.5..8.5. The host is
-    # at the second one at 3.75 and waits until 4.5: up 4.5..6.5, behind its product. The last
-    # array, at 5.125, waits until 6.5 for the kernels, and goes up in the program's stream,
-    # 6.5..8.5. At the end there is nothing left to wait for: two arrays went down and three were
-    # made.
+    # until 2.5, when the array starts to be loaded, until 4.5. d 4.5..6.5, down 6.5..8.5. The host
+    # is at the second one at 3.75 and waits until 4.5: up 4.5..6.5, behind its product. The last
+    # array, at 5.125, waits until 6.5 for the kernels, and is loaded in the program's stream,
+    # 6.5..8.5. At the end there is nothing left to wait for: two arrays were stored and three were
+    # created.
     assert seconds(found) == (8.5, 4, 0)
     assert (found.num_callbacks, found.num_host_waits) == (7, 0)
     assert found.host_wait_seconds == pytest.approx(0.75 + 0.75 + 1.375, abs=1e-6)
@@ -352,7 +354,7 @@ def test_layers_are_updated_by_a_worker_beside_the_program():
     # Python 0.75 where gradients and parameters cross, 0.625 where parameters do. Nothing waits for
     # the device:
     #   d 0..2, down 2..4, kernel 4..6, up 6..8;  d 2..4, down 4..6, kernel 6..8, up 8..10.
-    # The third call is there at 1.5 and waits from 2.25 for the first kernel, until 6:
+    # The third call arrives at 1.5 and waits from 2.25 for the first kernel, until 6:
     #   d 4..6, down 6..8, the first parameters at 8, kernel 8..10, up 10..12.
     # The fourth waits from 6.75 until 8:  d 8..10, down 10..12, kernel 12..14, up 14..16.
     # The others wait from 8.625 until 10 and from 10.625 until 14.
@@ -381,8 +383,8 @@ def test_arrays_outside_of_loops_are_updated_one_after_the_other():
 def test_records_are_read_one_use_ahead():
     body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
     found = hlo.simulate(module(loop("w", 2), body), rates=CALL_RATES, callbacks="nvme")
-    # Python 0.5 and 0.125. The disk 0.625..2.625, up ..4.625, d ..6.625. The second callback is
-    # there at 3.25, its record read 2.625..4.625; up ..6.625, d ..8.625.
+    # Python 0.5 and 0.125. The disk 0.625..2.625, up ..4.625, d ..6.625. The second callback
+    # arrives at 3.25, its record read 2.625..4.625; up ..6.625, d ..8.625.
     assert seconds(found) == (8.625, 4, 0)
     assert found.busy["disk"] == pytest.approx(4)
 
@@ -392,7 +394,7 @@ def test_a_record_goes_up_when_its_slot_is_free():
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6, memory=4e6)
     found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme")
     # The disk 0.625..1.125, up ..5.125, out of the slot ..6.125, d ..8.125. The second record, read
-    # by 1.625, goes up 6.125..10.125; out of the slot ..11.125, d ..13.125.
+    # by 1.625, is loaded 6.125..10.125; out of the slot ..11.125, d ..13.125.
     assert found.seconds == pytest.approx(13.125, abs=1e-6)
 
 
@@ -400,8 +402,9 @@ def test_a_record_is_read_when_a_buffer_is_free():
     body = f"  %cb = {A} custom-call(%i), {CALLBACK}"
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6)
     found = hlo.simulate(module(loop("w", 4), body), rates=rates, callbacks="nvme")
-    # The disk 0.625..1.125, up ..5.125; read by 1.625, up ..9.125. The third is read when the first
-    # is up, 5.125..5.625, the fourth when the second is, 9.125..9.625; up ..13.125 and ..17.125.
+    # The disk 0.625..1.125, up ..5.125; read by 1.625, up ..9.125. The third is read once the first
+    # is loaded, 5.125..5.625, the fourth once the second is loaded, 9.125..9.625; up ..13.125 and
+    # ..17.125.
     assert found.seconds == pytest.approx(17.125, abs=1e-6)
     assert found.host_wait_seconds == pytest.approx(
         0.5 + (5.625 - 2.375) + (9.625 - 6.25), abs=1e-6
@@ -415,7 +418,7 @@ def test_a_record_goes_down_when_its_slot_is_free():
         rates=dataclasses.replace(CALL_RATES, link=0.5e6),
         callbacks="nvme",
     )
-    # Down 0.625..4.625 beside d ..2.625. The slot of the second is free at 4.625, d ..6.625; down
+    # Down 0.625..4.625 during d ..2.625. The slot of the second is free at 4.625, d ..6.625; down
     # ..8.625, written ..10.625.
     assert found.loops[0].seconds == pytest.approx(6.625, abs=1e-6)
     assert found.seconds == pytest.approx(10.625, abs=1e-6)
@@ -424,8 +427,8 @@ def test_a_record_goes_down_when_its_slot_is_free():
 def test_records_are_written_from_two_buffers():
     body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
     found = hlo.simulate(module(loop("w", 3), body), rates=CALL_RATES, callbacks="nvme")
-    # Callbacks go on at 0.625 and 1.25: down 0.625..2.625 and 2.625..4.625, written 2.625..4.625
-    # and 4.625..6.625. The third is at 1.875, goes down 4.625..6.625, is written 6.625..8.625, and
+    # Callbacks continue at 0.625 and 1.25: down 0.625..2.625 and 2.625..4.625, written 2.625..4.625
+    # and 4.625..6.625. The third is at 1.875, is stored 4.625..6.625, is written 6.625..8.625, and
     # waits for the first record's buffer until 4.625.
     assert found.seconds == pytest.approx(8.625, abs=1e-6)
     assert found.callback_bytes == {"to_device": 0, "to_host": 6_000_000}
@@ -437,8 +440,8 @@ def test_the_host_updates_from_the_disk():
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, disk_write=12e6)
     found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme_update")
     # 12e6 bytes of a layer's state are read in 3 s, 0.625..3.625 and, ahead, 3.625..6.625.
-    # Gradients are down at 2.625, the kernels 3.625..5.625 and 6.625..8.625. The state is written
-    # in 1 s, 6.625..7.625 and 8.625..9.625.
+    # Gradients are on the host at 2.625, the kernels 3.625..5.625 and 6.625..8.625. The state is
+    # written in 1 s, 6.625..7.625 and 8.625..9.625.
     assert found.seconds == pytest.approx(9.625, abs=1e-6)
     assert found.busy["host kernel"] == pytest.approx(4)
 

@@ -1,4 +1,4 @@
-"""Disks to fail on."""
+"""Disks that can fail."""
 
 import disks
 import pytest

@@ -1,5 +1,6 @@
-"""Generated tokens: with a cache and without, on the device and from disk, those of a plain loop;
-and how they are drawn.
+"""Generated tokens, with and without a cache, on the device and from disk.
+
+They equal a plain loop's tokens; sampling is tested too.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ def build(model=None, fields=None, devices=2, **axes):
 
 @functools.cache
 def plain():
-    """Return each prompt's greedy tokens, one prompt at a time, all tokens read again for each."""
+    """Return each prompt's greedy tokens: one prompt at a time, re-reading all tokens for each."""
     model = decoder.generator()
     params = init_params(model, jax.random.key(0))
 
@@ -99,7 +100,7 @@ def test_a_row_ends_with_its_token_and_the_others_go_on():
     program = build()
     state = program.init(jax.random.key(0))
     eos = plain()[2][1]
-    # Numbers of numpy are taken as Python's.
+    # numpy's numbers are accepted like Python's.
     rows = [np.asarray(row, np.uint16) for row in PROMPTS]
     found = zj.generate(
         program, state, rows, np.int64(COUNT), np.float32(0), np.float64(1), eos=np.int32(eos)
@@ -128,7 +129,7 @@ def test_draws_follow_the_probabilities_and_the_key():
     assert next_tokens(logits[:, ::-1], None, 0.0, 1.0).tolist() == [3]
     assert next_tokens(logits[:, ::-1], jax.random.key(0), 1e-38, 1.0).tolist() == [
         3
-    ]  # near 0 it is the likeliest, too
+    ]  # near 0 it is the most likely token too
     program = build()
     state = program.init(jax.random.key(0))
     one, other = (
@@ -213,7 +214,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_is_refused(name):
     given, message = WRONG[name]
-    # Nothing of the program is looked at before.
+    # Nothing of the program is examined before.
     with pytest.raises(ValueError, match=message):
         zj.generate(
             cast(Any, None), cast(Any, None), **{"prompts": PROMPTS, "max_new_tokens": 2, **given}

@@ -1,4 +1,4 @@
-"""Perplexity: each target that counts has the same weight, in any batches and in several processes."""
+"""Perplexity: each counted target has the same weight, in any batches, in any processes."""
 
 import math
 
@@ -52,11 +52,11 @@ def test_perplexity_does_not_depend_on_batches():
         )
     assert found.tokens == one.tokens == rows.counts.counted
     np.testing.assert_allclose([found.loss, one.loss], expected, rtol=1e-6)
-    assert abs(means - expected) > 1e-4 * expected  # a mean of means is another
+    assert abs(means - expected) > 1e-4 * expected  # a mean of means differs
     assert found.perplexity == math.exp(found.loss)
 
 
-@pytest.mark.exhaustive  # by default two processes of test_finetune.py do
+@pytest.mark.exhaustive  # by default two processes of test_finetune.py cover this
 def test_two_processes_find_the_perplexity_and_the_tokens_of_one(tmp_path):
     rows = data.pack(uneven_examples(), decoder.SEQ)
     with build() as program:

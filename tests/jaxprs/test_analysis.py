@@ -1,4 +1,4 @@
-"""Facts that are followed through control flow: here, on which arguments a value depends."""
+"""Facts that are followed through control flow; here, the arguments on which a value depends."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,9 @@ X = jnp.arange(3.0)
 
 
 class Dependences(Analysis[Names]):
-    """The names of the arguments on which a value depends; "?" behind an equation that is not
-    entered.
+    """Return the names of the arguments on which a value depends.
+
+    "?" marks an equation that is not entered.
     """
 
     enters = ENTERED["flow"]
@@ -55,7 +56,7 @@ first_of.defvjp(lambda a, b: (first_of(a, b), a), lambda a, dy: (dy * a, dy))
 
 
 def shifted(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-    """Each iteration moves the carry on by one, so that the last is reached by the first after two."""
+    """Each iteration shifts the carry by one, so the first value reaches the last after two."""
     rows = jnp.stack([c, c])
     carry, ys = jax.lax.scan(lambda v, row: ((v[0], v[0] + 1, v[1]), v[2] + row), (a, b, b), rows)
     return *carry, ys
@@ -100,5 +101,5 @@ def test_an_equation_that_is_not_entered_is_applied_as_a_whole() -> None:
         program, _ = trace(CASES[case][0], X, X, X)
         facts = Shallow().run(program, [frozenset("a")] * 3)
         found = set(Shallow().results(program, facts))
-        # jax passes a carry that does not change by its loop
+        # jax passes an unchanged carry outside its loop
         assert found == ({frozenset("?"), frozenset("a")} if case == "scan" else {frozenset("?")})

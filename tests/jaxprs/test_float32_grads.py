@@ -1,5 +1,6 @@
-"""Derivatives rewritten to sum gradients in float32: values against float64, and what is left as it
-was.
+"""Derivatives rewritten to sum gradients in float32.
+
+Values are compared with float64, and everything else is unchanged.
 """
 
 import collections
@@ -24,8 +25,9 @@ def dense(p: Any, x: Any) -> Any:
 
 
 def merged(p: Any, x: Any) -> Any:
-    """Return a product with a matrix that is made of parameters alone, by a product, casts and
-    layout.
+    """Return a product with a matrix that is computed from parameters only.
+
+    The matrix comes from a product, casts and layout changes.
     """
     w = (p["w"] + (p["a"].T @ p["c"]) * jnp.asarray(2, x.dtype)).reshape(D, F // 4, 4)
     return jnp.einsum("nd,dfg->ngf", x, w).reshape(len(x), F)
@@ -37,8 +39,9 @@ def looked_up(p: Any, x: Any) -> Any:
 
 
 def attended(p: Any, x: Any) -> Any:
-    """Return attention with a bias on the values: a cotangent of data, by a product of data, is
-    summed.
+    """Return attention with a bias on the values.
+
+    The bias's gradient sums a cotangent of data that a product of data computes.
     """
     x = x.reshape(8, -1, D)
     weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ p["q"], x) / D)
@@ -46,7 +49,7 @@ def attended(p: Any, x: Any) -> Any:
 
 
 def scanned(p: Any, x: Any) -> Any:
-    """Return a scan over layers, one of whose parameters is shared by all of them."""
+    """Return a scan over layers that share one parameter."""
     step = lambda x, w: (jnp.tanh(x @ w * p["s"] + x), None)  # noqa: E731
     return jax.lax.scan(step, x, p["layers"])[0]
 
@@ -141,7 +144,7 @@ def test_gradients_are_float32_and_nearer_to_float64(models):
     wide, same_loss = jax.jit(float32_grads(derivative, "cpu"))(one, x, params)
     assert loss == same_loss
     assert {g.dtype for g in jax.tree.leaves(wide)} == {jnp.dtype("float32")}
-    # In float32 from where they are summed: there are bits that bfloat16 has not.
+    # In float32 from where they are summed: some bits do not exist in bfloat16.
     assert all(np.any(np.asarray(g).view(np.uint32) & 0xFFFF) for g in jax.tree.leaves(wide))
     with jax.enable_x64(True):
         exact = jax.jit(derivative)(
@@ -157,8 +160,9 @@ def test_forward_is_left_as_it_was():
     params, x = setup(*models)
 
     def forward(derivative: Any) -> collections.Counter[str]:
-        """Return the equations that the cotangent does not reach, casts aside: zeros that sums
-        start from are cast.
+        """Return the equations that the cotangent does not reach, without casts.
+
+        Casts are left out because the zeros from which sums start are cast.
         """
         closed = jax.make_jaxpr(derivative)(jnp.float32(1), x, params)
         program = flatten(closed.jaxpr, closed.consts)
@@ -178,8 +182,9 @@ def test_forward_is_left_as_it_was():
 
 
 def test_products_for_other_platforms_take_16_bits():
-    """On a GPU a product of 16 bits that returns 32 is one product on its tensor cores; operands
-    are not cast.
+    """On a GPU, a 16-bit product with a 32-bit result is one product on tensor cores.
+
+    Its operands are not cast.
     """
     params, x = setup(attended)
     closed = jax.make_jaxpr(float32_grads(derivative_of(attended), "gpu"))(

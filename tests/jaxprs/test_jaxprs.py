@@ -134,7 +134,7 @@ def test_flops_of_products(function, shapes, expected):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtype_of_products_is_found_inside_of_loops(dtype):
-    """Whatever else they take, and however small products of another dtype are."""
+    """Other operands do not matter, nor do small products of another dtype."""
 
     def body(x, w):
         return x + jax.lax.dot(x, w).astype(jnp.float32).astype(dtype), jnp.ones((2, 2)) @ jnp.ones(

@@ -1,6 +1,4 @@
-"""Control flow of traced programs: what an equation holds, and the equation with something else in
-it.
-"""
+"""Control flow of traced programs: an equation's contents, and the equation with other contents."""
 
 import ast
 import inspect
@@ -64,7 +62,7 @@ CONTROL_FLOW = [scanned, branched, of_platforms, rematerialised, by_shards]
 def run_with(
     program: FlatJaxpr, apply: Callable[[Instruction, Arrays], Arrays], values: Arrays
 ) -> list[Any]:
-    """Run a program whose instructions are applied by a function if they hold jaxprs."""
+    """Run a program; a function replaces the instructions that hold jaxprs."""
 
     def evaluator(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
         for i in instructions:
@@ -99,7 +97,7 @@ def test_rebind_applies_an_equation_around_other_functions(function: Any, factor
     if factor == 1:
         for out, want in zip(outs, jax.jit(expected)(X, X + 1), strict=True):
             np.testing.assert_array_equal(out, want)
-    elif function is scanned:  # what a scan carries is multiplied in each of three iterations
+    elif function is scanned:  # a scan's carry is multiplied in each of three iterations
         (b, _), _ = scanned(X, X + 1)
         assert not np.allclose(outs[0], b)
     else:
@@ -171,12 +169,12 @@ def test_reached_follows_what_goes_around_a_loop() -> None:
     (region,) = regions_of(i.eqn)
     inner = region.flatten()
     first, second = (inner.inputs[p] for p in region.carried)
-    # The weight reaches the second carry at once, and the first an iteration later.
+    # The weight reaches the second carry immediately, and the first an iteration later.
     weight = i.ins[0]
     assert isinstance(weight, int)
     reached = region.reached(inner, i.ins, {weight})
     assert {first, second} <= reached
-    # What is stacked and what is scanned over do not go around.
+    # Stacked outputs and scanned inputs do not go around.
     assert inner.inputs[region.carried.stop] not in reached
     assert region.reached(inner, i.ins, set()) == set()
 
@@ -215,7 +213,7 @@ def test_a_while_and_an_unknown_equation_have_no_regions() -> None:
 
 
 def test_the_table_of_what_is_entered_reads_as_its_data() -> None:
-    """The docstring below the table is a picture of it."""
+    """The docstring below the table shows the same table."""
     text = ast.parse(inspect.getsource(entered)).body[-1]
     assert isinstance(text, ast.Expr)
     assert isinstance(text.value, ast.Constant)
@@ -235,8 +233,7 @@ def test_the_table_of_what_is_entered_reads_as_its_data() -> None:
     for interpreter, cells in drawn.items():
         for column, cell in cells.items():
             is_entered = names[column] in ENTERED[interpreter]
-            # A note in the place of a cross says how, of an equation that is entered in a way of
-            # its own.
+            # A note in place of a cross describes an equation that is entered in its own way.
             assert cell in ("x", "-") or re.fullmatch(r"\(\d\)", cell)
             assert cell != "-" or not is_entered, (interpreter, column)
             assert cell != "x" or is_entered, (interpreter, column)

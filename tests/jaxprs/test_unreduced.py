@@ -1,4 +1,4 @@
-"""Gradients of each device's own: sums that a `jax.shard_map` makes beside cotangents."""
+"""Per-device gradients: sums over cotangents inside a `jax.shard_map`."""
 
 import logging
 from typing import Any
@@ -18,8 +18,9 @@ BATCH = PartitionSpec(BATCH_AXES)
 def test_a_sum_of_data_may_leave_the_island_that_a_cotangent_passes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is no gradient: what it scales stays each device's own, and is not reduced where it is
-    made.
+    """The sum is not a gradient.
+
+    What it scales stays per device, and is not reduced where it is computed.
     """
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1), ("data", "fsdp", "tensor"))
 

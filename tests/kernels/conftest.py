@@ -1,6 +1,4 @@
-"""Kernels are interpreted on the CPU with races detected, and compiled for H200s that are not there
-to SASS.
-"""
+"""Kernels are interpreted on the CPU with race detection, and compiled to SASS for absent H200s."""
 
 import contextlib
 import dataclasses
@@ -37,19 +35,19 @@ IS_0_10 = jax.__version__.startswith("0.10.")
 
 @pytest.fixture
 def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Return a context in which kernels are interpreted with races detected, and which fails if
-    there was one.
+    """Return a context in which kernels are interpreted with race detection.
+
+    The context fails if there was a race.
     """
     if IS_0_10:
         _behave_like_hardware(monkeypatch)
         interpret_clusters(monkeypatch)
-    # Which thread has which element is nothing to the interpreter, and of jax 0.10 it does not know
-    # the word.
+    # The interpreter ignores which thread has which element, and that of jax 0.10 does not know the
+    # keyword.
     mlir.register_lowering(gpu_core.layout_cast_p, lambda _, x, new_layout: [x], platform="cpu")
     monkeypatch.setattr(registers, "load", lambda ref, _: ref[...])  # the same, without a layout
     monkeypatch.setattr(registers, "store", lambda ref, value: ref.__setitem__(..., value))
-    # A kernel has no effect when it is compiled; interpreted it has one, which a checkpoint would
-    # refuse.
+    # A compiled kernel has no effect; an interpreted one has one, which a checkpoint would refuse.
     allowed = effects.remat_allowed_effects
     monkeypatch.setattr(
         allowed, "_effect_types", allowed._effect_types | set(map(type, get_interpret_effects()))
@@ -61,20 +59,20 @@ def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManage
             yield
         state = interpret_pallas_call.get_races()
         assert state is not None, "no kernel was interpreted"
-        assert not state.races_found, "the interpreter found a race: its output tells where"
+        assert not state.races_found, "the interpreter found a race: its output says where"
 
     yield interpret
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
 def _behave_like_hardware(monkeypatch) -> None:
-    """Give the interpreter of jax 0.10 what later ones have, and more.
+    """Give the interpreter of jax 0.10 the features of later ones, and more.
 
-    TMA reads zeros outside of an array and writes nothing there (CUDA's programming guide, 'tensor
-    map'): that interpreter raises on the one and drops the whole copy on the other. It checks no
-    read of wgmma for races, nor do later ones; here a product reads its operands when it starts and
-    still when the next one on the same sums starts, as one is kept in flight. And it knows no
-    transposed operand.
+    TMA reads zeros outside an array and writes nothing there (CUDA's programming guide, 'tensor
+    map'). That interpreter raises on the read, and drops the entire copy on the write. Neither it
+    nor later interpreters check reads of wgmma for races. Here a product reads its operands when it
+    starts, and again when the next product on the same sums starts, since one product is kept in
+    flight. The interpreter also lacks transposed operands.
     """
     monkeypatch.setattr(
         shared_memory.Buffer, "__setitem__", shared_memory.Buffer.set_in_bounds_portion
@@ -103,7 +101,7 @@ def _behave_like_hardware(monkeypatch) -> None:
                 int, gpu_callbacks._remove_noop_transforms(call[f"{name}_transforms"])
             )
             indices = [t for t in transforms if not isinstance(t, state_types.TransposeTransform)]
-            assert transforms[: len(indices)] == tuple(indices), "a view is transposed last"
+            assert transforms[: len(indices)] == tuple(indices), "a view must be transposed last"
             key, where = key_of(call, name), interpret_utils.to_range(indices)
             reads.append((key, where))
             operand, _, _ = memory.get_buffer_content(key, where, everywhere)
@@ -132,14 +130,14 @@ def _behave_like_hardware(monkeypatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the compilers say of a program with one kernel.
+    """The compilers' output for a program with one kernel.
 
     Attributes:
       hlo: the scheduled program.
-      temp_bytes: its temporaries.
-      ptxas: the assembler's report. A kernel is assembled once in a process: "" where that was
+      temp_bytes: bytes of its temporaries.
+      ptxas: the assembler's report. A kernel is assembled once per process: "" if that happened
         before.
-      sass: the kernel's instructions, likewise.
+      sass: the kernel's instructions, or "" if it was assembled before.
     """
 
     hlo: str
@@ -149,9 +147,7 @@ class Report:
 
     def spill_bytes(self) -> int:
         sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.ptxas)
-        assert len(sizes) >= 3, (
-            f"the assembler reports no spills, and not that there are none: {self.ptxas!r}"
-        )
+        assert len(sizes) >= 3, f"the assembler's report does not mention spills: {self.ptxas!r}"
         return sum(map(int, sizes))
 
     def registers(self) -> int:
@@ -163,15 +159,16 @@ class Report:
 
 @pytest.fixture
 def compile_for_h200(h200_compiler, monkeypatch, tmp_path) -> Callable[..., Report]:
-    """Return a function that compiles `f(*abstract arrays)`, with one kernel in it, and reports."""
+    """Return a function that compiles `f(*abstract arrays)` with one kernel in it, and reports."""
     from zerojax import aot
 
     root = pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])
     disassembler = shutil.which("nvdisasm", path=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}")
     assert disassembler, (
-        "SASS is read by nvdisasm: pip install nvidia-cuda-nvdisasm, as the extra `dev` does"
+        "reading SASS needs nvdisasm: run pip install nvidia-cuda-nvdisasm, or install the extra "
+        "`dev`"
     )
-    if pathlib.Path(disassembler).parent != root / "bin":  # the compiler looks in one folder
+    if pathlib.Path(disassembler).parent != root / "bin":  # the compiler searches one folder
         tools = tmp_path / "cuda"
         (tools / "bin").mkdir(parents=True)
         for tool in [*(root / "bin").iterdir(), pathlib.Path(disassembler)]:

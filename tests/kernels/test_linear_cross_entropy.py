@@ -1,5 +1,6 @@
-"""The tiled loss and its gradients equal a float64 program of whole logits, for every option, dtype
-and count of tiles.
+"""The tiled loss and its gradients equal a float64 program with full logits.
+
+Every option, dtype and number of tiles is tested.
 """
 
 import functools
@@ -33,8 +34,8 @@ TILES = {
     "columns of one": Config(block_t=37, block_v=1, passes=1),
     "rows of one": Config(block_t=1, block_v=101, passes=2),
 }
-# Largest difference from float64 over the largest value, of the loss and of gradients: there slopes
-# are rounded too.
+# Largest difference from float64 relative to the largest value, for the loss and for gradients,
+# whose slopes are rounded too.
 TOLERANCES = {"float32": (1e-6, 2e-6), "bfloat16": (1e-6, 8e-3), "float16": (1e-6, 1e-3)}
 
 
@@ -62,8 +63,9 @@ def exact(
     softcap: float | None = None,
     weights: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return losses, dx and dw in float64, of probabilities and one-hot labels; `weights` of tokens
-    are those of "none".
+    """Return losses, dx and dw in float64, from probabilities and one-hot labels.
+
+    `weights` scales the tokens' losses under "none".
     """
     x, w = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, w))
     raw = x @ w
@@ -133,7 +135,7 @@ def test_loss_and_gradients_equal_float64_for_every_dtype_and_tile(dtype, tiles)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 2), (5, 1, 13), (33, 9, 65)])
 def test_any_dims_are_served(shape):
     check(*problem(shape=shape), config=Config(block_t=4, block_v=8, passes=2))
-    check(*problem(shape=shape))  # tiles chosen
+    check(*problem(shape=shape))  # tiles chosen by the function
 
 
 def test_num_tiles_are_of_the_vocabulary():
@@ -168,7 +170,7 @@ def test_no_label_that_counts_gives_zero_and_no_nan():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_logits_do_not_overflow(dtype):
-    """Logits of about 3e4, whose exponentials no dtype has; a label is missed by as much."""
+    """Logits of about 3e4 have exponentials beyond every dtype; a label misses by as much."""
     x, w, labels = problem(dtype, scale=80.0)
     got = value_and_grads(x, w, labels, (("config", TILES["ragged in two passes"]),))
     assert got[0] > 1e4
@@ -176,8 +178,9 @@ def test_large_logits_do_not_overflow(dtype):
 
 
 def test_float16_keeps_small_probabilities():
-    """One column has a logit of 14, so the others have probabilities of 8e-7: 14 of float16's
-    smallest steps.
+    """One column has a logit of 14, so the other columns have probabilities of 8e-7.
+
+    That is 14 of float16's smallest steps.
     """
     x, w = jnp.ones((8, 4), jnp.float16), jnp.zeros((4, 16384), jnp.float16).at[:, 0].set(3.5)
     options = (("config", Config(block_t=2, block_v=4096)),)
@@ -190,8 +193,9 @@ def test_float16_keeps_small_probabilities():
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_float16_keeps_small_cotangents(passes):
-    """A cotangent of 1e-7 a token, times probabilities of 6e-5, is nothing in float16; their sum is
-    16 of its steps.
+    """A cotangent of 1e-7 per token times probabilities of 6e-5 vanishes in float16.
+
+    Their sum is 16 of its steps.
     """
     x, w = jnp.zeros((8, 4), jnp.float16), jnp.full((4, 16384), 10, jnp.float16).at[:, 0].set(0)
     options = (("config", Config(block_t=2, block_v=4096, passes=passes)),)
@@ -201,9 +205,7 @@ def test_float16_keeps_small_cotangents(passes):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_bfloat16_gradients_are_summed_in_float32_and_rounded_once(passes):
-    """Over 512 tiles of one token or one column, sums kept in bfloat16 would stop growing at 256
-    terms.
-    """
+    """Over 512 tiles of one token or column, bfloat16 sums would stop growing at 256 terms."""
     labels = np.full(512, -1, np.int32)
     labels[0] = 0
     w = (jnp.arange(512) / 4096).astype(jnp.bfloat16)[None] * jnp.ones((4, 1), jnp.bfloat16)
@@ -245,10 +247,9 @@ def test_labels_of_any_integer_dtype():
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_labels_that_32_bits_make_negative_are_out_of_range_all_the_same(implementation):
     x, w, _ = problem(shape=(8, D, V))
-    labels = np.arange(-1, 7).astype(np.uint32)  # the first one was -1
+    labels = np.arange(-1, 7).astype(np.uint32)  # the first label was -1
     made = value_and_grads(x, w, labels, (("implementation", implementation),))
-    # The gradient too: a step that it moved would have been by other weights than those of any
-    # loss.
+    # The gradient is NaN too: otherwise a step would move the weights by a gradient of no loss.
     assert all(np.isnan(np.asarray(a)).any() for a in made)
 
 
@@ -259,7 +260,7 @@ def test_narrow_labels_are_refused_where_a_cast_negative_one_would_be_a_label():
         match="labels are uint8, which holds no negative number: a -1 that was cast to it is 255",
     ):
         linear_cross_entropy(x, w, np.arange(4, dtype=np.uint8))
-    # A V of more than a signed dtype holds is none that a label of it can reach.
+    # A V larger than a signed dtype can hold cannot be reached by that dtype's labels.
     jax.eval_shape(linear_cross_entropy, x, w, np.arange(4, dtype=np.int8))
 
 
@@ -307,7 +308,8 @@ def test_check_labels_raises_where_labels_are_known_and_under_checkify():
             loss(x, w, known)
         with pytest.raises(ValueError, match=told):
             jax.jit(lambda x, known=known: loss(x, w, known))(x)
-    assert np.isnan(jax.jit(loss)(x, w, wrong))  # nobody functionalizes the check: NaN tells
+    # nobody functionalizes the check, so NaN reports the error
+    assert np.isnan(jax.jit(loss)(x, w, wrong))
 
     def trained(x, w, y):
         return jax.value_and_grad(jax.checkpoint(lambda x: loss(x, w, y)))(x)

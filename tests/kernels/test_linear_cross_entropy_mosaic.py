@@ -1,5 +1,6 @@
-"""The Hopper kernels of linear_cross_entropy equal float64 in value and gradient, interpreted with
-races detected; who runs.
+"""The Hopper kernels of linear_cross_entropy equal float64 in value and gradient.
+
+They are interpreted with race detection; the choice of kernel is tested too.
 """
 
 import functools
@@ -32,17 +33,15 @@ from pallas_kernels.linear_cross_entropy.kernel_config import CACHE, ROWS
 from pallas_kernels.linear_cross_entropy.reference import Form
 
 pytestmark = pytest.mark.xdist_group("kernels")
-# One block goes through all tiles and uses its slots again and again: the interpreter compiles the
-# program of each block.
+# One block runs through all tiles and reuses its slots: the interpreter compiles each block's
+# program.
 SMALL: dict[str, Any] = {"block_v": 64, "num_stages": 2, "num_parts": 2, "num_cores": 1}
 SMALL |= {"width": 64, "num_slopes": 1, "num_backward_stages": 2, "backward": True}
 mosaic = functools.partial(linear_cross_entropy, implementation="mosaic")
 
 
 def test_loss_kernels_interpreted_equal_float64_without_races(races):
-    """With every option, and no dim that a tile divides: 2 or 3 tiles of each, and sums between
-    groups.
-    """
+    """Every option, and no dim divisible by a tile: 2 or 3 tiles each, and sums between groups."""
     arrays = problem("bfloat16", (130, 72, 140), 0.5)
     with races():
         check(
@@ -66,12 +65,12 @@ def test_loss_kernel_interpreted_with_xlas_backward_equals_float64_without_races
         )
 
 
-# by default XLA's form keeps them, and the kernels equal float64 on smaller ones
+# by default the tests of XLA's form cover these, and the kernels equal float64 on smaller ones
 @pytest.mark.exhaustive
 def test_loss_kernels_interpreted_keep_large_logits_of_either_sign_without_races(races):
     """Logits of about 1e5 or -1e5.
 
-    Forward has two blocks, with a part each; backward one group, and no sums between.
+    Forward has two blocks with a part each; backward has one group, and no sums between groups.
     """
     x, w, labels = problem("float16", (40, 24, 101), 80.0)
     x, w = abs(x) * (1 - 2 * (jnp.arange(40) % 2))[:, None].astype(x.dtype), abs(w)
@@ -107,8 +106,9 @@ def test_forward_kernel_of_some_columns_of_the_vocabulary_finds_their_labels_alo
     ids=str,
 )
 def test_loss_kernels_on_split_arrays_are_joined_as_on_one_device(monkeypatch, axes, w, dw):
-    """What surrounds the kernels, which the interpreter does not run on several devices: XLA's
-    loops stand in for them.
+    """Test what surrounds the kernels, with XLA's loops as their stand-ins.
+
+    The interpreter does not run kernels on several devices.
     """
 
     def pieces(form, x, w, labels):

@@ -1,5 +1,6 @@
-"""The kernels of linear_cross_entropy compiled for an H200 that is not there: 16K tokens, D 4096, a
-vocabulary of 128K.
+"""The kernels of linear_cross_entropy compiled for an absent H200.
+
+The sizes are 16K tokens, D 4096, and a vocabulary of 128K.
 """
 
 import functools
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("kernels_h200")
 BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 T, D, V = 16384, 4096, 131072
 SUMS = 132 * 128 * D * 4
-"""Bytes of the float32 sums of dw that all cores have."""
+"""Bytes of all cores' float32 sums of dw."""
 FORM = Form(V, label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
 
 
@@ -32,7 +33,7 @@ def operands(dtype):
 def check(report, num_kernels, temp_bytes):
     assert report.spill_bytes() == 0
     assert report.count("LDL") + report.count("STL") == 0
-    assert report.registers() == 168  # of 65536 a core, for 384 threads
+    assert report.registers() == 168  # of 65536 per core, for 384 threads
     assert "serialized" not in report.ptxas  # ptxas's warning that products wait for each other
     assert report.hlo.count('custom_call_target="mosaic_gpu_v2"') == num_kernels
     assert report.count("UTMALDG") >= 2 * num_kernels  # TMA: x and w

@@ -1,5 +1,6 @@
-"""Over a mesh the loss and its gradients are those of one device: tokens, vocabulary and w split in
-every way on offer.
+"""Over a mesh, the loss and its gradients equal those of one device.
+
+Tokens, vocabulary and w are split in every supported way.
 """
 
 import functools
@@ -83,7 +84,7 @@ CASES += [("2 x 2 x 2", spec, 1) for spec in W_SPECS if spec != "whole"] + [
 def test_split_equals_one_device(axes, w_spec, passes):
     x, w, labels = problem()
     mesh = make_mesh(MESHES[axes])
-    config = Config(block_t=2, block_v=5, passes=passes)  # neither divides what a device has
+    config = Config(block_t=2, block_v=5, passes=passes)  # neither divides a device's part
     loss = functools.partial(
         zj.linear_cross_entropy, w_spec=W_SPECS[w_spec], config=config, **OPTIONS
     )
@@ -126,8 +127,9 @@ def test_a_vocabulary_that_tensor_does_not_divide_stays_whole():
 
 
 def test_padding_alone_on_one_device_and_a_wrong_label_on_another():
-    """A device whose tokens all count nothing has a cotangent of 0; a label of V makes every
-    gradient NaN, wherever it is.
+    """On a device whose tokens do not count, the cotangent is 0.
+
+    A label of V makes every gradient NaN, on whichever device it is.
     """
     x, w, labels = problem()
     mesh, labels = make_mesh(MESHES["2 x 2 x 2"]), labels.copy()

@@ -1,5 +1,6 @@
-"""nf4: the 16 values, the nearest of them, errors against float64, the same bits from every
-implementation; bad input.
+"""nf4: the 16 values, the nearest of them, and errors against float64.
+
+All implementations return the same bits; bad input is refused.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from pallas_kernels.shared_memory import SHARED_BYTES
 pytestmark = pytest.mark.xdist_group("kernels")
 FLOATS = ["bfloat16", "float16", "float32"]
 LEVELS_64 = np.array(LEVELS)
-HALF_GAP = np.diff(LEVELS_64).max() / 2  # between -1 and its neighbour
+HALF_GAP = np.diff(LEVELS_64).max() / 2  # between -1 and its neighbor
 
 
 def draw(shape, dtype="float32", seed=0):
@@ -36,7 +37,7 @@ def codes_of(q: Nf4) -> np.ndarray:
 
 
 def largest_of(q: Nf4) -> np.ndarray:
-    """Return the largest magnitudes that scales stand for, [.., K / 64], in float64."""
+    """Return the largest magnitudes that the scales represent, [.., K / 64], in float64."""
     steps, means = (np.asarray(a, np.float64) for a in (q.steps, q.means))
     for axis in (-2, -1)[-q.scales.ndim :]:
         steps, means = (
@@ -68,7 +69,7 @@ def test_nf4_levels_are_the_published_ones_as_the_papers_quantiles_in_float32():
 
     def tail(count: int) -> list[float]:
         step = np.float32((end - start) / np.float32(count))
-        # From both ends, as torch.linspace, in which the published ones were computed.
+        # From both ends, like torch.linspace, which computed the published values.
         points = [
             start + step * np.float32(i)
             if i < (count + 1) // 2
@@ -90,7 +91,7 @@ def test_nf4_levels_are_the_published_ones_as_the_papers_quantiles_in_float32():
 
 @pytest.mark.parametrize("in_dtype", FLOATS)
 def test_nf4_takes_the_nearest_value_and_is_off_by_the_two_bounds_at_most(in_dtype):
-    x = draw((3, 5, 960), in_dtype)  # 15 blocks a row
+    x = draw((3, 5, 960), in_dtype)  # 15 blocks per row
     q = quantize_nf4(x)
     assert [(a.dtype.name, a.shape) for a in jax.tree.leaves(q)] == [
         ("uint8", (3, 5, 480)),
@@ -104,7 +105,8 @@ def test_nf4_takes_the_nearest_value_and_is_off_by_the_two_bounds_at_most(in_dty
     codes = codes_of(q)
     off = np.abs(LEVELS_64[codes] - v)
     assert (off <= np.abs(LEVELS_64 - v[..., None]).min(-1) + 2**-22).all()
-    # A scale is off by half a step, a step being 1 / 127 of the largest distance from the mean.
+    # A scale's error is at most half a step; a step is 1 / 127 of the largest distance from the
+    # mean.
     mean = largest.mean((1, 2), keepdims=True)
     np.testing.assert_allclose(q.means, mean, rtol=2**-21)
     apart = np.abs(largest - mean).max((1, 2), keepdims=True)
@@ -147,10 +149,10 @@ def test_nf4_groups_have_means_and_steps_of_their_own(group):
 def test_nf4_of_zeros_and_of_what_is_nearly_zero_is_zero():
     rows = np.array([0.0, 2.0**-149, 2.0**-73, 2.0**-72, 1.0, 3.0e38], np.float32)
     x = jnp.asarray(rows[:, None] * np.sign(np.arange(64) % 3 - 1.0), jnp.float32)
-    y = dequantize_nf4(quantize_nf4(x, (1, 1)))  # of one group, the largest would hide the others
+    y = dequantize_nf4(quantize_nf4(x, (1, 1)))  # of one group; the largest would hide the others
     np.testing.assert_array_equal(y[:3], 0)
     np.testing.assert_array_equal(y[3:], x[3:])
-    # An exact zero stays zero, and so does a block of zeros among others, whose scale is about
+    # An exact zero stays zero, and so does a block of zeros among others, whose scale is close to
     # their mean.
     mixed = draw((1, 640)).at[0, ::3].set(0.0).at[0, 128:192].set(-0.0)
     y = np.asarray(dequantize_nf4(quantize_nf4(mixed)))
@@ -180,7 +182,7 @@ def test_nf4_of_a_block_that_is_not_finite_is_nan_and_hurts_no_other():
 def test_nf4_scales_far_below_their_mean_are_never_negative():
     largest = jnp.asarray(
         [[1e-6] * 80 + [1.0]], jnp.float32
-    )  # their mean is 1.59 steps, which is rounded to 2
+    )  # their mean is 1.59 steps, which rounds to 2
     scales, steps, means = jax.jit(quantize_scales, static_argnums=1)(largest, (1, 81))
     assert float(means[0, 0] - 2 * steps[0, 0]) < 0
     assert (np.asarray(scales)[0, :80] == -2).all()
@@ -202,7 +204,7 @@ def test_dequantize_nf4_multiplies_and_rounds_once(out):
 def test_nf4_fused_by_xla_has_the_bits_of_the_reference(op):
     x = draw((8, 512), seed=5) * 2.0 ** np.random.default_rng(0).integers(-90, 20, (8, 1))
     q = quantize_nf4(x.at[3, 3].set(jnp.inf), (2, 4))
-    if op == "quantize_nf4":  # the reference an operation at a time
+    if op == "quantize_nf4":  # the reference, one operation at a time
         assert_same(q, quantize_nf4(x.at[3, 3].set(jnp.inf), (2, 4), "reference"))
     else:
         y = dequantize_nf4(q, jnp.bfloat16, "reference").astype(jnp.float32)
@@ -217,8 +219,8 @@ def test_nf4_fused_by_xla_has_the_bits_of_the_reference(op):
             "bfloat16",
             (260, 64),
             Config(num_warpgroups=1, num_stages=2, num_cores=1),
-        ),  # slots used again
-        ("bfloat16", (23, 192), None),  # 69 blocks: less than two tiles, and no multiple of 8
+        ),  # slots are reused
+        ("bfloat16", (23, 192), None),  # 69 blocks: less than two tiles, and not a multiple of 8
         ("float16", (3, 192), None),
         ("float32", (2, 70, 128), Config(num_warpgroups=2, num_stages=2, num_cores=1)),
     ],

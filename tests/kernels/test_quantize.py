@@ -1,5 +1,6 @@
-"""quantize: within half a step of float64, unbiased where stochastic, the same bits from every
-implementation; bad input.
+"""quantize: within half a step of float64, and unbiased if stochastic.
+
+All implementations return the same bits; bad input is refused.
 """
 
 import functools
@@ -29,7 +30,7 @@ FLOATS = ["bfloat16", "float16", "float32"]
 
 
 def draw(shape, dtype="float32", seed=0):
-    """Return normal numbers of very different sizes, so that fp8 has subnormal values too."""
+    """Return normal numbers of very different sizes, so that fp8 also has subnormal values."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 4, shape), dtype)
 
@@ -50,7 +51,7 @@ def spread(q: Quantized) -> np.ndarray:
 
 
 def neighbours(v: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of a format at or below v and at or above it, in float64."""
+    """Return the format's values at or below v and at or above it, in float64."""
     if dtype == "int8":
         return np.floor(v), np.ceil(v)
     codes = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float64)
@@ -77,7 +78,7 @@ def test_quantize_to_nearest_is_off_by_half_a_step_at_most(dtype, in_dtype):
     assert (error <= (high - low) / 2 + 2**-21 * np.abs(v)).all()
     assert (
         np.abs(np.asarray(q.values, np.float64)).max(-1).min() == MOST[dtype]
-    )  # the largest of a row becomes the largest value
+    )  # a row's largest element becomes the largest value
     y = dequantize(q, jnp.float32)
     if dtype == "int8":
         assert (
@@ -103,8 +104,8 @@ def test_quantize_stochastically_is_within_a_step_and_unbiased_over_keys(dtype):
     up = (v - low) / np.maximum(high - low, 1e-300)
     deviation = (high - low) * np.sqrt(up * (1 - up) / num_keys)
     assert (np.abs(values.mean(0) - v) <= 5 * deviation + (high - low) / num_keys + slack).all()
-    assert (deviation > 0).sum() > 100  # most elements lie between two values
-    # Elements of one value are rounded each by itself: in one row, in one column, and from key to
+    assert (deviation > 0).sum() > 100  # most elements are between two values
+    # Elements of equal value are rounded independently: in one row, in one column, and from key to
     # key.
     chosen = (values[:, :, 60:] == high[:, 60:]).reshape(num_keys, -1)
     correlations = np.corrcoef(np.concatenate([chosen, np.roll(chosen, 1, 0)], 1).T)
@@ -204,7 +205,7 @@ def test_quantize_fused_by_xla_has_the_bits_of_the_reference(dtype, key):
         jnp.concatenate([many.at[17, 3].set(jnp.inf)[:-1], jnp.tile(SPECIAL, 4)[None]]),
     ):
         call = functools.partial(quantize, dtype=dtype, block_size=64, key=key)
-        plain = call(x, implementation="reference")  # an operation at a time
+        plain = call(x, implementation="reference")  # one operation at a time
         fused = call(x, implementation="xla")
         assert_same_bits(fused, plain)
         assert_same_bits(
@@ -223,7 +224,7 @@ def test_quantize_fused_by_xla_has_the_bits_of_the_reference(dtype, key):
             64,
             None,
             Config(num_warpgroups=1, num_stages=2, num_cores=1),
-        ),  # slots used again
+        ),  # slots are reused
         (
             "float8_e4m3fn",
             "float32",

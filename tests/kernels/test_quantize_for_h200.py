@@ -1,4 +1,4 @@
-"""The quantize kernels compiled for an H200 that is not there: registers, copies, memory."""
+"""The quantize kernels compiled for an absent H200: registers, copies, memory."""
 
 import re
 
@@ -30,7 +30,7 @@ def abstract(shape, dtype):
 def check(report, reads: int) -> None:
     assert report.spill_bytes() == 0
     assert report.count("UTMALDG") >= reads  # TMA, to shared memory
-    assert report.count("UTMASTG") >= 1  # and back
+    assert report.count("UTMASTG") >= 1  # and back to global memory
     assert report.count("LDL") + report.count("STL") == 0
     assert report.hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
 
@@ -55,13 +55,12 @@ def test_quantize_kernel_for_h200_reads_and_writes_once_without_spills(
         lambda x: quantize(x, dtype, block_size, implementation="mosaic"), abstract(shape, in_dtype)
     )
     check(report, reads=1)
-    # Nothing before the kernel and nothing behind it: blocks and fp8 are other names of the same
-    # memory.
+    # Nothing runs before or after the kernel: blocks and fp8 are other names of the same memory.
     assert report.temp_bytes <= 16  # the addresses of the two results
     assert not re.search(r" (copy|fusion|transpose|convert|pad)\(", report.hlo)
-    if (
-        dtype == I8
-    ):  # a thread has block_size / 2 elements of a tile: no product is rounded with a sum. fp8 has exact products
+    # A thread has block_size / 2 elements of a tile: no product is rounded together with a sum. The
+    # products of fp8 are exact.
+    if dtype == I8:
         assert report.count("FFMA") < block_size // 2
 
 
@@ -79,7 +78,7 @@ def test_quantize_kernel_for_h200_rounds_stochastically_without_spills(
     words = 4 * 8192 * 8192 // block_size
     assert (
         words <= report.temp_bytes <= words + 1024
-    )  # random bits are made from one word a block, in the kernel
+    )  # random bits are made from one word per block, in the kernel
 
 
 @pytest.mark.parametrize(

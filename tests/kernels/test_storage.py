@@ -1,5 +1,6 @@
-"""Weights at rest in 8 or 4 bits: bytes, which dims have the blocks, shards equal to the whole, one
-layer at a time.
+"""Weights stored in 8 or 4 bits: their bytes, and the dims that blocks run along.
+
+Shards equal the full weight, and one layer is decoded at a time.
 """
 
 import functools
@@ -56,9 +57,7 @@ def test_storage_of_a_layer_of_a_large_model_holds_1_016_and_0_516_bytes_a_param
     assert sum(sizes) / sum(math.prod(shape) for shape, _ in leaves) == pytest.approx(
         held, rel=1e-3
     )
-    if (
-        format == "nf4"
-    ):  # a group is of as many rows as it takes, where a shard has 8 blocks of a row
+    if format == "nf4":  # a group has as many rows as it needs if a shard has 8 blocks per row
         assert choose_layout(format, (f, d), (1, 8)).group == (32, 8)
 
 
@@ -78,13 +77,13 @@ def test_storage_of_a_layer_of_a_large_model_holds_1_016_and_0_516_bytes_a_param
             (128, 4, 32),
             (2, 2, 1),
             Layout(format="nf4", inner=(32,), group=(64, 1)),
-        ),  # heads of 32: 64 of a shard's two
+        ),  # heads of 32: 64 for a shard's two
         (
             "nf4",
             (128, 44),
             (2, 4),
             Layout(format="nf4", moved=-2, group=(11, 1)),
-        ),  # 11 columns a shard
+        ),  # 11 columns per shard
         ("nf4", (2, 128, 44), (1, 1, 4), Layout(format="nf4", moved=-2, group=(11, 2))),
         ("int8", (256, 44), (1, 4), Layout(format="int8", moved=-2)),
         ("int8", (3, 3, 64, 64), (1, 1, 8, 1), Layout(format="int8", inner=(64,))),
@@ -192,7 +191,7 @@ def test_storage_of_shards_gathered_is_that_of_the_whole_and_decoding_commutes(c
     assert_same(gathered_first, decode(whole))
     assert_same(decoded_first, gathered_first)
     assert all(a.ndim == len(own) for a in jax.tree.leaves(q))
-    # Nor does the partitioner communicate where the result is split as the arrays are.
+    # The partitioner does not communicate either if the result is split like the arrays.
     put = jax.tree.map(lambda a: jax.device_put(a, jax.NamedSharding(mesh, own)), q)
     compiled = jax.jit(decode, out_shardings=jax.NamedSharding(mesh, spec)).lower(put).compile()
     assert not [
@@ -233,11 +232,11 @@ def test_storage_is_decoded_a_layer_at_a_time_and_no_decoded_layer_is_kept_for_b
             b, q = layer
             q, x = jax.lax.optimization_barrier(
                 (q, x)
-            )  # its derivative gives what is encoded one of zeros
+            )  # its derivative returns zeros for the encoded arrays
             return jnp.tanh(x @ decode(q, jnp.float32) + b), None
 
-        # Nothing inside of a layer is saved, as in a step that recomputes its layers; else all
-        # decoded ones would be.
+        # Nothing inside a layer is saved, as in a step that recomputes its layers; otherwise all
+        # decoded layers would be saved.
         x, _ = jax.lax.scan(jax.checkpoint(block), x, (bias, q))
         return x.sum()
 
@@ -251,4 +250,5 @@ def test_storage_is_decoded_a_layer_at_a_time_and_no_decoded_layer_is_kept_for_b
         return stats.temp_size_in_bytes
 
     few, many = temp_bytes(2), temp_bytes(10)
-    assert many - few <= 8 * 4 * d * 8  # each layer's input and such; a decoded layer has 4 * d * d
+    # small arrays, such as each layer's input; a decoded layer has 4 * d * d
+    assert many - few <= 8 * 4 * d * 8

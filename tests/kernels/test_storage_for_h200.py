@@ -1,5 +1,6 @@
-"""Layers in 8 or 4 bits compiled for 8 H200s that are not there: gathered as they rest, decoded one
-at a time.
+"""Layers in 8 or 4 bits compiled for 8 absent H200s.
+
+They are gathered as stored and decoded one at a time.
 """
 
 import re
@@ -56,7 +57,8 @@ def test_storage_for_h200_is_gathered_encoded_and_decoded_a_layer_at_a_time(h200
 
     program = compiled(8)
     gathered = re.findall(r"= (\(.*\)) all-gather(?:-start)?\(", program.as_text())
-    assert len(gathered) == 2  # of a layer forward, and again backward: all its arrays at once
+    # for a layer in forward, and again in backward: all its arrays together
+    assert len(gathered) == 2
     codes = {"int8": f"s8[{D * D}]", "nf4": f"u8[{D * D // 2}]"}[format]
     assert all(codes in arrays and "bf16" not in arrays for arrays in gathered)
     grown = (

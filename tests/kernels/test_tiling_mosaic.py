@@ -1,5 +1,6 @@
-"""Tiled layers on the matmul kernel, interpreted: values, gradients and training steps are those of
-XLA's products.
+"""Tiled layers on the interpreted matmul kernel.
+
+Values, gradients and training steps equal those of XLA's products.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from zerojax import tiling
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("kernels"),
-]  # the interpreter takes seconds a kernel
+]  # the interpreter takes seconds per kernel
 D, H = 64, 128
 
 

@@ -1,4 +1,4 @@
-"""Closed forms, and the account of a program against what is really held."""
+"""Closed forms, and a program's account against the memory that it actually holds."""
 
 import dataclasses
 import itertools
@@ -99,8 +99,8 @@ def test_activations_are_counted_from_the_residuals():
         )
         return program.memory({"tokens": tokens, "targets": tokens}).tiers["device"]["activations"]
 
-    layer_input = 2 * 32 * 64 * 4  # sequences a device x seq x hidden x float32
-    index = 4 / 8  # the scan keeps each layer's index; counted as split, like all that is kept
+    layer_input = 2 * 32 * 64 * 4  # sequences per device x seq x hidden x float32
+    index = 4 / 8  # the scan saves each layer's index, counted as split, like all saved values
     assert kept("remat", 8) - kept("remat", 4) == pytest.approx(4 * (layer_input + index), abs=4)
     assert kept("save", 8) - kept("save", 4) > 8 * 4 * layer_input
 
@@ -150,7 +150,7 @@ def report_of(num_layers: int = toys.LAYERS, **config: Any) -> MemoryReport:
 
 
 def held(tree: Any, kind: str) -> int:
-    """Return the bytes of one device's shards of a tree that are in a memory kind."""
+    """Return the bytes of one device's shards of a tree in a given memory kind."""
     leaves = jax.tree.leaves(tree)
     away = [leaf.sharding.memory_kind == HOST for leaf in leaves]
     return sum(
@@ -242,7 +242,8 @@ def test_each_byte_crosses_the_link_once_each_way(precision, distance):
         if "blocks" not in path
     )
     blocks = host["params"] - ends
-    again = ends + blocks if precision == "fp32" else 0  # the update reads what has no master
+    # the update reads parameters without masters
+    again = ends + blocks if precision == "fp32" else 0
     assert report.host_link == {
         "to_device": 2 * blocks + ends + host["grads"] + state + activations + again,
         "to_host": host["params"] + host["grads"] + state + activations,
@@ -251,7 +252,7 @@ def test_each_byte_crosses_the_link_once_each_way(precision, distance):
     assert gathered_late.host_link == report.host_link
     summed = report_of(
         **config, **EVERYTHING, num_microbatches=4
-    )  # a layer comes once for all microbatches
+    )  # a layer is loaded once for all microbatches
     wider = summed.tiers[HOST]["grads"] - host["grads"]
     assert summed.host_link == {way: n + wider for way, n in report.host_link.items()}
     fused = report_of(**config, **EVERYTHING, update="in_backward")
@@ -304,7 +305,7 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
         assert report.host_link == {
             "to_device": params,
             "to_host": params,
-        }  # 2 + 2 bytes a parameter
+        }  # 2 + 2 bytes per parameter
 
 
 DISK = "nvme"
@@ -337,14 +338,14 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
         crossed: dict[str, list[int]] = {
             "to_device": [],
             "to_host": [],
-        }  # by callbacks of both devices, each on a thread of its own
+        }  # by callbacks of both devices, each on its own thread
 
         def counted(move: Any, way: str) -> Any:
             def call(kind: str, rank: int, layer: int, use: Any) -> None:
                 def used(views: Any) -> None:
                     crossed[way].append(
                         sum(v.nbytes for v in views)
-                    )  # whole under threads, as "+=" is not
+                    )  # complete with threads, unlike "+="
                     use(views)
 
                 move(kind, rank, layer, used)
@@ -372,7 +373,7 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
         assert not report.tiers[HOST].get("stashed")
 
 
-OTHER = {"opt_state": "master"}  # of the leaves that are no stack of layers
+OTHER = {"opt_state": "master"}  # of the unstacked leaves
 
 
 def test_a_delayed_update_keeps_gradients_and_parameters_twice():
@@ -395,7 +396,7 @@ def test_a_delayed_update_keeps_gradients_and_parameters_twice():
     host = program._runner.host.host
     state, _ = program.step(state, batch)
     before = dataclasses.replace(host.traffic)
-    program.step(state, batch)  # installs what the first step's gradients make
+    program.step(state, batch)  # installs the results of the first step's gradients
     for kept, kind in ((host.stashed, "stashed"), (host.new_params, "made")):
         assert sum(a.nbytes for a in kept.values()) == 2 * report.tiers[HOST][kind]
     moved = {way: getattr(host.traffic, way) - getattr(before, way) for way in report.host_link}

@@ -1,6 +1,4 @@
-"""`program.operations`: the bytes that it lists are those of `program.memory`, of the disk and of
-the budget.
-"""
+"""`program.operations` lists the bytes of `program.memory`, the disk and the budget."""
 
 import itertools
 from typing import Any
@@ -68,7 +66,7 @@ def test_a_budget_of_the_peak_is_enough_and_a_byte_less_is_not(case, tmp_path):
         with pytest.raises(ValueError, match=told.format("")):
             build(less, tmp_path)
         return
-    # The bytes of what is kept off the device for backward are known with a batch.
+    # The bytes of activations kept off the device for backward are known with a batch.
     with (
         build(less, tmp_path) as program,
         pytest.raises(ValueError, match=told.format("with this batch.s saved activations .*, ")),
@@ -165,7 +163,7 @@ def test_a_resident_step_lists_its_update_once():
 
 
 def test_advice_keeps_what_makes_the_step_stream():
-    """`gather_ahead=False` is no advice where it alone makes the step stream."""
+    """`gather_ahead=False` is not advised if it is the only reason why the step streams."""
     fields = {"stage": 3, "gather_ahead": True}
     model, tx = toys.layered(), optax.adamw(1e-3)
     with zj.build_train_step(model, tx, zj.ZeroConfig(**fields), mesh_of(2)) as program:

@@ -1,4 +1,4 @@
-"""Names of axes become mesh axes by rules, in parameters and in what modules constrain."""
+"""Rules map axis names to mesh axes, in parameters and in constraints of modules."""
 
 import logging
 
@@ -27,10 +27,10 @@ RULES = (
     ("names", "spec"),
     [
         (("vocab", "none"), P("tensor", None)),
-        (("embed", "vocab"), P(None, "tensor")),  # fsdp is ZeRO's
+        (("embed", "vocab"), P(None, "tensor")),  # ZeRO owns fsdp
         (("heads", "vocab"), P(None, "tensor")),  # the first rule has the axis
         (("both", None), P("tensor", None)),
-        (("layers", "tensor"), P(None, "tensor")),  # no rule knows it; an axis as it is
+        (("layers", "tensor"), P(None, "tensor")),  # no rule matches it; the axis is used unchanged
         ((("heads", "embed"), "none"), P("tensor", None)),
         ((), P()),
     ],
@@ -47,7 +47,7 @@ def test_without_rules_names_are_axes_and_those_of_zero_are_dropped():
         assert AxisNames().spec("w", ("embed",)) == P("tensor")
         assert AxisNames(()).spec("w", ("embed",)) == P(
             None
-        )  # given rules come before those in scope
+        )  # passed rules take precedence over those in scope
     assert AxisNames().spec("w", ("embed",), (("embed", "tensor"),)) == P("tensor")  # a leaf's own
 
 

@@ -1,4 +1,4 @@
-"""Flax modules, unedited: NNX and Linen, whole and layered."""
+"""Unedited Flax modules, NNX and Linen, as one module and as layers."""
 
 import logging
 from typing import Any
@@ -115,9 +115,7 @@ def test_nnx_layered_equals_the_same_gpt_unrolled(layered):
 
 
 class ScannedMLP(nnx.Module):
-    """Layers made by nnx.vmap and run by nnx.scan over nnx.remat: how large Flax models are
-    written.
-    """
+    """Layers made by nnx.vmap and run by nnx.scan over nnx.remat, like large Flax models."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=4)
@@ -335,7 +333,8 @@ def test_dropout_draws_anew_each_step_and_the_same_in_recomputation(name, activa
     model = dropout_models()[name]
     assert model.stochastic
     batch = tokens(1)[0]
-    tx = optax.sgd(lambda step: jnp.where(step == 0, 0.0, 1.0))  # the first step moves no weight
+    # the first step does not move the weights
+    tx = optax.sgd(lambda step: jnp.where(step == 0, 0.0, 1.0))
 
     def train(config: zj.ZeroConfig, mesh: Any) -> tuple[list[float], Any, Any]:
         program = zj.build_train_step(model, tx, config, mesh)
@@ -352,8 +351,8 @@ def test_dropout_draws_anew_each_step_and_the_same_in_recomputation(name, activa
     losses, params, before = train(
         zj.ZeroConfig(stage=3, activations=activations), zj.make_mesh(fsdp=8)
     )
-    assert abs(losses[0] - losses[1]) > 1e-5  # only the key is another
-    # against a plain gradient with the same keys: recomputation saw the same masks
+    assert abs(losses[0] - losses[1]) > 1e-5  # only the key differs
+    # compared with a plain gradient with the same keys: recomputation saw the same masks
     expected, reference, _ = train(zj.ZeroConfig(stage=0), zj.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     toys.assert_trees_close(params, reference, atol=1e-5)
@@ -373,7 +372,7 @@ def test_dropout_is_off_in_eval():
 
 
 class Attention(nnx.Module):
-    """Attention whose constructor leaves open whether it is deterministic."""
+    """Attention whose constructor does not set whether it is deterministic."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.attend = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=rngs)
@@ -396,7 +395,10 @@ class SwitchedOff(nnx.Module):
 
 
 class Jitter(nnx.Module):
-    """A module without random streams that training changes. Takes x, or a batch that holds it."""
+    """A module without random streams that training would change.
+
+    It takes x, or a batch that holds it.
+    """
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.dense, self.deterministic = nnx.Linear(8, 8, rngs=rngs), True
@@ -408,7 +410,7 @@ class Jitter(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """Layers of a kind, stacked by nnx.vmap."""
+    """Layers of one kind, stacked by nnx.vmap."""
 
     def __init__(self, kind: Any, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.vmap(lambda rngs: kind(rngs=rngs))(rngs.fork(split=3))
@@ -420,7 +422,7 @@ class Stacked(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """Takes x, or a batch that holds it."""
+    """A head that takes x, or a batch that holds it."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(8, 8, rngs=rngs)
@@ -454,7 +456,7 @@ MODES = {
 @pytest.mark.parametrize("name", MODES)
 def test_a_step_trains_and_eval_evaluates_whatever_the_constructor_left(name):
     model, (batch,) = MODES[name](), regression(1)
-    assert model.stochastic  # a step then gives it a key, and eval none
+    assert model.stochastic  # a step then passes it a key, and eval does not
     if isinstance(model, zj.Model):
         params, loss = model.init(jax.random.key(0)), model.loss
     else:
@@ -504,8 +506,9 @@ def test_annotations_of_nnx_modules_become_specs(layered):
 
 
 class WithTables(nnx.Module):
-    """Constant arrays as plain attributes: a table that the constructor traces, a numpy mask, and
-    one in nnx.data.
+    """Constant arrays as plain attributes.
+
+    They are a table that the constructor traces, a numpy mask, and an array in nnx.data.
     """
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
@@ -562,9 +565,7 @@ def test_nnx_scan_over_layers_with_dropout():
 
 
 class LinenTable(nn.Module):
-    """A constant as a variable, which is part of the state, or as an array, which is part of the
-    program.
-    """
+    """A constant as a variable is part of the state; as an array it is part of the program."""
 
     is_variable: bool = True
 
@@ -594,7 +595,7 @@ def test_a_linen_constant_is_an_array_made_in_setup_or_a_variable():
 
 
 class WithAxes(nnx.Module):
-    """A kernel whose dims have names that a mesh does not know, in 16 bits."""
+    """A kernel in 16 bits whose dims have names unknown to the mesh."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
@@ -670,7 +671,7 @@ class LinenWindowed(nn.Module):
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_blocks_read_a_context_and_data_of_their_layer(kind):
-    """As a LayeredModel of plain functions does."""
+    """Build the model from plain functions, as for a LayeredModel."""
     tokens = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
     batch, layers = {"tokens": tokens, "targets": tokens}, 3
     block = {"nnx": lambda rngs: NnxWindowed(rngs=rngs), "linen": LinenWindowed()}[kind]

@@ -1,4 +1,4 @@
-"""Keys and modes: what losses and modules take by their signatures is given to them."""
+"""Keys and modes: losses and modules are passed what their signatures ask for."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_the_key_of_a_loss_is_none_in_evaluation():
 
 
 class Drops(nnx.Module):
-    """Takes its random streams at the call; x, or a batch that holds it."""
+    """A module that takes its random streams at the call, and x or a batch that holds it."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5)
@@ -131,7 +131,7 @@ def test_linen_modules_train_and_evaluate_without_has_rng(kind):
     params, of = model.init(KEY), jax.jit(model.loss)
     assert float(of(params, batch, KEY)) != float(of(params, batch, jax.random.key(2)))
     assert float(of(params, batch, None)) < 1  # nothing was dropped
-    assert module == kind()  # its attributes are set back
+    assert module == kind()  # its attributes are reset
 
 
 def test_a_config_that_trains_evaluates():
@@ -148,7 +148,7 @@ def test_a_linen_module_without_streams_and_state_has_one_mode():
     batch = {"x": jnp.ones((2, 8))}
     model = zj.from_flax(ByDefault(), lambda m, b: jnp.mean(m(b["x"])), example_batch=batch)
     assert not model.stochastic
-    with pytest.raises(flax.errors.InvalidRngError):  # what is written stays, and it would draw
+    with pytest.raises(flax.errors.InvalidRngError):  # the written value stays, and it would draw
         zj.from_flax(
             ByDefault(), lambda m, b: jnp.mean(m(b["x"], deterministic=False)), example_batch=batch
         )

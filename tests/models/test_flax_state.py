@@ -1,5 +1,6 @@
-"""What Flax modules hold and change besides parameters: statistics, counters, tables, sown values,
-scales of 8-bit floats.
+"""What Flax modules hold and change besides parameters.
+
+They have statistics, counters, tables, sown values and scales of 8-bit floats.
 """
 
 from typing import Any
@@ -70,8 +71,9 @@ def linen_apply(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any]:
 def plain_run(
     loss: Any, params: Any, state: Any, data: list[Any], microbatches: int
 ) -> tuple[list[float], Any, Any]:
-    """Train on one device, microbatch by microbatch: `loss(params, state, batch) -> (loss, new
-    state)`.
+    """Train on one device, one microbatch at a time.
+
+    The loss is `loss(params, state, batch) -> (loss, new state)`.
     """
     tx = optax.adamw(LR)
 
@@ -130,7 +132,7 @@ def test_statistics_are_those_of_the_global_batch_microbatch_by_microbatch(
     before = jax.device_get(state.model_state)
     evaluated = program.eval(state, data[0])
     x = data[0]["x"]
-    if kind == "linen":  # the running averages are read, and not written
+    if kind == "linen":  # the running averages are read, not written
         out = LinenNormed().apply({"params": jax.device_get(params), **before}, x, train=False)
         np.testing.assert_allclose(
             float(evaluated), float(jnp.mean((out - data[0]["y"]) ** 2)), rtol=1e-5
@@ -139,8 +141,9 @@ def test_statistics_are_those_of_the_global_batch_microbatch_by_microbatch(
 
 
 class Holds(nnx.Module):
-    """A counter, a table as a Variable and as an integer Param, a mask as a plain array, and what
-    it sows.
+    """A module with a counter, a table as a Variable and as an integer Param, and sown values.
+
+    A mask is a plain array.
     """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
@@ -178,7 +181,7 @@ def test_nnx_variables_that_are_no_parameters_are_state_and_sown_ones_are_read_b
 
 
 class LinenHolds(nn.Module):
-    """A counter, a table that no call changes, and what it sows."""
+    """A module with a counter, a table that no call changes, and sown values."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -272,7 +275,7 @@ def test_scales_of_8_bit_floats_are_overwritten_with_their_gradients():
 
 
 class Entry(nnx.Module):
-    """Normalizes its input, which the loss does again: a head that reads the embedding's state."""
+    """A head that normalizes its input, as does its loss, which reads the embedding's state."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(8, rngs=rngs)
@@ -282,7 +285,7 @@ class Entry(nnx.Module):
 
 
 class Routed(Normed):
-    """A block that adds to the loss, and reports."""
+    """A block that adds to the loss, and reports a metric."""
 
     def __call__(self, x: jax.Array) -> Any:
         y = super().__call__(x)
@@ -300,7 +303,7 @@ class LoRA(nnx.Module):
 
 
 class Scale(nnx.Variable[jax.Array]):
-    """A kind of the user's own."""
+    """A variable type of the user's own."""
 
 
 class Scaled(nnx.Module):

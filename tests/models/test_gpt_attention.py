@@ -1,5 +1,6 @@
-"""Which attention the example's GPT takes: cuDNN's on NVIDIA GPUs in 16 bits, XLA's elsewhere; and
-what it refuses.
+"""The attention of the example's GPT: cuDNN's on NVIDIA GPUs in 16 bits, XLA's elsewhere.
+
+Unsupported settings are refused.
 """
 
 import functools
@@ -97,9 +98,7 @@ def test_the_widest_heads_of_cudnn_are_those_of_the_chip(chip, widest):
 def test_where_cudnn_refuses_a_small_attention_xlas_is_taken_and_the_reason_logged(
     monkeypatch, caplog
 ):
-    """No GPU is here, so that JAX refuses to compile cuDNN's attention: as a cuDNN without a kernel
-    does.
-    """
+    """Without a GPU, JAX refuses to compile cuDNN's attention, like a cuDNN without a kernel."""
     monkeypatch.setattr(attention, "_device_of", lambda target: jax.devices()[0])
     for cached in (attention.takes_cudnn, attention._log_choice, attention.cudnn_refusal):
         cached.cache_clear()
@@ -119,11 +118,11 @@ def test_where_cudnn_refuses_a_small_attention_xlas_is_taken_and_the_reason_logg
 
 
 def test_a_machine_that_is_there_is_asked_itself(h200_compiler):
-    """The answers for described GPUs are not those for another mesh: JAX finds no GPU here."""
+    """The answers for described GPUs do not apply to another mesh: JAX finds no GPU here."""
     aot.gpu_devices("h200", 1, 1)
     qkv = [
         jax.ShapeDtypeStruct((2, 8, 4, 256), jnp.bfloat16)
-    ] * 3  # heads of 256: for Hopper, which this process is not
+    ] * 3  # heads of 256: supported on Hopper, which this process does not have
     with on_gpu("NVIDIA A100-SXM4-80GB"), pytest.raises((NotImplementedError, RuntimeError)):
         jax.eval_shape(
             lambda *qkv: jax.nn.dot_product_attention(*qkv, implementation="cudnn"), *qkv

@@ -1,5 +1,6 @@
-"""The example's GPT over `tensor`: equal to one device, its vocabulary split; what does not divide
-is refused by name.
+"""The example's GPT over `tensor` equals one device, with its vocabulary split.
+
+Sizes that do not divide are refused by name.
 """
 
 import dataclasses

@@ -51,7 +51,7 @@ STAGES = [(stage, "device") for stage in range(4)] + [(3, "pinned_host"), (3, "n
 
 
 def params_of(program: zj.Program, state: Any, model: Any) -> Any:
-    """Return the parameters as a tree, also those on disk."""
+    """Return the parameters as a tree, including those on disk."""
     if not isinstance(model, zj.LayeredModel):
         return jax.device_get(program.params(state))
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
@@ -64,15 +64,17 @@ def params_of(program: zj.Program, state: Any, model: Any) -> Any:
 
 
 def differences(name: str, stage: int, tier: str, swap_dir: Any) -> tuple[float, float]:
-    """Train with a program and with plain optax; returns the largest relative difference of losses,
-    and that of parameters.
+    """Train with a program and with plain optax.
+
+    Returns the largest relative difference of losses, and of parameters.
     """
     make, batches = others.MODELS[name]
     data = batches(STEPS)
     model = make(data[0])
     assert name not in SPECS or SPECS[name](model.specs)
     assert model.stochastic is (name in RANDOM)
-    # The parameters of a layered model may rest elsewhere; of another one the optimizer's state.
+    # A layered model's parameters may be stored elsewhere; for other models, only the optimizer's
+    # state.
     moved = (
         ("params", "grads", "opt_state") if isinstance(model, zj.LayeredModel) else ("opt_state",)
     )

@@ -1,5 +1,6 @@
-"""`zj.with_specs`: rules over paths give what annotations would, in every form of a model; what
-does not fit is refused.
+"""`zj.with_specs`: rules over paths give the specs of annotations, in every form of a model.
+
+Rules that do not fit are refused.
 """
 
 import re
@@ -35,7 +36,7 @@ FUNCTIONS = {"w1$": P(None, "tensor"), "b1": P("tensor"), "w2": P("tensor")}
 
 
 def by_path(model):
-    """Return the spec of each leaf that some axis splits, by its path in `model.specs`."""
+    """Return the spec of each split leaf, by its path in `model.specs`."""
     if isinstance(model, zj.LayeredModel):
         inits = {"embed": model.init_embed, "head": model.init_head}
         inits |= {f"block/{s.name}": s.init_block for s in model.stacks} or {
@@ -76,7 +77,7 @@ def linen(names):
 
 
 def annotated(make, **changes):
-    """Return two GPTs: one with the annotations of its modules, and one with none."""
+    """Return two GPTs: one with its modules' annotations, and one without any."""
     return tuple(
         make(gpt.dataclasses.replace(CONFIG, tensor_axis=axis, **changes))
         for axis in ("tensor", None)
@@ -170,7 +171,7 @@ def test_rules_split_weights_that_are_frozen_in_8_bits():
 
 
 def test_rules_make_no_array():
-    huge = 1 << 20  # 4 TiB a weight
+    huge = 1 << 20  # 4 TiB per weight
     functions = {
         "embed": lambda p, b, key: b,
         "block": lambda p, x, key: x,

@@ -1,6 +1,4 @@
-"""What an optimizer decides from shapes it decides from one layer's leaf, as optax on separate
-layers does.
-"""
+"""Shape-dependent decisions of an optimizer use one layer's leaf, like optax on separate layers."""
 
 import dataclasses
 import logging
@@ -38,7 +36,7 @@ def by_dims(tree):
 
 
 def by_size(tree):
-    """Select a layer's matrices and the head, which is smaller than a stack of vectors."""
+    """Select a layer's matrices and the head; the head is smaller than a stack of vectors."""
     return jax.tree.map(lambda a: a.size > 30, tree)
 
 
@@ -47,13 +45,14 @@ def labels(tree):
 
 
 def scaled_by_size():
-    """Scale each leaf's update by its own size."""
+    """Scale each leaf's update by the leaf's size."""
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: u / u.size**0.5, updates))
 
 
 def scaled_by_state(scale_of):
-    """Scale each leaf's update by a number that `init` computes from the leaf's shape and keeps in
-    the state.
+    """Scale each leaf's update by a number in the state.
+
+    `init` computes the number from the leaf's shape.
     """
     return optax.GradientTransformation(
         lambda params: jax.tree.map(scale_of, params),
@@ -73,7 +72,7 @@ def by_rank(leaf):
 
 
 def scaled_by_list():
-    """The same with a state that is a flat list, whose paths are not those of the parameters."""
+    """The same scaling with a flat list as its state, whose paths differ from the parameters'."""
 
     def update(updates, state, params=None):
         leaves, tree = jax.tree.flatten(updates)
@@ -87,7 +86,7 @@ def scaled_by_list():
 
 
 def by_rows():
-    """Adagrad over the rows of a matrix: the state's shape follows the rank of a leaf."""
+    """Adagrad over the rows of a matrix: the state's shape depends on the leaf's rank."""
 
     def sums(u):
         return jnp.sum(u**2, axis=1) if u.ndim >= 2 else jnp.sum(u**2)
@@ -140,7 +139,7 @@ STORED = {
     "list": scaled_by_list,
     "rows": by_rows,
 }
-"""Optimizers whose states have other shapes or numbers for stacks than for layers."""
+"""Optimizers whose states have other shapes or counts for stacks than for layers."""
 
 TIERS = {
     "stage_0": {"stage": 0},
@@ -165,7 +164,7 @@ def build(tx, tmp_path, model=None, **fields):
 
 @pytest.mark.parametrize("name", TX)
 def test_a_decision_about_one_leaf_enters_no_other(name):
-    """MultiSteps among them, whose conditional holds the whole tree."""
+    """They include MultiSteps, whose conditional contains the full tree."""
     assert isinstance(applied(TX[name]()), ElementwiseTransformation)
 
 
@@ -237,9 +236,7 @@ def test_every_stage_and_tier_equals_optax_on_separate_layers(name, tier, tmp_pa
 @pytest.mark.by_default("host_in_backward")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_resident_and_a_streamed_run_equal_optax_on_separate_layers(tier, tmp_path):
-    """A label by dims leaves the vectors without state, and a mask by dims leaves them without
-    decay.
-    """
+    """Labels by ndim leave vectors without state, and masks by ndim leave them without decay."""
     decayed = lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_dims)  # noqa: E731
     tx = optax.chain(
         optax.partition({"matrix": decayed(), "other": optax.sgd(0.1)}, labels), zj.Ema(0.5)
@@ -253,8 +250,9 @@ def test_a_resident_and_a_streamed_run_equal_optax_on_separate_layers(tier, tmp_
 
 @pytest.mark.exhaustive
 def test_a_delayed_update_equals_optax_on_separate_layers(tmp_path):
-    """The last gradient waits: as many steps with gradients of a step before are those of a program
-    without masks by shape.
+    """The last gradient waits.
+
+    Each step with delayed gradients equals a step of a program without masks by shape.
     """
     found = []
 
@@ -277,8 +275,9 @@ def test_a_delayed_update_equals_optax_on_separate_layers(tmp_path):
     "fields", [{"stage": 3}, {"opt_state": HOST}, {"opt_state": HOST, "gather_ahead": True}]
 )
 def test_leaves_of_tiles_are_decided_as_the_block_makes_them(fields, tmp_path):
-    """Each route gives the numbers of a mask by path that selects what `init_block` makes with two
-    dims or more.
+    """Every route gives the results of an equivalent mask by path.
+
+    That mask selects the leaves that `init_block` creates with two or more dims.
     """
     model = tiled_toys.model()
     layer = jax.eval_shape(model.init_block, jax.random.key(0))
@@ -338,7 +337,7 @@ def test_each_of_several_stacks_is_decided_by_its_own_layers():
 
 
 def by_total(in_state):
-    """Scale by the number of all parameters, which is kept in the state, or computed in the update."""
+    """Scale by the total number of parameters, kept in the state or computed in the update."""
 
     def total(tree):
         return float(sum(a.size for a in jax.tree.leaves(tree)))
@@ -355,7 +354,7 @@ def by_total(in_state):
 
 @pytest.mark.parametrize("in_state", [True, False])
 def test_an_update_that_reads_the_shapes_of_other_leaves_is_refused(in_state):
-    """The number of all parameters is that of neither one layer's tree nor each leaf."""
+    """The total number of parameters is neither one layer's number nor a leaf's."""
     named = "the optimizer's state ['total']" if in_state else "['head']['out']"
     with pytest.raises(ValueError, match=f"reads the shapes of other leaves.*{re.escape(named)}"):
         applied(by_total(in_state))
@@ -377,7 +376,7 @@ def test_where_layers_cannot_be_shown_a_stored_number_is_an_error_by_leaf():
 
 
 def test_an_optimizer_that_fails_on_stacks_and_combines_leaves_names_both():
-    """Adagrad over rows works on one layer alone, where clipping by the global norm cannot be done."""
+    """Adagrad over rows works on one layer at a time; clipping by the global norm does not."""
     with pytest.raises(
         ValueError,
         match=r"not on stacks of layers \[L, \.\.\.\].*combines layers or leaves.*clip_norm",

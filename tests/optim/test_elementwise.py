@@ -1,5 +1,6 @@
-"""Which optimizers may be applied to a layer or a leaf at a time, and that doing so equals updating
-the whole tree.
+"""Which optimizers can update a layer or a leaf at a time.
+
+The results must equal an update of the full tree.
 """
 
 import jax
@@ -32,7 +33,7 @@ ELEMENTWISE = {
     ),
     "partitioned": optax.multi_transform({"x": optax.adam(1e-2), "y": optax.sgd(0.1)}, {"a": "x", "b": {"c": "y", "s": "x"}}),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    # holds a constant that is not a number
+    # contains a constant that is not a number
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
     "size in the rate": optax.chain(
@@ -109,7 +110,7 @@ def test_updating_in_parts_equals_updating_the_tree(name):
 
 @pytest.mark.parametrize("name", ["adamw", "size in a mask", "size in a label", "schedule_free"])
 def test_rows_of_a_leaf_get_what_they_get_in_the_whole(name):
-    """Pieces, tiles and shards of a leaf have other sizes than the leaf that decides."""
+    """Pieces, tiles and shards of a leaf differ in size from the leaf that decides."""
     tx, state = ELEMENTWISE[name], ELEMENTWISE[name].init(PARAMS)
     update = elementwise_update(tx, ABSTRACT, "opt_state='pinned_host'", NO_STACKS)
     leaves, grad, loss = jax.tree.leaves(state), jnp.sin(PARAMS["a"]), jnp.float32(1)

@@ -1,5 +1,6 @@
-"""An average of the weights, in every tier: that of float64, saved, exported, and what a program
-evaluates with.
+"""The moving average of the weights, in every tier.
+
+It equals a float64 average, is saved and exported, and can be used for evaluation.
 """
 
 import dataclasses
@@ -78,7 +79,7 @@ def build(tmp_path=None, model=None, tx=None, **fields):
 
 
 def whole(program, state, **options):
-    """Return float32 parameters as one tree of numpy."""
+    """Return the float32 parameters as one numpy tree."""
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state, **options)}
     if "embed" not in pieces:
         return jax.tree.unflatten(
@@ -100,8 +101,9 @@ def assert_close(found, expected, atol):
 
 @functools.cache
 def plain_run():
-    """Return the losses and the weights after each step of plain AdamW on one device, from the
-    weights of key 0.
+    """Return the losses and the weights after each step of plain AdamW.
+
+    It runs on one device, from the weights of key 0.
     """
     with build() as program:
         params = whole(program, program.init(jax.random.key(0)))
@@ -122,8 +124,9 @@ def plain_run():
 
 
 def averaged(weights, debias=False):
-    """Return the average in float64: with `debias` of all but the first, which is that before the
-    first step.
+    """Return the average in float64.
+
+    With `debias`, the first entry, which is the average before the first step, is left out.
     """
     ema = jax.tree.map(lambda a: np.float64(0 if debias else 1) * a, weights[0])
     for after in weights[1:]:
@@ -162,7 +165,7 @@ def test_average_is_that_of_the_weights_in_float64(case, tmp_path):
             weights.append(whole(program, state))
         ema = whole(program, state, ema=True)
         assert_close(ema, averaged(weights, debias), 1e-6)
-        if case not in ("stage_1", "delayed", "moments"):  # other numbers
+        if case not in ("stage_1", "delayed", "moments"):  # different numbers
             assert_close(losses, plain_run()[0], 1e-5)
             assert_close(weights[-1], plain_run()[1][-1], 1e-4)
             assert_close(ema, averaged(plain_run()[1], debias), 1e-4)
@@ -179,7 +182,7 @@ def test_average_is_that_of_the_weights_in_float64(case, tmp_path):
             if fields.get("precision") is None:
                 loss = program.eval(dataclasses.replace(state, params=params), batches(1)[0])
                 np.testing.assert_allclose(float(loss), plain_loss(ema, batches(1)[0]), rtol=1e-6)
-        # A step whose gradient is not finite is skipped, and so is the average.
+        # A step with a non-finite gradient is skipped, and the average with it.
         if case not in ("delayed", "in_backward"):
             state, metrics = program.step(
                 state, batches(1)[0] | {"y": np.full((BATCH, WIDTH), np.nan, np.float32)}
@@ -287,7 +290,7 @@ def test_average_that_is_not_last_is_refused(tx):
 )
 def test_reading_what_is_not_there_is_refused(tx, match):
     program = build(model=unrolled(), tx=tx)
-    state: Any = None  # not looked at
+    state: Any = None  # not read
     with pytest.raises(ValueError, match=match):
         program.ema_params(state)
     with pytest.raises(ValueError, match=match):
@@ -318,7 +321,7 @@ def test_average_is_saved_exported_and_imported(tmp_path):
     for export in (zj.export_safetensors, zj.export_orbax):
         export(tmp_path / "c", tmp_path / export.__name__, ema=True)
         imported = zj.import_params(program, tmp_path / export.__name__, key=jax.random.key(0))
-        # An average begins at the weights.
+        # An average starts at the weights.
         for found in (whole(program, imported), whole(program, imported, ema=True)):
             jax.tree.map(np.testing.assert_array_equal, found, ema)
     assert not np.allclose(ema["head"]["w"], weights["head"]["w"], atol=1e-3)

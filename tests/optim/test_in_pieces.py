@@ -1,4 +1,4 @@
-"""Large leaves whose state is in host memory are updated in pieces of rows, to the same numbers."""
+"""Large leaves with their state in host memory are updated in pieces of rows, to equal results."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from zerojax.state import state_records
 HOST, VOCAB, HIDDEN = "pinned_host", 48, 8
 SEGMENTS = (zj.Segment(3, activations="remat"), zj.Segment(8, activations="save"))
 ALL = {"params": HOST, "grads": HOST, "opt_state": HOST}
-HEAD = {"update": "in_backward", "opt_state": HOST, "layers": 12}  # a row of 48 in each of 8 ticks
+HEAD = {"update": "in_backward", "opt_state": HOST, "layers": 12}  # 8 ticks, each with a row of 48
 CASES = {
     "head": ({**HEAD, "precision": "bf16"}, {"fsdp": 2}),
     "head_8_layers": ({**HEAD, "layers": 8}, {"fsdp": 1}),
@@ -48,7 +48,7 @@ CASES = {
 
 
 def large_ends(layers=2):
-    """A model whose embedding and head are larger than a layer."""
+    """Return a model whose embedding and head are larger than a layer."""
     return zj.LayeredModel(
         layers,
         lambda key: {"table": toys.draw(key, (VOCAB, HIDDEN)), "scale": jnp.ones(HIDDEN)},
@@ -63,9 +63,7 @@ def large_ends(layers=2):
 
 
 def train(model, data, fields, axes):
-    """Return losses and trained state of three steps, and the pieces of each leaf of the last
-    program.
-    """
+    """Return the losses and state after three steps, and the last program's pieces per leaf."""
     config = zj.ZeroConfig(**{"stage": 3, **fields})
     size = int(np.prod(list(axes.values())))
     with zj.build_train_step(
@@ -79,9 +77,7 @@ def train(model, data, fields, axes):
 
 
 def both(monkeypatch, model, data, fields, axes):
-    """Return what `train` does of leaves that are updated as wholes and in pieces, and how often a
-    leaf was cut.
-    """
+    """Return `train`'s results with uncut and with cut leaves, and how often a leaf was cut."""
     cut = []
 
     def update(*args):
@@ -109,7 +105,7 @@ def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monk
     assert ("8 pieces of the head: one a tick" in schedule) == case.startswith("head")
     assert len(cut) >= (1 if case.startswith("head") else 2)
     assert all(pieces.count > 1 for pieces in cut)
-    # Where stores are not late, the schedule tells of no leaves but layers.
+    # If stores are not late, the schedule reports no leaves except the layers'.
     assert ("pieces of larger leaves: after the last store" in schedule) == (
         "a tick late" in schedule
     )
@@ -119,18 +115,16 @@ def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monk
 
 @pytest.mark.parametrize("where", ["head", "layer"])
 def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
-    """Its gradient is known before the first tick.
+    """The gradient is known before the first tick.
 
-    One of a layer that is not finite stops the layers below it alone.
+    A layer's non-finite gradient stops only the layers below it.
     """
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
     monkeypatch.setattr(late_records, "LEAST_BYTES", 1)
     plain = large_ends(12)
 
     def block(p, x, key):
-        return plain.block(p, x, key) + 0 * jnp.sqrt(
-            p["c"]
-        )  # where c is 0 its derivative is no number
+        return plain.block(p, x, key) + 0 * jnp.sqrt(p["c"])  # where c is 0 its derivative is NaN
 
     def init_block(key):
         c = jax.random.normal(key)

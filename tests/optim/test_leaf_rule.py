@@ -1,5 +1,6 @@
-"""Optimizers that combine elements of one leaf of one layer: applied to each layer, as optax on
-separate layers.
+"""Optimizers that combine elements of one layer's leaf are applied to each layer.
+
+The results equal optax on separate layers.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ TX = {
     "lars": lambda: optax.lars(0.1, weight_decay=0.1),
     "novograd": lambda: optax.novograd(
         0.02
-    ),  # branches over the whole tree, of its first step and the others
+    ),  # branches over the full tree, for its first step and for later steps
     "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1, 0.9)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.adam(0.02)),
 }
@@ -133,7 +134,7 @@ def assert_equals_plain(name, losses, found):
 def test_a_run_that_goes_on_in_another_tier_equals_optax_on_separate_layers(
     name, before, after, tmp_path
 ):
-    """Resident or streamed, 4 steps; a checkpoint; 4 more steps elsewhere."""
+    """Train 4 steps, resident or streamed; save; train 4 more steps elsewhere."""
     data = batches(8)
     with zj.Checkpointer(tmp_path / "c") as ckpt:
         with build(name, tmp_path, **TIERS[before]) as program:
@@ -150,7 +151,7 @@ def test_a_run_that_goes_on_in_another_tier_equals_optax_on_separate_layers(
 @pytest.mark.by_default("muon", "adafactor", "novograd", "clip_by_block_rms")
 @pytest.mark.parametrize("name", TX)
 def test_one_step_of_stacks_equals_that_of_layers(name):
-    """Two steps, the second with a state that the first made."""
+    """Train two steps, the second with a state that the first returned."""
     tx, params = TX[name](), first_params()
     layered_tx = applied(tx)
     assert isinstance(layered_tx, LayerTransformation)
@@ -195,8 +196,8 @@ def test_the_rule_of_a_leaf_is_found_and_its_state_with_it():
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path(first_params())[0]
     ]
-    # Matrices of a layer, and of the ends, are multiplied; a layer's vector is not, though its
-    # stack is a matrix.
+    # Matrices of a layer and of the ends are multiplied. A layer's vector is not, though its stack
+    # is a matrix.
     whole = {names[i] for i in tx.rule.whole}
     assert whole == {
         "['blocks']['down']",
@@ -204,7 +205,7 @@ def test_the_rule_of_a_leaf_is_found_and_its_state_with_it():
         "['embed']['table']",
         "['head']['out']",
     }
-    # One matrix moves there, and one back; neither gradient nor weight nor moment.
+    # One matrix is moved to the device and one back; no gradients, weights or moments move.
     assert tx.moved[names.index("['blocks']['up']")] == (HIDDEN * INNER, HIDDEN * INNER)
     program = build("adafactor", opt_state=HOST)
     layout, state = program.layout, program.layout.abstract_state.opt_state[0]
@@ -220,7 +221,7 @@ def test_the_rule_of_a_leaf_is_found_and_its_state_with_it():
 
 
 def noise():
-    """Adds random numbers of its own to each leaf."""
+    """Add random numbers to each leaf."""
     return optax.chain(optax.lamb(1e-2), optax.add_noise(0.1, 0.5, 0))
 
 
@@ -283,7 +284,7 @@ def test_averages_bfloat16_moments_and_injected_rates_go_along(tmp_path):
                 }
                 found.append((losses, final(program, state), pieces))
     assert found[0][2]["embed"]["table"].shape == (6, HIDDEN)
-    for other in found[1:]:  # a moment may be rounded to the other side
+    for other in found[1:]:  # a moment may round to the other neighbor
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-3), other, found[0]
         )

@@ -1,6 +1,4 @@
-"""The learning rate in the metrics of a step: where a state holds it or a schedule makes it, and
-nowhere else.
-"""
+"""The learning rate in a step's metrics is reported if a state holds it or a schedule makes it."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +82,7 @@ RULES = {
         {"learning_rate": SCHEDULE(2)},
     ),
     "groups": (groups, {"learning_rate/blocks": SCHEDULE(2), "learning_rate/ends": 0.1}),
-    # Another schedule beside it is none: it scales up.
+    # Another schedule in the chain is not a rate: it scales up.
     "warm_up_beside_it": (
         lambda: optax.chain(
             optax.scale_by_schedule(lambda count: 1 / (1 + count)), optax.adamw(SCHEDULE)
@@ -95,8 +93,7 @@ RULES = {
         lambda: optax.chain(optax.scale_by_schedule(SCHEDULE), optax.adamw(1e-3)),
         {},
     ),
-    # It cannot be known: two rates of one group, a sign that is flipped elsewhere, an update inside
-    # of a cond.
+    # Unknown rates: two rates in one group, a sign flipped elsewhere, an update inside a cond.
     "two": (lambda: optax.chain(optax.sgd(SCHEDULE), optax.sgd(SCHEDULE)), {}),
     "not_negated": (
         lambda: optax.chain(optax.scale_by_schedule(lambda n: 2 * SCHEDULE(n)), optax.scale(-0.5)),
@@ -138,7 +135,7 @@ def test_rate_is_found_where_it_can_be_known(name):
     ids=["resident", "streamed", "disk"],
 )
 def test_groups_have_rates_of_their_own_and_tell_them(fields, tmp_path):
-    """Equal to plain optax over 8 steps; the metrics tell each step's rates."""
+    """Train 8 steps and compare with plain optax; the metrics report each step's rates."""
     random = np.random.default_rng(0)
     data = [
         {name: random.standard_normal((8, WIDTH), dtype=np.float32) for name in "xy"}

@@ -1,5 +1,6 @@
-"""Moments in bfloat16: rounding is unbiased and to a neighbour, alike for part and whole, and by
-the host's kernel too.
+"""Moments in bfloat16: unbiased rounding to a neighbor.
+
+Parts and full leaves round alike, and so does the host's kernel.
 """
 
 import functools
@@ -68,7 +69,7 @@ def test_rounding_gives_a_neighbour_and_keeps_what_is_exact(values, r):
 
 
 def test_rounding_up_is_as_likely_as_the_part_that_is_dropped():
-    """Of all 2^16 random numbers exactly so many carry."""
+    """Exactly the expected number of all 2^16 random numbers carry."""
     every = np.arange(2**16, dtype=np.uint32)
     for bits in (
         0x3F800001,
@@ -112,8 +113,9 @@ def steps_of_bits(steps, grad, moments):
 
 
 def test_rounding_is_unbiased_over_steps_at_every_magnitude():
-    """The same value rounded in many steps: each mean is within 5 standard deviations, their
-    squares together within 3.
+    """Round the same value in many steps.
+
+    Each mean is within 5 standard deviations; their squares together are within 3.
     """
     steps, count = 4096, 256
     rng = np.random.default_rng(0)
@@ -132,12 +134,12 @@ def test_rounding_is_unbiased_over_steps_at_every_magnitude():
 
 
 def test_random_numbers_are_uniform_and_independent():
-    """Over elements that differ in one input alone, over steps, and between moments."""
+    """Random numbers differ over elements that differ in one input, over steps and over moments."""
     size = 2**16
     rng = np.random.default_rng(0)
     varied = jnp.asarray(rng.normal(size=size).astype(ml_dtypes.bfloat16).astype(np.float32))
     same = jnp.full(size, 0.5)
-    # 16 bits of a normal number are a few thousand values: choose one element of each.
+    # The 16 bits of a normal number take a few thousand values: choose one element per value.
     kept = np.unique(np.abs(np.asarray(varied)), return_index=True)[1]
     tables = {
         "steps": steps_of_bits(size, jnp.float32(0.3), [jnp.float32(0.5)] * 3).T,
@@ -223,7 +225,7 @@ def test_what_is_no_float32_moment_stays():
     assert changed
     free = wrap(optax.contrib.schedule_free_adamw(1e-2)).init(
         PARAMS
-    )  # z are weights: made from the parameters
+    )  # z are weights: initialized from the parameters
     assert {a.dtype for a in jax.tree.leaves(free.inner.z)} == {jnp.dtype("float32")}
     assert len(bfloat16_leaves(free)) == 3
 
@@ -241,9 +243,7 @@ def test_an_optimizer_without_moments_is_refused():
 
 
 def second_moments(steps, grad, size=512, nearest=False):
-    """Return v after so many updates by `grad(t)`, its least value on the way, and v kept in
-    float32.
-    """
+    """Return v after `steps` updates by `grad(t)`, its minimum, and v kept in float32."""
     params = {"w": jnp.zeros(size)}
     exact, wrapped = optax.adam(1e-3, b2=0.999), wrap(optax.adam(1e-3, b2=0.999), nearest=nearest)
 
@@ -359,9 +359,7 @@ def test_host_kernel_rounds_as_the_program_bit_for_bit(seed, count):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_host_kernel_is_the_jitted_update_but_for_last_bits(name):
-    """Products and sums are contracted by XLA alone: a few moments in 10^5 fall to the other
-    neighbour.
-    """
+    """Only XLA contracts products and sums: a few moments in 10^5 round to the other neighbor."""
     tx, n = wrap(TRANSFORMATIONS[name]), 40_000
 
     def rule(grad, state, param):

@@ -1,5 +1,6 @@
-"""Gradients that an optimizer never uses: which they are, and that no tier clips by them or is
-stopped by them.
+"""Gradients that an optimizer never uses: which they are.
+
+No tier clips by them or skips a step because of them.
 """
 
 import functools
@@ -33,7 +34,7 @@ CASES = {
     "adamw": (optax.adamw(1e-2), ()),
     "partition": (by_label(optax.adamw(1e-2)), (1,)),
     "multi_transform": (optax.multi_transform({"trained": optax.lamb(1e-2), "frozen": optax.set_to_zero()}, LABELS), (1,)),
-    # its moments feed moments alone
+    # its moments only feed moments
     "masked": (optax.chain(optax.adam(1e-2), only(IS_FROZEN, optax.set_to_zero())), (1,)),
     "masked twice": (
         optax.chain(only(jax.tree.map(lambda f: not f, IS_FROZEN), optax.adam(1e-2)), only(IS_FROZEN, optax.set_to_zero())),
@@ -66,8 +67,7 @@ def test_unused_gradients_are_those_that_no_update_depends_on(name):
     )
     assert unused_grads(jaxpr, len(PARAMS)) == frozenset(expected)
 
-    # and so it is: a gradient that is not finite leaves no trace in any update, of this step or of
-    # the next
+    # A non-finite gradient leaves no trace in any update, of this step or of the next.
     def updates(grads):
         first, state = call_update(tx, grads, tx.init(PARAMS), PARAMS, jnp.float32(1))
         return first, call_update(
@@ -93,7 +93,7 @@ def init_part(key):
 
 
 def layer(p, x, key):
-    return jnp.tanh(x @ p["w"]) + jnp.sqrt(p["frozen"])  # at 0 its derivative is infinite
+    return jnp.tanh(x @ p["w"]) + jnp.sqrt(p["frozen"])  # its derivative at 0 is infinite
 
 
 def mse(p, p_embed, x, batch, key):

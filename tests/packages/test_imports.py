@@ -1,5 +1,6 @@
-"""What `import zerojax` and the command import, each in a process of its own: nothing that is not
-used.
+"""The modules that `import zerojax` and the command import, each in a new process.
+
+Nothing unused is imported.
 """
 
 import ast
@@ -34,7 +35,7 @@ jax.block_until_ready(program.step(state, jnp.ones((4, 4))))
 
 
 def imported_by(code: str) -> set[str]:
-    """Return the modules that a process has imported after some code."""
+    """Return the modules that a process has imported after running some code."""
     code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""What the packages promise from outside: names, a version, and types."""
+"""What the packages promise to their users: names, a version, and types."""
 
 import importlib
 import importlib.metadata

@@ -1,6 +1,4 @@
-"""`autotune` compiles a step with several settings of its schedule, and chooses by what is
-predicted of each.
-"""
+"""`autotune` compiles a step with several schedule settings and chooses by their predictions."""
 
 import dataclasses
 
@@ -22,7 +20,7 @@ IN_BACKWARD = {"opt_state": HOST, "update": "in_backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """Stands for a simulation."""
+    """A stand-in for a simulation."""
 
     seconds: float
     idle: float = 0.25
@@ -31,7 +29,7 @@ class Predicted:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """Stands for a lowered step, which takes a second to make."""
+    """A stand-in for a lowered step, which takes a second to create."""
 
     text: str
 
@@ -46,9 +44,7 @@ def lower(program, batch):
 def tuned(
     monkeypatch, fields, seconds, num_bytes=lambda config: 100, linear=True, lowers=False, **options
 ):
-    """Return what is chosen if a config takes `seconds(config)`, and the settings in the order in
-    which they were tried.
-    """
+    """Return the choice if a config takes `seconds(config)`, and the settings in trial order."""
     tried = []
 
     def predicted(config, lowered, rates):

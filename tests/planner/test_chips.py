@@ -1,6 +1,4 @@
-"""One GPU has one set of figures, whoever asks: the planner's machines, programs compiled for it,
-predictions.
-"""
+"""A GPU has one set of figures, used by the planner, by compilation and by predictions."""
 
 import re
 
@@ -16,8 +14,9 @@ from zerojax.chips import CHIPS, RESERVED_BYTES, chip_of
 from zerojax.machines import machine_of
 
 ATTAINED = {"v100-32": 70e12}
-"""FLOP/s of 16-bit products that ZeRO-Infinity's authors attained; the planner takes them in place
-of a share.
+"""FLOP/s of 16-bit products attained by ZeRO-Infinity's authors.
+
+The planner uses them instead of a fraction of the peak.
 """
 
 
@@ -31,7 +30,7 @@ def test_planner_and_predictions_read_the_table(name):
         assert machine.rates().products == ATTAINED[name]
     else:
         assert machine.rates() == hlo.RATES[name]
-    # What programs attain is below what the vendor printed, and above half of it.
+    # Programs attain less than the vendor's printed figure, and more than half of it.
     attained = (
         (hlo.RATES[name].products, chip.half_peak),
         (hlo.RATES[name].products_float32, chip.peak["fp32"]),
@@ -54,7 +53,7 @@ def test_programs_are_compiled_for_the_tables_chip(name):
         (
             "pcie_bandwidth",
             {4: 32 << 30, 5: 64 << 30}[chip.pcie],
-        ),  # XLA's cuda_executor.cc: 0.25 GiB a lane, doubled
+        ),  # XLA's cuda_executor.cc: 0.25 GiB per lane, doubled
     ):
         assert re.findall(rf"{field}: (\d+)", text) == [str(value)]
     links = [str(chip.nvlinks)] if chip.nvlinks else []
@@ -83,8 +82,9 @@ def test_xla_compiles_a_product_and_a_sum_for_each_chip(name, h200_compiler):
 
 
 def test_nvlink_rates_belong_to_their_links():
-    """A link has 50 GB/s both ways together, and 100 GB/s in its fifth generation, which the B200
-    has.
+    """A link has 50 GB/s in both directions together.
+
+    The fifth generation, which the B200 has, has 100 GB/s.
     """
     for chip in CHIPS.values():
         a_link = 100e9 if chip.capability == (10, 0) else 50e9

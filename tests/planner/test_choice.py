@@ -1,5 +1,6 @@
-"""The choice among options of layers, against all assignments; its predicted seconds, against a
-simulation by events.
+"""The choice among layer options, against all assignments.
+
+Its predicted seconds are compared with an event simulation.
 """
 
 import collections
@@ -24,7 +25,7 @@ GAP = 1e-6
 
 
 def random_options(rng):
-    """Return some options of a layer: those of its values, or any."""
+    """Return some options of a layer: those that its values allow, or arbitrary ones."""
     if rng.random() < 0.5:
         values = [
             Value(name=f"v{i}", num_bytes=rng.randint(1, 5), seconds=rng.random())
@@ -43,8 +44,9 @@ def random_options(rng):
 
 
 def random_problem(rng, num_layers):
-    """Return a small problem; its budgets lie between too little and all that an assignment could
-    take.
+    """Return a small problem.
+
+    Its budgets are between too little and the most that an assignment could take.
     """
     L, traffic = num_layers, lambda: rng.choice((0, rng.randint(1, 9)))
     options = random_options(rng)
@@ -95,8 +97,9 @@ def least_seconds(problem):
 
 
 def simulate(problem, assignment):
-    """Return the seconds of a step, event by event: three resources take tasks in order, each once
-    its causes happened.
+    """Return the seconds of a step from an event simulation.
+
+    Three resources run tasks in order, each task once its causes have happened.
     """
     p, L = problem, problem.num_layers
     options = [problem.options[option] for option in assignment]
@@ -239,8 +242,9 @@ def test_choice_tells_its_bytes_and_segments():
 
 
 def test_choice_that_nothing_fits_tells_the_fewest_bytes():
-    """The bytes needed are the least of all assignments: with so many one fits, and with one less
-    none does.
+    """The reported bytes are the minimum over all assignments.
+
+    With that many bytes an assignment fits; with one byte less none does.
     """
     rng, tiers = random.Random(5), collections.Counter()
     for _ in range(60):
@@ -267,7 +271,7 @@ def test_choice_that_nothing_fits_tells_the_fewest_bytes():
 
 
 def test_choice_of_the_least_peak_is_that_of_all_assignments():
-    """Of few segments and tight host memory, where a segment more would take less."""
+    """Choose with few segments and tight host memory, where one more segment would take less."""
     rng = random.Random(8)
     for _ in range(60):
         problem = dataclasses.replace(
@@ -329,8 +333,9 @@ def test_choice_of_many_layers_is_within_the_gap_of_the_bound():
 
 
 def test_choice_among_few_options_of_a_layer_is_as_good_as_among_all():
-    """By the bound, of the values of a GPT's block: sizes in units of its input, seconds in those
-    of a product of its width.
+    """Choose by the bound, with the values of a GPT block.
+
+    Sizes are in units of the block's input, seconds in units of a product of its width.
     """
     sizes, seconds = (1, 3, 1, 1, 1, 1, 4, 4), (0.1, 3.0, 1.5, 1.0, 0.1, 0.1, 4.0, 0.4)
     values = [

@@ -1,8 +1,8 @@
-"""What is estimated of a config beside what its program counts: bytes of states by tier, of the
-link, and of collectives.
+"""Estimates of a config against its program's counts: bytes by tier, link and collective.
 
-"in_flight", "working" and "activations" of an estimate are those of the phase that holds the most,
-so they are not compared kind by kind. Nothing is timed: seconds come from a machine's rates.
+"in_flight", "working" and "activations" of an estimate describe the phase with the highest memory
+use, so they are not compared kind by kind. Nothing is timed: seconds are computed from a machine's
+rates.
 """
 
 import dataclasses
@@ -57,8 +57,9 @@ def layered_gpt() -> zj.LayeredModel:
 
 
 def with_frozen() -> zj.LayeredModel:
-    """Return layers of which most is frozen, beside a factor of two matrices, after a frozen
-    embedding.
+    """Return a model of mostly frozen layers.
+
+    Each layer has a factor of two trainable matrices; the embedding is frozen.
     """
     return zj.LayeredModel(
         4,
@@ -117,7 +118,7 @@ def mesh_of(data: int, fsdp: int) -> Any:
 def both(
     folder: Any, name: str = "gpt", data: int = 1, fsdp: int = 4, **fields: Any
 ) -> tuple[Any, Any]:
-    """Return the estimate of a config, and what its program counts."""
+    """Return a config's estimate and its program's counts."""
     config, mesh = zj.ZeroConfig(swap_dir=str(folder), **fields), mesh_of(data, fsdp)
     parts = assemble(model_of(name), TX, config, mesh)
     with jax.set_mesh(mesh):
@@ -127,7 +128,7 @@ def both(
 
 
 def assert_equal(estimated: Any, counted: Any) -> None:
-    """Compare bytes at rest, on disk, over the link and of collectives."""
+    """Compare bytes of stored state, on disk, over the link and of collectives."""
     for tier, kind in itertools.product(("device", H), RESTING):
         a, b = (
             bytes_by_tier[tier].get(kind, 0) for bytes_by_tier in (estimated.bytes, counted.tiers)
@@ -138,8 +139,8 @@ def assert_equal(estimated: Any, counted: Any) -> None:
     on_disk = {kind: n for kind, n in counted.tiers[N].items() if n}
     assert set(estimated.bytes[N]) == set(on_disk)
     for kind, n in estimated.bytes[N].items():
-        # A record is a whole number of blocks of 4096 bytes. Of the gpt there are 4 of layers, and
-        # 7 of the ends' leaves.
+        # A record is a whole number of blocks of 4096 bytes. The gpt has 4 records for its layers
+        # and 7 for the ends' leaves.
         assert n - SCALARS <= on_disk[kind] <= n + 11 * 4096, kind
     names = set(estimated.collectives) | set(counted.collectives)
     for name in names:
@@ -203,7 +204,7 @@ def test_estimate_of_activations_equals_the_programs(states, activations, tmp_pa
     fields = STATES[states] | {"activations": SEGMENTS.get(activations, activations)}
     estimated, counted = both(tmp_path, **fields)
     assert_equal(estimated, counted)
-    # On the device, what layers keep is that of the phase that holds the most: all of it, or none.
+    # On the device, saved activations count in the phase with the highest memory use: all or none.
     kept = estimated.bytes["device"].get("activations", 0)
     assert kept in (0, pytest.approx(counted.tiers["device"]["activations"], rel=1e-3))
 
@@ -217,7 +218,7 @@ def test_estimate_of_activations_equals_the_programs(states, activations, tmp_pa
 ])  # fmt: skip
 @pytest.mark.by_default("once", "streamed")
 def test_estimate_of_microbatches_equals_the_programs(fields, tmp_path):
-    """A streamed step gathers a layer once for all microbatches, and its ends for each."""
+    """A streamed step gathers layers once for all microbatches, and its ends once for each."""
     assert_equal(*both(tmp_path, num_microbatches=2, **fields))
 
 
@@ -226,7 +227,7 @@ def test_estimate_of_microbatches_equals_the_programs(fields, tmp_path):
 )
 @pytest.mark.by_default("all-host")
 def test_estimate_of_frozen_weights_equals_the_programs(states, tmp_path):
-    """They are gathered and loaded as the others, and neither reduced nor updated."""
+    """Frozen leaves are gathered and loaded like trainable ones, but not reduced or updated."""
     assert_equal(*both(tmp_path, "frozen", **STATES[states]))
 
 
@@ -247,7 +248,7 @@ def test_estimate_counts_gathered_layers_as_the_program(tmp_path):
         for name in (
             "gpt",
             "frozen",
-        ):  # of the latter the embedding is the largest, which is frozen
+        ):  # the largest of the latter is the embedding, which is frozen
             estimated, counted = both(tmp_path, name, gather_ahead=ahead, activations="selective")
             assert estimated.bytes["device"]["gathered"] == pytest.approx(
                 counted.tiers["device"]["gathered"], rel=1e-3

@@ -1,4 +1,4 @@
-"""FLOPs of a transformer's step, against the utilization that Korthikanti et al. print."""
+"""FLOPs of a transformer's step, against the utilization printed by Korthikanti et al."""
 
 import gpt
 import pytest
@@ -7,7 +7,7 @@ import zerojax as zj
 from zerojax.planner import flops_per_token, hardware_flops_per_token, machine_of
 from zerojax.reporting import peak_flops
 
-# arXiv:2205.05198, tables 3 and 5: layers, hidden, GPUs (A100), batch, seconds of an iteration, MFU
+# arXiv:2205.05198, tables 3 and 5: layers, hidden, GPUs (A100), batch, seconds per iteration, MFU
 # and HFU in percent.
 PRINTED = {
     "22b": (48, 6144, 8, 4, 1.10, 41.5, 43.7),
@@ -50,7 +50,7 @@ def test_flops_of_the_example_are_the_papers():
 
 
 class Device:
-    """A device of some kind."""
+    """A device of a given kind."""
 
     def __init__(self, kind):
         self.device_kind = kind

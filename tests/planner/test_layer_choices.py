@@ -1,4 +1,4 @@
-"""Options of one layer, against all 2 * 3^n of them."""
+"""The options chosen for one layer, against all 2 * 3^n of them."""
 
 import dataclasses
 import itertools
@@ -13,8 +13,9 @@ KEEP, OFFLOAD, RECOMPUTE = range(3)
 
 
 def random_values(rng, num):
-    """Return values of few sizes and whole seconds, so that sums are exact and some options cost
-    the same.
+    """Return values of few sizes and integer seconds.
+
+    Sums are then exact, and some options cost the same.
     """
     return [
         Value(
@@ -28,8 +29,9 @@ def random_values(rng, num):
 
 
 def costs_by_making(values, x_bytes, what_of, is_input_offloaded):
-    """Return the costs of one option as its backward would have them: each value is made, before it
-    what it is made from.
+    """Return the costs of one option, by running its backward.
+
+    Before a value is made, the values that it is made from are made.
     """
     there = {i for i, what in enumerate(what_of) if what != RECOMPUTE}
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""Figures of machines: by name, from a file, replaced; what nobody gave, and what is wrong."""
+"""Machine figures: by name, from a file, replaced, missing, and wrong."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def test_machines_h200_has_the_rates_that_a_simulation_assumes():
     assert zj.machine("h200").rates() == hlo.RATES["h200"]
     slow = dataclasses.replace(zj.machine("h200"), link_up=11e9, disk_read=2e9).rates()
     assert (slow.link, slow.kernel_link, slow.disk_read) == (11e9, 9e9, 2e9)
-    assert zj.machine("v100-32").rates().products == 70e12  # of float16: it has no other
+    assert zj.machine("v100-32").rates().products == 70e12  # for float16: it has no other rate
     with pytest.raises(ValueError, match=r"has no figure for flops\.bf16"):
         zj.Machine(name="empty").rates()
 

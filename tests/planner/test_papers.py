@@ -1,4 +1,4 @@
-"""The papers' tables, from their equations: each figure as it is printed, to its last digit."""
+"""The papers' tables, from their equations: every figure as printed, to its last digit."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from zerojax import memory, planner
 
 
 def rounds_to(value, text):
-    """Tell whether a value rounds to what is printed; a value halfway may go either way."""
+    """Return whether a value rounds to the printed figure; halfway values may go either way."""
     _, _, decimals = text.partition(".")
     return abs(value - float(text)) <= 0.5 * 10 ** -len(decimals) + 1e-9
 
@@ -21,7 +21,7 @@ def truncates_to(value, text):
 
 # --- ZeRO (arXiv:1910.02054) ----------------------------------------------------------------------
 
-# Table 1: GB a device at stages 1, 2 and 3, by the degree of data parallelism.
+# Table 1: GB per device at stages 1, 2 and 3, by the degree of data parallelism.
 TABLE_1 = {
     "7.5e9": {
         1: "120 120 120", 4: "52.5 41.3 30", 16: "35.6 21.6 7.5", 64: "31.4 16.6 1.88", 256: "30.4 15.4 0.47",
@@ -36,7 +36,7 @@ TABLE_1 = {
     },
 }  # fmt: skip
 # Table 2: model parallelism, and the largest model in 1e9 parameters without ZeRO and at stages 1,
-# 2 and 3, of 64 V100s each.
+# 2 and 3, each on 64 V100s.
 TABLE_2 = {
     1: "2 7.6 14.4 128",
     2: "4 15.2 28.8 256",
@@ -55,13 +55,14 @@ def test_papers_zero_prints_the_memory_of_a_device(num_params):
             )
             fits = (
                 truncates_to if float(text) > 100 else rounds_to
-            )  # the paper cuts off what is behind 4187.5 or 257.75
+            )  # the paper truncates 4187.5 and 257.75
             assert fits(gigabytes, text), (num_params, shards, stage, gigabytes)
 
 
 def test_papers_zero_prints_the_largest_models():
-    """Rows of more model parallelism are, as printed, multiples of the first row as printed: 16 x
-    7.6, and not 122.3.
+    """Printed rows of more model parallelism are multiples of the printed first row.
+
+    For example, the paper prints 16 x 7.6, and not 122.3.
     """
     device_bytes = zj.machine("dgx2").need("device_bytes")
     first = TABLE_2[1].split()
@@ -75,7 +76,8 @@ def test_papers_zero_prints_the_largest_models():
 
 # --- ZeRO-Offload (arXiv:2101.06840) --------------------------------------------------------------
 
-# Table 1: what is on the host, bytes a parameter on the device, and how many times less that is.
+# Table 1: what is on the host, bytes per parameter on the device, and the factor by which they
+# shrink.
 OFFLOADED = [("", 16, "1"), ("grads", 14, "1.14"), ("update", 4, "4"), ("grads update", 2, "8")]
 
 
@@ -88,8 +90,9 @@ def test_papers_offload_prints_the_memory_of_its_partitions():
 
 
 def test_papers_offload_is_the_only_partition_that_moves_and_holds_least():
-    """Section 3: other partitions than the table's move at least 6 bytes a parameter, and of the
-    table's one holds least.
+    """Section 3: partitions outside the table move at least 6 bytes per parameter.
+
+    Among the table's partitions, a single one takes the least memory.
     """
     printed = {tuple(host.split()) for host, _, _ in OFFLOADED}
     nodes = planner.OFFLOADED
@@ -114,8 +117,8 @@ def test_papers_offload_follows_the_precision():
 
 # Figure 2a: 1e12 parameters, layers, hidden and heads; TiB of model states, of activations and of
 # checkpoints; GiB of working memory of states and of activations. Sequences have 1024 tokens.
-# Checkpoints are of 32; the columns of activations follow from 4 a GPU, 64 a node. The states'
-# working memory is left out where the paper's 1.95 is not 16 h^2 bytes.
+# Checkpoints are for a batch of 32; the activation columns follow from 4 per GPU, 64 per node. The
+# states' working memory is omitted where the paper's 1.95 is not 16 h^2 bytes.
 FIGURE_2A = [
     ("0.10", 80, 10, 128, "1.83", "2.03", "0.05", None, "1.63"),
     ("0.50", 100, 20, 160, "9.16", "3.91", "0.12", "6.25", "2.50"),
@@ -146,7 +149,7 @@ def test_papers_infinity_checkpoints_fewer_layers_and_makes_more_again():
 
 
 def test_papers_infinity_intensities_are_computation_over_data():
-    """Section 4.1, from the bytes: 2 x 4 x b T P FLOPs over what is read and written."""
+    """Section 4.1, from the bytes: 2 x 4 x b T P FLOPs over the bytes read and written."""
     batch, seq, layers, hidden, interval = 3, 1024, 7, 2048, 2
     num_params = memory.transformer_params(layers, hidden)
     flops = 2 * 4 * batch * seq * num_params
@@ -172,7 +175,7 @@ def test_papers_infinity_says_which_bandwidth_is_enough():
             planner.arithmetic_intensity(batch, 1024, hidden)[kind], bandwidth, peak
         )
 
-    assert 0.5 < reached("params", 70e9) < 0.51  # "over 50 %" at "over 70 GB/s", of one sequence
+    assert 0.5 < reached("params", 70e9) < 0.51  # "over 50 %" at "over 70 GB/s", for one sequence
     assert reached("opt_state", 4 * 70e9) == pytest.approx(
         reached("params", 70e9)
     )  # 4 times the bandwidth
@@ -181,8 +184,8 @@ def test_papers_infinity_says_which_bandwidth_is_enough():
     assert (
         reached("activations", 1e9, hidden=8192) > 0.5
     )  # "less than 1 GB/s once the hidden size grows over 8K"
-    # "90 % with a batch size of 2": more than the memory of a V100 gives; the paper's "nearly 1.5
-    # TB/s" is not what follows.
+    # "90 % with a batch size of 2": more than a V100's memory provides; the paper's "nearly 1.5
+    # TB/s" does not follow from its equations.
     needed = planner.bandwidth_for(
         0.9, planner.arithmetic_intensity(2, 1024, 2048)["opt_state"], peak
     )
@@ -238,8 +241,9 @@ def test_papers_korthikanti_keeps_the_bytes_of_table_2(row):
     ids=["gpt3", "mt-nlg"],
 )
 def test_papers_korthikanti_saves_most_for_few_flops(row, term, saved, overhead):
-    """Section 5: 5 a s / h is 80 and 64, so selective recomputation saves 70 and 65 %, at 2.7 and
-    1.6 % more FLOPs.
+    """Section 5: selective recomputation saves 70 and 65 %.
+
+    5 a s / h is 80 and 64, and the extra FLOPs are 2.7 and 1.6 %.
     """
     sizes = korthikanti(*row[1:])
     assert 5 * sizes.heads * sizes.seq / sizes.hidden == term

@@ -1,4 +1,4 @@
-"""Pictures of a plan: what is drawn is to scale, stands where it should, and fits its place."""
+"""Pictures of a plan: drawings are to scale, correctly placed, and fit their space."""
 
 import dataclasses
 import html
@@ -26,7 +26,7 @@ TRILLION = zj.Sizes(layers=128, hidden=25600, heads=256, seq=1024, batch=112)
 
 @pytest.fixture(scope="module")
 def trillion():
-    """ZeRO-Infinity's model of 1 T on the machine of its figure 2b, with everything on disk."""
+    """Return ZeRO-Infinity's 1 T model on the machine of its figure 2b, with everything on disk."""
     fixed = {"precision": "fp16", "stage": 3, "prefetch_distance": 2, "num_microbatches": 1, **DISK}
     return plan(TRILLION, machine=zj.machine("dgx2"), fixed=fixed)
 
@@ -44,7 +44,7 @@ def resident():
 
 
 def of_part(part):
-    """Return a part of a drawing as a document of its own."""
+    """Return part of a drawing as a separate document."""
     return ET.fromstring(f'<svg xmlns="http://www.w3.org/2000/svg">{"".join(part.body)}</svg>')
 
 
@@ -112,7 +112,7 @@ def test_pictures_capacity_is_the_end_of_a_bar_or_within_it():
     assert at(host) == RIGHT
     assert not [
         node for node in root.iter() if node.get("id") == "bytes-nvme"
-    ]  # not used, and nobody told
+    ]  # neither used nor given
     unknown = of_part(draw_tiers({"nvme": {"params": 7}}, {}))
     assert not by_class(unknown, "capacity")
     assert float(by_class(unknown, "stripe")[0].get("width")) == RIGHT - LEFT
@@ -122,7 +122,7 @@ def test_pictures_capacity_is_the_end_of_a_bar_or_within_it():
 
 
 def scale_of(root):
-    """Return the pixels of a second, by the axis."""
+    """Return the pixels per second, from the axis."""
     (x0, t0), *_, (x1, t1) = [
         (float(tick.get("x")), float(words(tick))) for tick in by_class(root, "tick")
     ]
@@ -130,7 +130,7 @@ def scale_of(root):
 
 
 def lengths(lane):
-    """Return the pixels of a lane's boxes, stripes by their share of the height."""
+    """Return the pixels of a lane's boxes; stripes count by their share of the height."""
     area = sum(float(r.get("width")) * float(r.get("height")) for r in lane.iter(f"{SVG}rect"))
     outlines = "".join(path.get("d") for path in lane.iter(f"{SVG}path"))
     area += sum(float(w) * float(h) for w, h in re.findall(r"h([\d.e-]+)v([\d.e-]+)h-", outlines))
@@ -143,7 +143,8 @@ def test_pictures_boxes_of_a_lane_sum_to_its_busy_seconds(trillion):
         if trillion.time.busy[lane]:
             seconds = lengths(with_id(root, f"step-{lane}")) / scale_of(root)
             assert seconds == pytest.approx(trillion.time.busy[lane], rel=0.01), lane
-    assert not [node for node in root.iter() if node.get("id") == "step-host"]  # which does nothing
+    # which has no effect
+    assert not [node for node in root.iter() if node.get("id") == "step-host"]
 
 
 def test_pictures_boxes_are_where_the_work_is():
@@ -175,7 +176,7 @@ def test_pictures_number_layers_through_the_model():
 def test_pictures_of_many_layers_have_few_elements(trillion, drawn):
     assert len(trillion.time.spans) > 2000
     assert sum(1 for _ in drawn.iter()) < 1000
-    # Boxes of 6 pixels and more, as many as fit, in every lane.
+    # Every lane has as many boxes of 6 pixels or more as fit.
     wide = [
         Span(lane, label, i + 0.0, i + 0.9)
         for lane in LANES

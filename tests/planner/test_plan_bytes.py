@@ -1,5 +1,6 @@
-"""A plan's bytes are its program's: drawn models and drawn fixed fields, compared exactly with
-`program.memory`.
+"""A plan's bytes are its program's.
+
+Drawn models with drawn fixed fields are compared exactly with `program.memory`.
 """
 
 import dataclasses
@@ -42,11 +43,11 @@ def _nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "is_there", lambda mesh: False)
     monkeypatch.setattr(
         Repairs, "nearest", lambda self, search: ""
-    )  # what to change where nothing fits takes long to find
+    )  # finding what to change where nothing fits takes long
 
 
 def drawn_model(rng: np.random.Generator) -> zj.LayeredModel:
-    """Return layers of random widths; tiled, tied, frozen or in two stacks by chance."""
+    """Return layers of random widths; at random, tiled, tied, frozen or in two stacks."""
     hidden, inner = (int(8 * rng.integers(1, 9)) for _ in range(2))
     tiles = int(rng.choice([1, 1, 2, 4]))
     vocab = int(16 * rng.integers(1, 5))
@@ -113,7 +114,7 @@ def drawn_model(rng: np.random.Generator) -> zj.LayeredModel:
 
 
 def drawn_fixed(rng: np.random.Generator, folder: str) -> dict[str, Any]:
-    """Return some fields of a config by chance; the others are the planner's."""
+    """Return randomly fixed config fields; the planner chooses the other fields."""
     choices: dict[str, list[Any]] = {
         "precision": ["fp32", "bf16"],
         "grads": ["device", "pinned_host"],
@@ -147,8 +148,9 @@ def nonzero(tiers: Any) -> dict[str, dict[str, int]]:
 
 
 def check_drawn(seed: int, folder: str) -> bool:
-    """Compare a drawn plan with its program, in memory that is drawn, too; return whether there was
-    a plan.
+    """Compare a drawn plan with its program, in randomly limited memory.
+
+    Returns whether a plan exists.
     """
     rng = np.random.default_rng(seed)
     model, fixed = drawn_model(rng), drawn_fixed(rng, folder)
@@ -162,9 +164,7 @@ def check_drawn(seed: int, folder: str) -> bool:
     machine = dataclasses.replace(MACHINE, device_bytes=int(10 ** rng.uniform(5.5, 7)))
     try:
         made = zj.plan(model, tx, mesh, batch, machine, fixed=fixed)
-    except (
-        ValueError
-    ):  # PlanError among them: fields that contradict each other, or too little memory
+    except ValueError:  # including PlanError: contradictory fields, or too little memory
         return False
     with zj.build_train_step(model, tx, made.config, mesh) as program:
         counted = program.memory(batch)
@@ -188,8 +188,9 @@ def test_bytes_of_many_drawn_plans_are_their_programs(block, tmp_path):
 
 
 def check_bounds(seed: int, folder: str, num_configs: int) -> int:
-    """Hold the bounds of drawn configs to what is estimated, and to the programs; return how many
-    were built.
+    """Check the bounds of drawn configs against their estimates and against programs.
+
+    Returns how many programs were built.
     """
     rng = np.random.default_rng(seed)
     model, n = drawn_model(rng), int(rng.choice([1, 2, 4]))
@@ -222,7 +223,7 @@ def check_bounds(seed: int, folder: str, num_configs: int) -> int:
                 seed,
                 tier,
                 config,
-            )  # each rounded
+            )  # each is rounded
             assert int(num_bytes) <= sum(exact.bytes[tier].values()), (seed, tier, config)
         built += 1
     return built
@@ -239,8 +240,9 @@ def test_bounds_are_below_what_is_estimated_and_built_of_many(seed, tmp_path):
 
 
 def test_bytes_of_a_plan_of_sizes_are_those_of_the_transformer_they_stand_for():
-    """Six layers of 2048 x 5632 with the optimizer's state in host memory: once 0.14 GB in flight
-    were promised for 0.54.
+    """Six layers of 2048 x 5632, with the optimizer's state in host memory.
+
+    A plan once promised 0.14 GB in flight where the program took 0.54.
     """
     sizes = zj.Sizes(
         layers=6, hidden=2048, heads=16, seq=512, batch=8, vocab=8192, mlp=5632, gated=True
@@ -258,8 +260,9 @@ def test_bytes_of_a_plan_of_sizes_are_those_of_the_transformer_they_stand_for():
 
 
 def test_plan_whose_program_takes_more_than_there_is_is_not_returned(monkeypatch):
-    """Programs that keep activations are made to take too much: the plan is the next config, and
-    none where all do.
+    """Make programs that save activations report too many bytes.
+
+    The plan is then the next config, and there is none if all configs report too many.
     """
     refused = list[zj.ZeroConfig]()
 

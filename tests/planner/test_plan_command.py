@@ -1,4 +1,4 @@
-"""`zerojax plan`: what it prints and writes, and what it refuses with one line."""
+"""`zerojax plan`: what it prints and writes, and what it refuses in one line."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def run(arguments: str) -> None:
 
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line with which a command exits with status 2."""
+    """Return the one line that a command prints when it exits with status 2."""
     with pytest.raises(SystemExit) as caught:
         run(arguments)
     told = capsys.readouterr()
@@ -47,8 +47,9 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_plan_of_a_trillion_parameters_is_on_disk(tmp_path, capsys):
-    """ZeRO-Infinity trains a trillion on one DGX-2: 12 P / 16 bytes of optimizer state a GPU, on
-    its disks.
+    """ZeRO-Infinity trains a trillion parameters on one DGX-2.
+
+    Each GPU has 12 P / 16 bytes of optimizer state on its disks.
     """
     path = tmp_path / "plan.json"
     fixed = "--fix prefetch_distance=2 --fix num_microbatches=1 --fix gather_ahead=False --fix update=None"
@@ -98,7 +99,7 @@ def test_plan_command_fixes_fields(lab, capsys):
 
 
 def test_plan_command_sets_figures(lab, capsys):
-    """Twice the devices have twice the sequences: `--batch` counts those of a device."""
+    """Twice the devices process twice the sequences: `--batch` is per device."""
     run(f"{lab} --set device_bytes=200e6 --set flops.bf16=5e12 --fix update_on=device")
     small = capsys.readouterr().out
     assert "of 190 MB a device" in small
@@ -121,7 +122,7 @@ def test_plan_command_compares_stages_and_tiers(lab, capsys):
     of_plan = [float(row[1]) for row in rows.values() if row[0] != "-"]
     assert min(of_plan) == pytest.approx(1.0, abs=0.03)
     assert all(float(row[0]) >= 0.97 * seconds for row in rows.values() if row[0] != "-")
-    assert any(row[0] == "-" for row in rows.values())  # of what does not fit it tells
+    assert any(row[0] == "-" for row in rows.values())  # it says what does not fit
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -157,7 +158,7 @@ def test_figures_that_no_probe_measures_are_not_said_to_be(capsys):
 
 
 def test_plan_command_ends_quietly_when_nobody_reads_on(monkeypatch):
-    """As with `zerojax plan ... | head -1`."""
+    """Run the equivalent of `zerojax plan ... | head -1`."""
     read, written = os.pipe()
     os.close(read)
     with open(written, "w") as out:

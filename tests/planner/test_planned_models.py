@@ -1,5 +1,6 @@
-"""Plans of models: a config that builds and trains, and what a model or an optimizer cannot take is
-left out.
+"""Plans of models: a config that builds and trains.
+
+Settings that a model or an optimizer does not support are left out.
 """
 
 import dataclasses
@@ -74,8 +75,8 @@ def losses_of(
 def test_planned_step_is_timed_where_its_devices_are():
     """The plan of a model that fits is the default, which trains.
 
-    `activations` is fixed: what the modes of this small model take differs by less than the noise
-    of a busy machine.
+    `activations` is fixed: in this small model, its modes differ by less than a busy machine's
+    noise.
     """
     model, batch = wide()
     fixed = QUICK | {"grads": "device", "update": None, "stage": 3, "activations": "save"}
@@ -96,9 +97,9 @@ def test_modes_with_the_same_backward_are_timed_once():
 
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_of_a_model_that_does_not_fit_trains_from_another_tier(tmp_path):
-    """On CPUs host memory is the device's own: what does not fit in both goes to disk.
+    """On CPUs, host memory is the device's own memory, so what does not fit goes to disk.
 
-    `ZeroConfig.auto` is that config.
+    `ZeroConfig.auto` returns that config.
     """
     model, batch = wide()
     state = 16 * LAYERS * 128**2
@@ -162,7 +163,7 @@ def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
     assert fits.config == zj.ZeroConfig()
     assert (
         sum("stay replicated" in record.message for record in caplog.records) == 1
-    )  # and not for each config
+    )  # and not once per config
     needed = fits.device_bytes
     tight = dataclasses.replace(MACHINE, device_bytes=int(0.8 * needed))
     made = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, tight, fixed=fixed)
@@ -173,8 +174,9 @@ def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
 
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_leaves_out_what_the_optimizer_cannot_do():
-    """Sums over all gradients are not elementwise: such an optimizer runs on the whole tree, on the
-    device.
+    """Sums over all gradients are not elementwise.
+
+    Such an optimizer runs on the full tree, on the device.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -192,11 +194,12 @@ def test_plan_leaves_out_what_the_optimizer_cannot_do():
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
-@pytest.mark.exhaustive  # by default changes are followed for sizes, in test_planner.py
+@pytest.mark.exhaustive  # by default test_planner.py follows suggested changes for sizes
 @pytest.mark.parametrize(("device", "host", "devices"), [(0.05, 0.3, 1), (0.5, 0.3, 2)])
 def test_error_of_a_model_names_a_change_that_its_program_fits(device, host, devices):
-    """A program takes some bytes more than the estimate by which the nearest config is found, and
-    all have to be named.
+    """A program takes a few bytes more than its estimate, which finds the nearest config.
+
+    The error must name all of those bytes.
     """
     model, batch = wide()
     state = 16 * LAYERS * 128**2
@@ -253,15 +256,16 @@ def test_plan_counts_frozen_weights_and_updates_none_of_them():
     )
     searched = zj.plan(
         frozen, TX, mesh_of(2), batch, MACHINE, fixed=QUICK
-    )  # of layers that have no optimizer state
+    )  # of layers without optimizer state
     assert searched.config.opt_state_device_fraction == 0
     assert plans[1].bytes["device"]["opt_state"] < 0.1 * plans[0].bytes["device"]["opt_state"]
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_flops_of_frozen_matrices_are_without_their_gradients():
-    """Two products of each in place of three; of weights in 8 bits as well, whose scales are no
-    parameters.
+    """Frozen layers take two products each instead of three.
+
+    This also applies to 8-bit weights, whose scales are not parameters.
     """
     model, batch = wide()
     frozen = dataclasses.replace(model, frozen={"embed": True, "block": {"w": True}, "head": False})
@@ -278,9 +282,7 @@ def test_flops_of_frozen_matrices_are_without_their_gradients():
 
 
 def test_plan_for_gpus_that_are_not_there_takes_their_rates():
-    """Nothing runs there: seconds follow from the equations, by the rates of the machine that the
-    devices are.
-    """
+    """Nothing runs there: seconds are computed from the rates of the devices' machine."""
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
     model, batch = wide()
     made = zj.plan(model, TX, mesh, batch, fixed=QUICK | {"precision": "bf16", "stage": 3})
@@ -311,7 +313,7 @@ def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
         "batch": batch,
         "machine": MACHINE,
     } | arguments
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is compared as it is
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the full message is compared
         zj.plan(**given)
     assert message in str(caught.value)
 

@@ -1,5 +1,6 @@
-"""Plans beside what happens: bytes written to the disk, and memory of the compiled step under
-limits that fall.
+"""Plans against real runs: bytes written to disk, and memory of the compiled step.
+
+The memory limits fall step by step.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ MACHINE = zj.Machine(
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds by the roofline: what is tested here are bytes."""
+    """Return roofline seconds: these tests only check bytes."""
     monkeypatch.setattr(traced, "is_there", lambda mesh: False)
 
 
@@ -101,7 +102,7 @@ def test_plan_tells_what_ten_steps_write(case, model, tmp_path):
     written = 0.0
     with zj.build_train_step(model, tx, made.config, mesh) as program:
         state = program.init(jax.random.key(0))
-        # Writes may end beside the next step, and are counted then.
+        # Writes may end during the next step, and are then counted there.
         program.swap.engine.flush()
         program.swap.engine.take_stats()
         for _ in range(STEPS):
@@ -114,7 +115,7 @@ def test_plan_tells_what_ten_steps_write(case, model, tmp_path):
 
 
 def compiled_bytes(model: Any, config: zj.ZeroConfig, mesh: Any, batch: Any) -> int:
-    """Return what a step takes of a CPU's memory, host tier included, with its records beside it."""
+    """Return the CPU memory of a step, including the host tier and its records."""
     with zj.build_train_step(model, optax.adamw(1e-3), config, mesh) as program:
         stats = program.lower(batch).compile().memory_analysis()
     return (
@@ -128,7 +129,7 @@ def compiled_bytes(model: Any, config: zj.ZeroConfig, mesh: Any, batch: Any) -> 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [f"{n / 10:.1f}" for n in range(1, 11)])
 def test_auto_trains_within_the_device_or_refuses(share, model, tmp_path):
-    # The program of the plainest config is the measure; limits fall below it in ten steps.
+    # The program of the plainest config sets the scale; limits fall below it in ten steps.
     mesh, batch, tx = mesh_of(), batch_of(), optax.adamw(1e-3)
     most = compiled_bytes(model, zj.ZeroConfig(), mesh, batch)
     machine = dataclasses.replace(MACHINE, device_bytes=int(float(share) * most))

@@ -1,4 +1,4 @@
-"""Plans from numbers alone: the choice beside brute force, what it may not do, and what it says."""
+"""Plans from numbers alone: the choice against brute force, its restrictions, and its report."""
 
 import dataclasses
 import json
@@ -27,14 +27,15 @@ FEW = BF16 | {
     "update": "in_backward",
     "opt_state_device_fraction": 0.0,
 }
-"""Fields with which there are some hundred configs."""
+"""Fixed fields that leave a few hundred configs."""
 FEWER = FEW | {"activations": "remat", "update_on": "device"}
 
 
 @pytest.fixture(autouse=True)
 def estimates(monkeypatch):
-    """Let plans of sizes have estimated bytes: the search is tested here, and the bytes of programs
-    in test_plan_bytes.py.
+    """Make plans of sizes use estimated bytes: these tests check the search.
+
+    test_plan_bytes.py checks the bytes of programs.
     """
     monkeypatch.setattr(
         Planner, "has_programs", property(lambda planner: not isinstance(planner.model, zj.Sizes))
@@ -42,9 +43,7 @@ def estimates(monkeypatch):
 
 
 def lab(**figures: Any) -> Machine:
-    """Return a machine of one device whose memory has room for everything, with other figures where
-    they are given.
-    """
+    """Return a machine of one device with room for everything; `figures` replace its figures."""
     given: dict[str, Any] = {
         "device_bytes": 100 * STATE, "host_bytes": 100 * STATE, "disk_bytes": 100 * STATE, "flops": {"bf16": 1e12},
         "memory_rate": 1e11, "link_up": 1e10, "link_down": 1e10, "link_both": 1.5e10, "network_in_node": 1e10, "disk_read": 1e9,
@@ -61,9 +60,7 @@ def plan(machine: Machine | str, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **m
 
 
 def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, Any], float | None]:
-    """Return sizes, a machine of which some memory may be too small, fixed fields, and days of the
-    disk.
-    """
+    """Return sizes, a machine that may lack memory, fixed fields, and the disk's minimum days."""
     draw = random.Random(seed)
 
     def power(low: float, high: float) -> float:
@@ -109,7 +106,7 @@ def planner_of(case: Any) -> Planner:
 
 
 def with_each_fraction(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates; of one whose fraction is to be found, one with each sixteenth."""
+    """Yield candidates; a candidate without a fixed fraction is yielded with each sixteenth."""
     for candidate in candidates:
         if not space.leaves_fraction(candidate.fields):
             yield candidate
@@ -120,8 +117,9 @@ def with_each_fraction(space: Space, candidates: Iterable[Candidate]) -> Iterato
 
 
 def brute_force(planner: Planner) -> list[tuple[float, float]]:
-    """Return seconds and complexity of every config of a space that fits; and hold the bounds of
-    all to their seconds.
+    """Return the seconds and complexity of every config that fits.
+
+    Also check the bounds of all configs against their seconds.
     """
     space, found = with_options(planner.space()), []
     search = Search(space, planner.limits)
@@ -147,7 +145,7 @@ def brute_force(planner: Planner) -> list[tuple[float, float]]:
 
 
 def check_choice(seed: int, fewer: bool) -> None:
-    """Compare a search with brute force; where nothing fits, follow what the error says."""
+    """Compare a search with brute force; if nothing fits, follow the error's suggestion."""
     case = random_case(seed, fewer)
     planner = planner_of(case)
     every, search = brute_force(planner), Search(planner.space(), planner.limits)
@@ -178,7 +176,7 @@ def test_plan_is_the_best_of_all_configs(seed):
 
 
 def test_bounds_are_no_more_than_the_seconds_where_wires_are_slow():
-    """There they are close: what crosses the link, or the disk, takes nearly all of the step."""
+    """The bounds are close there: the link or the disk takes nearly all of the step."""
     for slow in (
         {"link_up": 1e7, "link_down": 1e7, "link_both": 1.5e7},
         dict.fromkeys(("disk_read", "disk_write", "disk_both"), 1e7),
@@ -197,8 +195,9 @@ def test_bounds_are_no_more_than_the_seconds_where_wires_are_slow():
 
 
 def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused():
-    """Programs that keep anything are refused; those that keep nothing were passed over, because
-    they are slower.
+    """Programs that save anything are refused.
+
+    The search had passed over the programs that save nothing, because they are slower.
     """
 
     def exact(config: zj.ZeroConfig, tiles: int) -> Exact:
@@ -224,9 +223,9 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
 
 @pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
 def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(tier):
-    """In sixteenths, as fast as the best of all of them.
+    """The fraction is in sixteenths, and as fast as the best of all sixteenths.
 
-    Of 20 layers sixteenths are rounded to 1 or 2 layers.
+    With 20 layers, sixteenths are rounded to 1 or 2 layers.
     """
     sizes = dataclasses.replace(SIZES, layers=20)
     fixed = {name: value for name, value in FEWER.items() if name != "opt_state_device_fraction"}
@@ -263,11 +262,13 @@ SWEPT = {
 }
 
 
-@pytest.mark.exhaustive  # by default plans are the best of all configs of three random machines
+# by default test_plan_is_the_best_of_all_configs covers three random machines
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SWEPT)
 def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
-    """With the device's memory in ten steps; uniform are all fields, and of a layer's values each
-    option for all layers.
+    """Plan with the device's memory in ten steps.
+
+    In a uniform config, all layers have the same fields and the same option for their values.
     """
     sizes, before = SWEPT[name], math.inf
     fixed = FEW | {"update": None, "grads": "device", "params": "device", "update_on": "device"}
@@ -284,7 +285,7 @@ def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
         assert best.seconds <= min(every)[0] / (1 - WORTH)
         assert search.found[0].seconds <= min(*every, (before,))[0] * (
             1 + 1e-9
-        )  # nor is less memory faster
+        )  # and less memory is not faster
         before = search.found[0].seconds
         kept.add((best.config.activations, best.config.saved_names, best.config.offloaded_names))
     assert len(kept) > 2
@@ -298,9 +299,9 @@ def test_plan_is_the_best_of_all_configs_of_any_machine(seed):
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
 def test_more_memory_is_never_slower(name):
-    """The fastest uniform config of more memory is no slower.
+    """The fastest uniform config is no slower with more memory.
 
-    The plan may be, by the share that a plainer config may cost.
+    The plan may be slower, by the fraction that a plainer config may cost.
     """
     small = {
         "device_bytes": int(0.15 * STATE),
@@ -342,9 +343,7 @@ def test_plan_goes_from_the_device_to_the_host_to_the_disk():
 
 
 def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
-    """Between a machine that keeps all of every layer and one that keeps nothing, some layers keep
-    more than others.
-    """
+    """Between saving all of every layer and saving nothing, some layers save more than others."""
     wide = zj.Sizes(layers=12, hidden=512, heads=8, seq=1024, batch=8)
     fixed = BF16 | {
         "opt_state": "device",
@@ -362,7 +361,7 @@ def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
     for part in (0.3, 0.5, 0.7, 0.9):
         between = least + part * (most - least)
         made = plan(dataclasses.replace(machine, device_bytes=int(between / 0.95)), wide, fixed)
-        # A choice that fills the memory to the byte fits, and leaves less of it than a layer's
+        # A choice that fills the memory to the byte fits, and leaves less free than one layer's
         # activations.
         assert isinstance(made.config.activations, tuple)
         assert between - 2 * (most - least) / 12 < sum(made.bytes["device"].values()) <= between
@@ -372,8 +371,9 @@ def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
 
 
 def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
-    """A choice fills the memory to the byte: what it counts of a layer has to be what is counted of
-    its segment.
+    """A choice fills the memory to the byte.
+
+    Its count for a layer must therefore equal the count for the layer's segment.
     """
     planner = Planner(SIZES, None, None, None, lab(), dict(FEW), None)
     search, (stack,) = Search(planner.space(), planner.limits), planner.workload.stacks
@@ -399,7 +399,7 @@ def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
 def test_plan_keeps_the_simplest_of_nearly_as_fast_configs():
     """Gathers ahead hide a network that is nearly free: they save less than 3 %.
 
-    On a slow one they are chosen.
+    They are chosen on a slow network.
     """
     sizes = dataclasses.replace(SIZES, batch=16)
     fast, slow = (
@@ -429,7 +429,7 @@ def test_plan_keeps_what_is_fixed(fixed):
     }
     fixed = BF16 | others | fixed
     if fixed.get("update_on") == "host" or "opt_state_device_fraction" in fixed:
-        fixed.pop("opt_state")  # then the planner has to find one that goes with it
+        fixed.pop("opt_state")  # the planner then has to find an update that goes with it
     config = plan(lab(devices_per_node=2), fixed=fixed).config
     assert {name: getattr(config, name) for name in fixed} == fixed
     assert config.update != "in_backward" or config.clip_norm is None
@@ -460,8 +460,9 @@ def test_plan_rounds_moments_only_where_the_user_lets_it():
 
 
 def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would_fit_less():
-    """A disk of slow writes: what it makes fit in float32 is slower than what rounded moments make
-    fit without it.
+    """A disk with slow writes.
+
+    The float32 moments that it makes fit are slower than rounded moments, which fit without it.
     """
     figures = {"device_bytes": int(0.2 * STATE), "host_bytes": int(0.6 * STATE)}
     slow = dict.fromkeys(("disk_read", "disk_write", "disk_both"), 1e7)
@@ -559,9 +560,9 @@ def test_plan_for_an_unknown_machine_names_the_nearest():
 
 
 def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
-    """No data sheet has the rate of both at once.
+    """No data sheet has the rate of reads and writes together.
 
-    What is assumed is told, and no faster than what a disk may give.
+    The report states the assumed rate, which is no faster than the disk's own limits.
     """
     fixed = FEWER | {"params": "nvme", "opt_state": "nvme", "moments": "float32"}
     figures = {"disk_read": 2e9, "disk_write": 1e9}
@@ -573,9 +574,7 @@ def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
     )  # fmt: skip
     assert assumed.seconds == slow.seconds > fast.seconds
     assert slow.notes == fast.notes == ()
-    again = zj.plan(
-        SIZES, machine=assumed.machine, fixed=fixed
-    )  # a machine that a plan has says it again
+    again = zj.plan(SIZES, machine=assumed.machine, fixed=fixed)  # a plan's machine states it again
     assert again.notes == assumed.notes
 
 
@@ -590,14 +589,14 @@ def test_plan_tells_what_it_did_not_consider():
     assert plan(lab(), fixed=FEWER).notes == ()
     assert (
         plan(lab(disk_bytes=0), fixed=FEWER).notes == ()
-    )  # there is no disk, and somebody said so
+    )  # there is no disk, and the user said so
 
 
-# --- where nothing fits ---------------------------------------------------------------------------
+# --- nothing fits ---------------------------------------------------------------------------------
 
 
 def check_repair(case: Any) -> None:
-    """Follow what an error says, and see that something fits."""
+    """Follow an error's suggestion, and check that something fits then."""
     sizes, machine, fixed, days = case
     with pytest.raises(PlanError) as caught:
         zj.plan(sizes, machine=machine, fixed=fixed, min_disk_days=days)
@@ -627,7 +626,7 @@ def test_error_has_the_tier_and_its_bytes():
 
 
 def test_error_names_every_tier_that_lacks():
-    """Of one device, what does not fit its memory would not fit the host's either."""
+    """On one device, what does not fit its memory would not fit the host's memory either."""
     machine = lab(device_bytes=int(0.01 * STATE), host_bytes=int(0.3 * STATE), disk_bytes=0)
     check_repair(
         (SIZES, machine, FEWER | {"params": "pinned_host", "opt_state": "pinned_host"}, None)
@@ -649,7 +648,7 @@ def test_error_names_the_fixed_field_that_is_in_the_way():
 @pytest.mark.parametrize(("layers", "hidden"), [(40, 5120), (80, 8192), (12, 768)])
 @pytest.mark.parametrize("name", ["l4", "h100-pcie"])
 def test_error_names_a_change_that_fits_on_machines_by_name(name, layers, hidden):
-    """With less and less of each memory; whatever an error names is all that it takes."""
+    """Shrink each memory step by step; what an error names is always enough."""
     sizes = zj.Sizes(
         layers=layers, hidden=hidden, heads=hidden // 64, seq=2048, batch=1, vocab=32000
     )
@@ -687,9 +686,9 @@ def test_error_names_a_change_that_fits(seed):
 
 
 def test_disk_lasts_as_long_as_it_has_to():
-    """Where only the disk has room it lasts some days; more are refused.
+    """If only the disk has room, it lasts some days; a demand for more is refused.
 
-    Where the host has room, too, it is not written to.
+    If the host has room too, nothing is written to the disk.
     """
     machine = lab(
         device_bytes=int(0.3 * STATE), host_bytes=int(0.5 * STATE), disk_tbw_bytes=100 * STATE
@@ -713,8 +712,9 @@ def test_disk_lasts_as_long_as_it_has_to():
 
 
 def test_plan_counts_the_bytes_of_link_and_disk():
-    """Of P weights on disk with Adam in bfloat16: 12 P read and written to update, 2 P read twice
-    and written once.
+    """P weights on disk with Adam in bfloat16.
+
+    The update reads and writes 12 P bytes; computing reads 2 P twice and writes it once.
     """
     fixed = (
         FEW
@@ -747,8 +747,9 @@ def test_plan_counts_the_bytes_of_link_and_disk():
 def test_plan_counts_what_an_update_on_the_host_reads_and_writes(
     precision, opt_state, read, written
 ):
-    """Parameters on disk are read twice to compute, and written by the host; without masters it
-    reads them, too.
+    """Parameters on disk are read twice to compute, and written by the host.
+
+    Without masters, the host also reads them.
     """
     sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=256, batch=8)
     fixed = {
@@ -781,9 +782,9 @@ def test_plan_writes_its_figures_as_json():
     assert read["bytes"] == {tier: dict(kinds) for tier, kinds in made.bytes.items()}
     assert read["disk_bytes"] == made.disk_bytes
     assert read["disk_days"] == made.disk_days
-    assert read["config"] == json.loads(json.dumps(made.fields))  # JSON has lists and no tuples
+    assert read["config"] == json.loads(json.dumps(made.fields))  # JSON has lists but no tuples
     assert sum(lane["exposed"] for lane in read["lanes"].values()) == pytest.approx(made.seconds)
-    assert read["mfu"] is made.mfu is None  # nobody gave the vendor's peak
+    assert read["mfu"] is made.mfu is None  # the vendor's peak was not given
     assert zj.ZeroConfig(**read["config"]) == made.config
 
 
@@ -804,7 +805,7 @@ def test_plan_prints_its_config_and_every_tier():
 
 
 def test_plan_tells_which_configs_are_faster_and_less_plain():
-    """Gathers ahead save less than 3 % here: they are not beaten, and not worth it."""
+    """Gathers ahead save less than 3 % here: no config beats them, and they are not worth it."""
     sizes = dataclasses.replace(SIZES, batch=16)
     made = plan(lab(devices_per_node=4, network_in_node=3e11), sizes, FEW | {"stage": 3})
     faster = [other for other in made.beaten if other.seconds < made.seconds]
@@ -870,6 +871,6 @@ def test_tensor_parallelism_within_a_node_takes_the_nodes_network():
         made = zj.plan(
             sizes, mesh={"data": 2, "fsdp": 1, "tensor": 8}, machine=machine, fixed=fixed
         )
-        assert made.hardware_flops == made.flops  # nothing is computed again
+        assert made.hardware_flops == made.flops  # nothing is recomputed
         seconds.append(made.time.busy["compute"])
     assert seconds[0] == seconds[1]

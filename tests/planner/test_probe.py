@@ -1,4 +1,4 @@
-"""What `zj.probe` measures: that each figure is timed as it says, and that nothing is left behind."""
+"""What `zj.probe` measures: every figure is timed as documented, and nothing is left behind."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from host_offload.disk.tuning import DEFAULT
 from zerojax import cli, commands, planner
 from zerojax.planner import ProbeSizes
 
-# The door's function of the same name hides the module as an attribute.
+# The package's function of the same name hides the module as an attribute.
 module = sys.modules["zerojax.machines.probe"]
 TINY = ProbeSizes(
     product=16, num_products=2, memory_bytes=1 << 12, num_passes=2, link_bytes=1 << 12, gathered_bytes=1 << 12,
@@ -39,8 +39,9 @@ def test_probe_gives_every_figure_that_can_be_measured(tmp_path):
 
 
 def test_probe_divides_work_by_seconds(monkeypatch):
-    """With a clock in which every call takes 2 s, each rate is half of what a call moves or
-    computes on one device.
+    """With a clock in which every call takes 2 s, each rate is half of a call's work.
+
+    A call's work is what it moves or computes on one device.
     """
     counted = []
 
@@ -61,7 +62,9 @@ def test_probe_divides_work_by_seconds(monkeypatch):
 
 
 def test_probe_refuses_a_folder_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "measure_link", lambda *_: pytest.fail("it was measured first"))
+    monkeypatch.setattr(
+        module, "measure_link", lambda *_: pytest.fail("the link was measured first")
+    )
     with pytest.raises(ValueError, match="does not exist"):
         zj.probe(str(tmp_path / "gone"))
 
@@ -73,7 +76,7 @@ def test_probe_command_writes_what_machine_reads(tmp_path, monkeypatch, capsys):
     cli.main(["probe", "--out", str(path)])
     assert zj.machine(path) == measured
     assert capsys.readouterr().out == f"{measured}\n"
-    monkeypatch.setattr(commands, "probe", lambda swap_dir: pytest.fail("a minute was spent"))
+    monkeypatch.setattr(commands, "probe", lambda swap_dir: pytest.fail("the probe ran"))
     for out, message in (("m.txt", "end with .toml"), ("gone/m.toml", "cannot be written")):
         with pytest.raises(SystemExit) as caught:
             cli.main(["probe", "--out", str(tmp_path / out)])

@@ -1,4 +1,4 @@
-"""A transformer from its numbers: what follows from them, and which contradict each other."""
+"""A transformer from its numbers: what follows from them, and which combinations contradict."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_sizes_step_takes_three_forwards_of_layers_and_head():
 
 
 def test_sizes_of_a_llama_have_its_parameters():
-    """Llama 3 8B: an untied head, norms, and no bias; 8,030,261,248 in its files."""
+    """Llama 3 8B has an untied head, norms and no bias; its files hold 8,030,261,248 parameters."""
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert LLAMA_8B.layer_weights == LLAMA_8B.layer_params == layer
     assert LLAMA_8B.end_params == 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
@@ -71,7 +71,7 @@ B, T, H, A, K, F, V, L = 8, 16, 32, 4, 2, 48, 32, 2
 
 
 def block(p, x, key):
-    """A Llama's: queries share keys and values, and the MLP is gated."""
+    """A Llama layer: queries share keys and values, and the MLP is gated."""
     del key
     y, width = x * p["norm"], H // A
     q = (y @ p["q"]).reshape(B, T, K, A // K, width)
@@ -135,7 +135,7 @@ def test_sizes_of_a_gpt_keep_what_the_closed_form_says():
         kept = memory.layer_activation_bytes(8192, 1, 4096, 32, **options)
         assert (
             LLAMA_8B.layer_kept_bytes(1, **options) == kept
-        )  # only the layer's input, whatever its MLP
+        )  # only the layer's input, regardless of its MLP
 
 
 def test_sizes_split_what_a_llamas_layer_keeps_over_tensor():

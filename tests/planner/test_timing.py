@@ -1,5 +1,6 @@
-"""Seconds of a schedule, beside a simulation of events: tasks in the queues of lanes, each after
-those that it waits for.
+"""Predicted seconds of a schedule against an event simulation.
+
+Tasks are in the queues of lanes, each after the tasks that it waits for.
 """
 
 import collections
@@ -29,7 +30,7 @@ KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 class Simulation:
     """Tasks of a step.
 
-    A lane does its tasks in order; one begins when all that it waits for have ended.
+    A lane runs its tasks in order. A task begins when all tasks that it waits for have ended.
     """
 
     def __init__(self, wires: Wires) -> None:
@@ -41,12 +42,12 @@ class Simulation:
         )
         self.updated = list[int]()  # by the host
         self.queues: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
-        self.last = self.task("compute", 0.0, in_order=True)  # of the cores
+        self.last = self.task("compute", 0.0, in_order=True)  # last task on the cores
 
     def task(self, lane: str, seconds: float, *after: int, in_order: bool = False) -> int:
         """Add a task, and return its number.
 
-        One of no seconds waits in no queue, unless it is told to.
+        A task of no seconds does not queue, unless `in_order` is set.
         """
         number = len(self.seconds)
         self.work[lane] += seconds
@@ -61,8 +62,9 @@ class Simulation:
         return number
 
     def run(self) -> float:
-        """Return when the cores have done the last of their tasks, which nothing but writes to the
-        disk outlasts.
+        """Return when the cores finish their last task.
+
+        Only writes to the disk may end later.
         """
         lanes = [
             self.queues[lane][-1] for lane in ("up", "down", "host", "network") if self.queues[lane]
@@ -84,7 +86,9 @@ class Simulation:
                     busy.add(lane)
                     heapq.heappush(running, (now + self.seconds[number], number))
             if not running:
-                assert not any(self.queues.values()), "tasks wait for each other"
+                assert not any(self.queues.values()), (
+                    "tasks wait for each other: the simulation is stuck"
+                )
                 return end_of_cores
             now, done = heapq.heappop(running)
             end_of_cores = now if lane_of[done] == "compute" else end_of_cores
@@ -96,9 +100,7 @@ class Simulation:
 
 
 class Step(Simulation):
-    """The tasks of a step, from the arrays of its schedules, and from the sizes and tiers that they
-    were built of.
-    """
+    """The tasks of a step, built from its schedules and from their sizes and tiers."""
 
     def __init__(self, layers: Any, ends: Any, wires: Wires, repeats: int) -> None:
         super().__init__(wires)
@@ -134,7 +136,7 @@ class Step(Simulation):
         )
 
     def share(self, moved: Any) -> None:
-        """Set the rates of lanes while so many bytes move in each."""
+        """Set the rates of lanes for these numbers of bytes per lane."""
         wires = self.wires
         self.rates = {"up": wires.up, "down": wires.down, "read": wires.read, "write": wires.write}
         for one, other, together in (
@@ -143,7 +145,7 @@ class Step(Simulation):
         ):
             a, b = moved.get(one, 0), moved.get(other, 0)
             if a and b and together < self.rates[one] + self.rates[other]:
-                seconds = (a + b) / together  # in which each way moves its part
+                seconds = (a + b) / together  # in which each direction moves its part
                 self.rates[one] = min(self.rates[one], a / seconds)
                 self.rates[other] = min(self.rates[other], b / seconds)
 
@@ -163,7 +165,7 @@ class Step(Simulation):
         sizes: Any,
         *after: int,
     ) -> int:
-        """Read a record off the disk, into a buffer that was emptied d records ago, and load it."""
+        """Read a record from disk into a buffer emptied d records ago, and load it."""
         before, on_disk = list(after), list[Any]()
         for kind in kinds:
             key, stored, size = (n, kind), self.stored.get((n, kind, layer)), sizes.get(kind, 0)
@@ -183,7 +185,7 @@ class Step(Simulation):
         return loaded
 
     def fetch_end(self, leaf: EndLeaf, kinds: list[str], *after: int) -> int:
-        """Load records of the leaf that is no layer, off the disk where they rest there."""
+        """Load the records of the unstacked leaf, and read them first if they are on disk."""
         sizes = [leaf.sizes[kind] if leaf.tiers[kind] != "device" else 0 for kind in kinds]
         reads = [
             self.move("read", n)
@@ -203,8 +205,9 @@ class Step(Simulation):
     def update_on_host(
         self, n: Any, tiers: Any, sizes: Any, seconds: float, has_master: bool, after: int
     ) -> None:
-        """Hand gradients down, and weights that are their own masters; what rests on disk is
-        updated where it is read to.
+        """Store gradients, and load weights that are their own masters.
+
+        Records on disk are updated in the buffers into which they are read.
         """
         given, weights = sizes["handed"], sizes["weights"] if not has_master else 0
         there = (
@@ -276,7 +279,7 @@ class Step(Simulation):
         gathers = 0.0 if phase.name == "update" else work.gather
         ring: dict[int, int] = {}
         whole = begin
-        unsaved = None  # of the tick before, where stores are late
+        unsaved = None  # from the tick before, if stores are late
 
         def fetches(layer: int) -> tuple[str, ...]:
             return phase.off_device(phase.fetches, layer)
@@ -343,7 +346,7 @@ class Step(Simulation):
             self.store(n, schedule, phase.off_device(phase.writes, layer), layer, read, unsaved[1])
 
     def run(self) -> float:
-        """Return the seconds of the step, which no wire exceeds with its bytes."""
+        """Return the seconds of the step, including the limits of wires on total bytes."""
         end_of_cores = super().run()
         up, down, read, write = (self.moved[lane] for lane in ("up", "down", "read", "write"))
         wires = self.wires
@@ -356,7 +359,7 @@ class Step(Simulation):
 
 
 def bytes_of_a_loop(schedule: Schedule, phase: Phase, work: LayerWork) -> dict[str, float]:
-    """Return the bytes of a tick that moves all that the phase moves, in each lane."""
+    """Return the bytes per lane of a tick that moves everything the phase moves."""
     assert schedule.record_bytes is not None
     size, tiers, updating = (
         schedule.record_bytes,
@@ -388,9 +391,7 @@ def bytes_of_a_loop(schedule: Schedule, phase: Phase, work: LayerWork) -> dict[s
 
 
 def random_step(seed: int) -> dict[str, Any]:
-    """Return arguments of `step_time`: one to three runs of layers, and everything that they may
-    move or not.
-    """
+    """Return arguments of `step_time`: one to three ranges of layers, with random moves."""
     draw = random.Random(seed)
 
     def some(scale: float) -> float:
@@ -460,8 +461,8 @@ def check_step(seed: int) -> None:
     step = random_step(seed)
     time, simulated = predicted(step), simulation_of(step)
     assert time.seconds == pytest.approx(simulated.run(), rel=1e-9), seed
-    # Each lane has done its work, and what the cores waited for is no more than that; but at the
-    # end the seams of loops.
+    # The lanes' busy times are their work. The cores wait for a lane no longer than it is busy,
+    # except at the seams of loops.
     for lane in LANES:
         assert time.busy[lane] == pytest.approx(simulated.work[lane], rel=1e-9), (seed, lane)
     assert sum(time.exposed.values()) == pytest.approx(time.seconds, rel=1e-9), seed
@@ -487,7 +488,7 @@ def test_step_time_is_that_of_a_simulation_of_more_events(first):
         check_step(seed)
 
 
-# --- steps whose seconds are known ----------------------------------------------------------------
+# --- steps of known duration ----------------------------------------------------------------------
 
 BYTE_A_SECOND = Wires(up=1, down=1, link_both=2, read=1, write=1, disk_both=2)
 
@@ -496,7 +497,7 @@ def run_of(
     num_layers: int, work: LayerWork | None = None, distance: int = 0, wires: Wires = BYTE_A_SECOND, *,
     ends: EndsWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
 ) -> Any:  # fmt: skip
-    """Return the seconds of one run of layers whose other leaves move nothing, at a byte a second."""
+    """Return the seconds of one range of layers at a byte per second; other leaves move nothing."""
     schedule = build_schedule(
         num_layers, distance, regathers=True, record_bytes=sizes or {}, **fields
     )
@@ -546,7 +547,7 @@ def test_step_bound_by_compute_hides_all_loads_but_the_first(distance):
 
 
 def test_step_hides_no_slow_layer_behind_more_slots():
-    """With two slots loads begin earlier, and none faster."""
+    """With two slots, loads begin earlier, but none is faster."""
     work = LayerWork(forward=1, backward=1)
     seconds = [
         run_of(4, work, d, sizes={"frozen": 2}, tiers={"frozen": H}).seconds for d in (0, 1, 2, 3)
@@ -555,8 +556,9 @@ def test_step_hides_no_slow_layer_behind_more_slots():
 
 
 def test_step_bound_by_the_disk_reads_as_far_ahead_as_it_has_buffers():
-    """5 s to read and 1 s to load: one buffer is read to when it was emptied, of two one is read
-    while the other is loaded.
+    """Reading takes 5 s and loading 1 s.
+
+    A single buffer is read into once it is empty; with two, one is read while the other is loaded.
     """
     work, wires = (
         LayerWork(forward=1, backward=1),
@@ -569,8 +571,9 @@ def test_step_bound_by_the_disk_reads_as_far_ahead_as_it_has_buffers():
 
 
 def test_step_is_no_shorter_than_what_the_disk_has_to_do():
-    """Reads and writes share a disk: 4 x (1 + 1) + 4 records of 3 bytes at 2 bytes a second,
-    although no loop does both.
+    """Reads and writes share a disk: 4 x (1 + 1) + 4 records of 3 bytes at 2 bytes per second.
+
+    No loop does both.
     """
     wires, moved = (
         Wires(read=2, write=2, disk_both=2),
@@ -584,7 +587,7 @@ def test_step_is_no_shorter_than_what_the_disk_has_to_do():
 
 
 def test_step_reads_back_what_was_stored_before():
-    """What forward stores last at 10 s, backward loads first."""
+    """Forward's last store ends at 10 s; backward loads that record first."""
     work, wires = LayerWork(forward=1, backward=1), Wires(down=1, up=6, link_both=7)
     for tier in (H, N):
         time = run_of(3, work, 1, wires, sizes={"activations": 3}, tiers={"activations": tier})
@@ -593,7 +596,7 @@ def test_step_reads_back_what_was_stored_before():
 
 
 def test_step_updates_what_was_stored_before():
-    """A gradient is loaded for its update after the last one of backward was stored."""
+    """A gradient is loaded for its update after backward's last gradient was stored."""
     time = run_of(2, LayerWork(backward=1), 1, sizes={"grads": 4}, tiers={"grads": H})
     assert time.seconds == (1 + 4 + 4) + (4 + 4)
 
@@ -607,8 +610,9 @@ def test_gathers_are_waited_for_unless_they_are_ahead():
 
 
 def test_wait_for_a_gather_of_a_late_load_counts_for_both():
-    """4 s of the link and 0.5 s of the network in each of 2 x 2 ticks; without a cause the network
-    would have all of it.
+    """4 s of the link and 0.5 s of the network in each of 2 x 2 ticks.
+
+    If the network's wait were not traced to its cause, the network would get all of the time.
     """
     time = run_of(
         2, LayerWork(forward=1, backward=1, gather=0.5), sizes={"frozen": 4}, tiers={"frozen": H}
@@ -619,7 +623,7 @@ def test_wait_for_a_gather_of_a_late_load_counts_for_both():
 
 
 def test_late_stores_cross_beside_the_next_load():
-    """Each record 2 s up and 2 s down: a record after the other, or one beside the other."""
+    """Each record takes 2 s up and 2 s down: one record after the other, or two overlapped."""
     time = run_of(
         3, LayerWork(update=0.5), sizes={"opt_state": 2}, tiers={"opt_state": H}, stores_late=1
     )
@@ -628,8 +632,9 @@ def test_late_stores_cross_beside_the_next_load():
 
 
 def test_ways_of_a_link_share_its_bandwidth():
-    """3 bytes up and 1 down at 2 bytes a second together: 2 s for both, so 1.5 and 0.5 bytes a
-    second.
+    """3 bytes up and 1 down at 2 bytes per second together take 2 s.
+
+    The lanes therefore move 1.5 and 0.5 bytes per second.
     """
     wires = Wires(up=2, down=2, link_both=2)
     assert wires.sharing({"up": 3, "down": 1}) | {"read": 0, "write": 0} == {
@@ -644,8 +649,9 @@ def test_ways_of_a_link_share_its_bandwidth():
 
 
 def test_host_update_reads_no_further_ahead_than_it_has_buffers():
-    """The layers' states are read while forward computes, one or two of them, and the others as
-    kernels free buffers.
+    """One or two layers' states are read while forward computes.
+
+    The other states are read as kernels free buffers.
     """
     work = LayerWork(forward=10, host=1)
     moved = {"sizes": {"opt_state": 4}, "tiers": {"opt_state": N}, "host": HostUpdate()}
@@ -685,7 +691,7 @@ def test_repeats_run_forward_and_backward_again_and_update_once():
     once, thrice = (run_of(3, work, ends=ends, repeats=n) for n in (1, 3))
     assert thrice.seconds - once.seconds == 2 * (
         3 * 1 + 3 * 2 + 1
-    )  # reductions hide, but for a part of the last
+    )  # reductions are hidden, except for part of the last one
     assert [part.name for part in once.phases] == ["embed", "forward", "head", "backward", "update"]
     assert [(part.name, part.seconds) for part in thrice.phases] == [
         ("microbatches", 3 * 10),
@@ -694,8 +700,10 @@ def test_repeats_run_forward_and_backward_again_and_update_once():
 
 
 def test_more_bandwidth_is_never_slower():
-    """Lanes keep their order, so what takes less time ends no later. Of a wire that both ways
-    share, more for one way alone takes from the other: that may cost some per cent.
+    """Lanes keep their order, so reducing a lane's time never delays the end.
+
+    If both directions share a wire, more for one direction takes from the other, which may cost a
+    few per cent.
     """
     names = ("up", "down", "link_both", "read", "write", "disk_both")
     for seed in range(100):

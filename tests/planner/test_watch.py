@@ -1,4 +1,4 @@
-"""A run beside its plan: what is told, once, and what is not."""
+"""A run compared with its plan: what is reported, once, and what is not."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ def planned() -> zj.Plan:
 
 
 class Clock:
-    """Seconds that pass as they are told."""
+    """A clock that passes the given seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 
 def waited(planned: zj.Plan, more: float = 0.0) -> float:
-    """Return the metric of a step that waits for the disk as planned, and for some seconds more."""
+    """Return the metric of a step that waits for the disk as planned, plus `more` seconds."""
     exposed = planned.time.exposed
     return (exposed["read"] + exposed["write"] + more) * jax.local_device_count()
 

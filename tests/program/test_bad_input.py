@@ -1,4 +1,4 @@
-"""Bad input is refused when building, with names, numbers and the repair."""
+"""Bad input is refused at build time, with names, numbers and a remedy."""
 
 import dataclasses
 import functools

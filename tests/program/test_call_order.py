@@ -1,4 +1,4 @@
-"""The order of a program's callbacks, found from its traced program, is that in which they come."""
+"""The order of a program's callbacks, found from its traced program, is the order of calls."""
 
 import functools
 
@@ -23,7 +23,7 @@ NONE = jnp.zeros(1, jnp.int32)
 
 
 class Program:
-    """A program of sites, what they are told, and what they see."""
+    """A program of sites, the arguments that they are given, and the values that they see."""
 
     def __init__(self, function, *args):
         self.calls, self.seen = Calls(jax.devices()[:1]), {}
@@ -55,7 +55,7 @@ class Program:
 
     @property
     def orders(self):
-        """Of each site that is in the program."""
+        """Return the calls of each site in the program."""
         return {
             site.name: site.order
             for site in self.sites
@@ -148,7 +148,7 @@ def program_on_disk(tmp_path, **fields):
 
 @pytest.fixture
 def sites(monkeypatch):
-    """All sites of the programs that are run."""
+    """Return all sites of the programs that are run."""
     found = []
 
     def spy(closed):

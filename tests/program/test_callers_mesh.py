@@ -1,5 +1,6 @@
-"""Whatever mesh the caller has in scope, and whatever its axes are called, a program runs as on a
-mesh of `make_mesh`.
+"""A program runs as on a mesh of `make_mesh`, whatever mesh the caller has in scope.
+
+The names of its axes do not matter either.
 """
 
 import contextlib
@@ -59,9 +60,7 @@ LAYERED = zj.LayeredModel(
 
 
 def run(model, mesh, folder, scope=contextlib.nullcontext, place=lambda a: a, axes=None, **config):
-    """Call everything that a program does, with something in scope; returns what came of it, as
-    numpy has it.
-    """
+    """Call all methods of a program with a mesh in scope; returns the results as numpy arrays."""
     folder.mkdir()
     if "nvme" in config.values():
         (folder / "swap").mkdir()
@@ -120,7 +119,7 @@ def test_a_users_explicit_mesh_trains_as_one_of_make_mesh(tmp_path):
         place,
         axes={"data": "r", "fsdp": "x"},
     )
-    with jax.set_mesh(mesh_of(AUTO, other=8)):  # another one in scope changes nothing either
+    with jax.set_mesh(mesh_of(AUTO, other=8)):  # a different mesh in scope changes nothing either
         expected = run(
             MODEL, zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]), tmp_path / "b"
         )

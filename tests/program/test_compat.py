@@ -1,4 +1,7 @@
-"""Versions of jaxlib that may not run steps on GPUs are refused, and named where they only compile."""
+"""Versions of jaxlib that must not run steps on GPUs are refused.
+
+A program that they only compile warns about them by name.
+"""
 
 import logging
 

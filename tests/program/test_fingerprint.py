@@ -1,5 +1,6 @@
-"""What processes compare of a program: every hyperparameter shows, and nothing that equal programs
-may differ in.
+"""What processes compare about a program.
+
+Every hyperparameter shows, and nothing in which equal programs may differ.
 """
 
 import functools
@@ -131,10 +132,11 @@ for fields in ({}, {"params": "pinned_host", "opt_state": "pinned_host"}, {"opt_
 """
 
 
-@pytest.mark.exhaustive  # a process that differs needlessly would be refused
+@pytest.mark.exhaustive  # a process with a needless difference would be refused
 def test_equal_programs_have_equal_lines_in_any_process():
-    """Orders of sets depend on the hashes of strings, which each process has its own of; and
-    addresses on the process.
+    """The order of a set depends on string hashes, and addresses depend on the process.
+
+    Each process has its own string hashes.
     """
     outputs = []
     for seed in ("1", "2", "3"):

@@ -1,5 +1,6 @@
-"""Frozen weights in every stage and tier: equal to `optax.set_to_zero` on one device, and neither
-trained, held nor written.
+"""Frozen weights in every stage and tier equal `optax.set_to_zero` on one device.
+
+They have no gradients and no optimizer state, and are never written.
 """
 
 import dataclasses
@@ -59,9 +60,7 @@ def flags_over(frozen):
 
 @functools.cache
 def expected(name, clip):
-    """Train all of the parameters on one device by optax alone, the frozen ones with updates set to
-    zero.
-    """
+    """Train all parameters on one device by optax alone, with zero updates for the frozen ones."""
     flags = flags_over({"lora": FROZEN, "probe": LINEAR_PROBE}[name])
     adam = (
         optax.adamw(1e-2)
@@ -94,8 +93,9 @@ def build(named, tmp_path, /, tx=None, model=None, **fields):
 
 
 def check_run(program, name, clip):
-    """Train, and compare losses and parameters with the plain program's; returns the bytes written
-    and read of all steps.
+    """Train, and compare losses and parameters with the plain program's.
+
+    Returns the bytes written and read in all steps.
     """
     state, losses, written, read = program.init(jax.random.key(0)), [], 0.0, 0.0
     before = jax.device_get(
@@ -128,8 +128,9 @@ def check_run(program, name, clip):
 
 
 def check_writes(program, moved):
-    """Check that neither the plan nor the disk writes a byte of the base, and that only trained
-    leaves have state.
+    """Check that neither the plan nor the disk writes a byte of the base.
+
+    Only trainable leaves have state.
     """
     layout = program.layout
     assert not [move for move in program._moves if move.writes and move.kind.startswith("frozen")]
@@ -145,12 +146,13 @@ def check_writes(program, moved):
         read = (
             sum(kinds[move.kind] for move in program._moves if not move.writes) * program.mesh.size
         )
-        # What is read ahead, or written behind, may be counted in the step beside it: of all steps,
-        # less than one step's.
+        # Reads ahead and writes behind may be counted in a neighboring step: compare the total of
+        # all steps, to within one step.
         if program.config.update_on == "device":
             assert abs(moved["read"] - STEPS * read) < read
             assert moved["written"] >= (STEPS - 1) * written
-        assert moved["written"] <= STEPS * written + layout.disk.num_bytes  # with what init left
+        # including what init left
+        assert moved["written"] <= STEPS * written + layout.disk.num_bytes
         base = [move for move in program._moves if move.kind == "frozen"]
         assert len(base) == (
             2 * toys.LAYERS if "frozen" in layout.disk.kinds else 0
@@ -212,7 +214,7 @@ def test_the_account_counts_the_base_as_a_kind_of_its_own(tmp_path):
         assert "frozen" in str(report)
         assert "fetches frozen" in str(program.schedule)
         assert "frozen" in program.schedule.timeline_svg()
-        # forward and backward read each layer, and the leaves that are in none are read once
+        # forward and backward read each layer; unstacked leaves are read once
         layers = sum(math.prod(leaf.shape) for leaf in program.layout.frozen if leaf.is_stacked)
         assert report.host_link == {
             "to_device": (4 * layers + 2 * (base - layers)) // 2,
@@ -279,9 +281,7 @@ def test_integers_are_frozen_and_keep_their_dtype(case, tmp_path):
 
 
 def test_frozen_leaves_of_a_model_and_labels_of_its_whole_tree(tmp_path):
-    """A label for every path, as an optimizer of the whole tree has it: those of frozen leaves are
-    never read.
-    """
+    """A label for every path, as full-tree optimizers use; frozen leaves' labels are never read."""
     model = toys.unrolled()
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     labels = jax.tree_util.tree_map_with_path(
@@ -332,7 +332,7 @@ OF_TILES = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", OF_TILES)
 def test_tiles_of_the_base_are_records(case, tmp_path):
-    """Groups of frozen tiles, and one of both kinds, equal whole layers on the device."""
+    """Groups of frozen tiles, and one of both kinds, equal full layers on the device."""
     runs, model, frozen = [], tiled_toys.model(stochastic=False), {"embed": True, "block": TILED}
     for fields in (
         {"stage": 0, "num_microbatches": OF_TILES[case].get("num_microbatches", 1)},

@@ -1,5 +1,6 @@
-"""Frozen weights in 8 and 4 bits: training equals that of the decoded weights, and what is held and
-read is their bytes.
+"""Frozen weights in 8 and 4 bits.
+
+Training equals training with the decoded weights, and storage and reads count encoded bytes.
 """
 
 import functools
@@ -30,10 +31,9 @@ ENCODED = {
     "['blocks']['down']": 0,
     "['head']['out']": 0,
 }
-"""The leaves that both formats serve on two devices, and the dim of one layer's that these split.
-"""
+"""Leaves that both formats encode on two devices, and the dim of one layer's leaf that is split."""
 UNROLLED = ENCODED | {"['blocks']['up']": 1}
-"""The same of a model whose layers are no stack: the largest dim."""
+"""The same leaves in a model of unstacked layers, where the largest dim is split."""
 CASES = {
     "stage_0": {"stage": 0},
     "stage_1": {"stage": 1},
@@ -122,9 +122,7 @@ def batches():
 
 @pytest.mark.parametrize("is_layered", [True, False], ids=["layered", "unrolled"])
 def test_the_account_of_tensor_parallelism_knows_encoded_leaves(is_layered):
-    """What crosses `tensor`, and what is kept, are activations: the same in every dtype of the
-    base.
-    """
+    """Transfers over `tensor` and saved activations have the same dtype in every base dtype."""
     specs = {r"up": P(None, "tensor"), r"down": P("tensor", None)}
     model = zj.with_specs(
         MODEL if is_layered else unrolled(),
@@ -143,7 +141,7 @@ def test_the_account_of_tensor_parallelism_knows_encoded_leaves(is_layered):
 
 
 def rounded(params, format, sharded, dims):
-    """Return what is left of the base once it was encoded, by the codec alone."""
+    """Return the base after it was encoded and decoded, by the codec alone."""
 
     def one(path, w):
         dim = dims.get(jax.tree_util.keystr(path))
@@ -158,8 +156,9 @@ def rounded(params, format, sharded, dims):
 
 @functools.cache
 def expected(format, sharded, unrolled=False):
-    """Train on one device by optax alone: the weights are those that were encoded and decoded, and
-    the base has no update.
+    """Train on one device with optax alone.
+
+    The weights were encoded and decoded, and the base is not updated.
     """
     dims = UNROLLED if unrolled else ENCODED
     params = jax.device_put(
@@ -198,7 +197,7 @@ def build(format, tmp_path, /, model=MODEL, devices=2, **fields):
     return zj.build_train_step(model, optax.adamw(1e-2), config, mesh)
 
 
-@pytest.mark.xdist_group("frozen_dtype")  # one reference for both of them
+@pytest.mark.xdist_group("frozen_dtype")  # one reference for both formats
 @pytest.mark.by_default("nf4-stage_3")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("format", ["int8", "nf4"])
@@ -234,19 +233,20 @@ def test_training_equals_that_of_the_decoded_weights(format, case, tmp_path):
             moves, kinds = program._moves, program.layout.disk.kinds
             assert not [m for m in moves if m.writes and m.kind.startswith("frozen")]
             written = sum(kinds[m.kind].num_bytes for m in moves if m.writes) * program.mesh.size
-            # A step's last writes may be counted by the next: those of a base would be 7 times as
-            # many.
+            # A step's last writes may be counted by the next step. Writing the base would take 7
+            # times as many bytes.
             assert abs(sum(swapped[1:]) - (STEPS - 1) * written) <= written
 
 
 BYTES = {"int8": 1 + 4 / 256, "nf4": 0.5 + 1 / 64}
-"""Of an element, but for nf4's steps and means: 8 bytes for a group of 256 blocks, or of as many as
-divide a shard's.
+"""Bytes per element, without nf4's steps and means.
+
+Those take 8 bytes per group of 256 blocks, or of fewer blocks that divide a shard's.
 """
 
 
 def parts_of(layout):
-    """Return the elements of the encoded stacks, and of the encoded leaves that are none."""
+    """Return the elements of the encoded stacks, and of the encoded unstacked leaves."""
     of = [leaf.decodes for leaf in layout.frozen if leaf.decodes is not None]
     return (
         sum(math.prod(a.shape) for a in of if a.is_stacked == stacked) for stacked in (True, False)
@@ -268,7 +268,7 @@ def test_the_base_takes_the_bytes_of_its_codes_and_is_read_twice(format, tmp_pat
         ]  # of 4 blocks at least, in this small model
         assert BYTES[format] * (layers + ends) <= held <= BYTES[format] * (layers + ends) + groups
         assert report.argument_bytes + report.host_argument_bytes == stats.argument_size_in_bytes
-        # Forward and backward read each layer; the leaves that are in none are read once.
+        # Forward and backward read each layer; unstacked leaves are read once.
         read = 2 * report.host_link["to_device"] - 2 * kept
         assert 2 * BYTES[format] * layers + BYTES[format] * ends <= read <= 2 * held
         assert report.host_link["to_host"] == 0
@@ -289,7 +289,7 @@ def test_bytes_of_a_large_weight(format):
 
 
 @pytest.mark.xdist_group("frozen_dtype")
-@pytest.mark.exhaustive  # by default a model of layers does
+@pytest.mark.exhaustive  # by default a layered model covers this
 @pytest.mark.parametrize("case", ["stage_0", "stage_3", "remat"])
 def test_a_model_without_layers_decodes_each_weight_where_it_is_used(case, tmp_path):
     with build("nf4", tmp_path, unrolled(), **CASES[case]) as program:

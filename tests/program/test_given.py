@@ -1,5 +1,6 @@
-"""Numbers and paths as users give them: numpy's and JAX's scalars, `~`, and what is no number by
-name.
+"""Numbers and paths as users pass them.
+
+Scalars of numpy and JAX and `~` are accepted; anything else that is not a number is named.
 """
 
 import json
@@ -279,7 +280,7 @@ def test_a_number_takes_the_place_of_a_scalar_of_the_optimizers_state():
         program.step(state, batch)
     del state.opt_state.hyperparams["lr"]
     state.opt_state.hyperparams["learning_rate"] = (
-        3.4028235e38  # float32's largest number as it is commonly written
+        3.4028235e38  # float32's largest number as commonly written
     )
     state, metrics = program.step(state, batch)
     assert metrics["learning_rate"] == np.finfo(np.float32).max

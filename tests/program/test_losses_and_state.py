@@ -1,5 +1,6 @@
-"""Losses with weights and metrics, state that is not trained, and what blocks read and add: equal
-to a plain loop.
+"""Losses with weights and metrics, untrained state, and what blocks read and add.
+
+All equal a plain loop.
 """
 
 import dataclasses
@@ -72,9 +73,9 @@ def test_a_model_that_uses_everything_equals_a_plain_loop(name, count, tmp_path)
 @pytest.mark.by_default("3-4")
 @pytest.mark.parametrize(("stage", "count"), [*itertools.product(range(4), (1, 2, 4))])
 def test_gradients_do_not_depend_on_how_masked_tokens_are_split(stage, count):
-    """One step of gradient descent over the same batch.
+    """Take one step of gradient descent over the same batch.
 
-    Of four microbatches one has nothing that counts: no NaN.
+    One of the four microbatches has nothing that counts, and must not cause a NaN.
     """
 
     def loss(params, batch, key):
@@ -88,7 +89,7 @@ def test_gradients_do_not_depend_on_how_masked_tokens_are_split(stage, count):
     rng = np.random.default_rng(0)
     counts = np.asarray(
         [1, 0, 1, 0] * 4 + [0, 0, 1, 1] * 4, np.float32
-    )  # of four microbatches one has none that counts
+    )  # one of the four microbatches has nothing that counts
     batch = {
         "x": rng.standard_normal((32, 8), np.float32),
         "y": rng.integers(0, 8, 32),
@@ -206,9 +207,7 @@ def test_a_block_that_changes_its_state_is_refused_by_a_streamed_step():
     params, state = jax.jit(lambda key: (init_params(model, key), init_state(model, key)))(
         jax.random.key(0)
     )
-    _, after = jax.jit(build_objective(model))(
-        params, batch, None, state
-    )  # that of a resident step
+    _, after = jax.jit(build_objective(model))(params, batch, None, state)  # from a resident step
     np.testing.assert_allclose(after["blocks"]["shift"], state["blocks"]["shift"] + 1)
     config = zj.ZeroConfig(stage=3, params=HOST)
     with pytest.raises(
@@ -320,7 +319,7 @@ def test_a_skipped_step_leaves_the_state_as_it_was():
 
 
 def test_state_that_a_gradient_overwrites():
-    """As Flax's 8-bit layers do: a value's "gradient" is its next value, and no optimizer sees it."""
+    """As in Flax's 8-bit layers, a value's "gradient" is its next value; no optimizer sees it."""
 
     @jax.custom_vjp
     def scaled(x, scale):

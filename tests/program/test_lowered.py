@@ -39,7 +39,7 @@ def test_steps_run_what_was_compiled_ahead_of_time(tier, tmp_path, caplog):
             losses.append(found)
             shorter = toys.batches(1, size=toys.BATCH // 2)[
                 0
-            ]  # of another shape: compiled when it comes
+            ]  # of another shape: compiled on its first call
             assert np.isfinite(float(program.step(state, shorter)[1]["loss"]))
     np.testing.assert_array_equal(*losses)
 

@@ -1,5 +1,6 @@
-"""Outputs, losses of batches of any size, and gradients, with the state where it rests: those of
-the plain model.
+"""Outputs, gradients, and losses of batches of any size equal the plain model's.
+
+The state stays in its tiers.
 """
 
 import dataclasses
@@ -44,14 +45,14 @@ def assert_trees_close(actual, expected, rtol=0.0, atol=1e-5):
 
 
 def plain_gradients(params, batch, state, count, layered):
-    """Return loss and gradients of a loop over microbatches, which pass the state on."""
+    """Return the loss and gradients of a loop over microbatches that pass the state on."""
     whole, grads, total = batch["counts"].sum(), jax.tree.map(jnp.zeros_like, params), 0.0
 
     @jax.jit
     def of_microbatch(params, piece, state):
         def value(params):
             loss, after, added = full_model.forward(params, piece, state)
-            # The Model adds what its layers add to its total, with its weight.
+            # The Model adds its layers' additions to its total, with its weight.
             return loss.total / whole + added.total * (
                 1 / count if layered else loss.weight / whole
             ), after
@@ -119,14 +120,14 @@ def test_outputs_losses_and_gradients_equal_the_plain_models(kind, name, count, 
         got = program.eval(now, odd)
         assert_trees_close(got["loss"], full_model.plain_loss(params, odd, state), rtol=1e-5)
         assert_trees_close(program.apply(now, few), full_model.plain_outputs(params, few, state))
-        # Nothing was donated, and the step goes on.
+        # Nothing was donated, so training continues.
         now, metrics = program.step(now, batch)
         jax.block_until_ready(now)
         np.testing.assert_allclose(metrics["grad_norm"], optax.global_norm(grads), rtol=1e-5)
 
 
 def dense():
-    """Return a layered model with dropout and a mean for its loss: no weights."""
+    """Return a layered model with dropout and a mean as its loss, without weights."""
 
     def block(p, x, key):
         y = x + jnp.tanh(x @ p["w"])
@@ -142,7 +143,7 @@ def dense():
 
 
 def whole(program, state):
-    """Return the parameters of a layered model from wherever they rest."""
+    """Return the parameters of a layered model from any tier."""
     pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
     layers = [pieces.pop(f"blocks/{number}") for number in range(program.model.num_layers)]
     return {**pieces, "blocks": jax.tree.map(lambda *a: np.stack(a), *layers)}
@@ -194,7 +195,7 @@ def test_gradients_of_float16_have_no_loss_scale():
     )
     assert grads["w"].dtype == jnp.float32
     np.testing.assert_array_equal(grads["w"], np.full(8, 0.25))
-    assert grads["w"].sharding.is_fully_replicated  # as the parameters of stage 1
+    assert grads["w"].sharding.is_fully_replicated  # like the parameters of stage 1
 
 
 def test_outputs_of_other_shapes_are_on_every_device():
@@ -248,8 +249,9 @@ def test_gradients_that_are_not_on_the_device_are_refused(name, value):
 
 
 def test_a_loss_without_logits_takes_odd_rows_whose_tokens_divide():
-    """linear_cross_entropy splits tokens itself, in a shard_map: 5 rows of 4 tokens divide by 4
-    devices, and 5 of 3 do not.
+    """linear_cross_entropy splits tokens itself, in a shard_map.
+
+    5 rows of 4 tokens divide by 4 devices; 5 rows of 3 tokens do not.
     """
 
     def init(key):

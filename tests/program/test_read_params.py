@@ -1,5 +1,6 @@
-"""What rests on disk is read by programs that are compiled once; records name what is in them; a
-tier may have none.
+"""Programs that are compiled once read what is on disk.
+
+Records name their contents, and a tier may have none.
 """
 
 import json
@@ -130,7 +131,7 @@ def test_leaves_on_disk_count_as_parameters_and_take_part_in_no_arithmetic(tmp_p
         assert float(program.eval(copied, toys.batches(1)[0])) == float(
             program.eval(state, toys.batches(1)[0])
         )
-        # and the state is as before
+        # and the state is unchanged
         state, _ = program.step(jax.block_until_ready(state), toys.batches(1)[0])
         assert np.isfinite(float(program.eval(state, toys.batches(1)[0])))
         zeros = jax.tree.map(jnp.zeros_like, program.params(state))

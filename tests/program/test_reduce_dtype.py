@@ -1,5 +1,6 @@
-"""Programs with reduce_dtype="float32": the loss stays as it is, and gradients come nearer to
-float64, wherever they rest.
+"""Programs with reduce_dtype="float32": the loss is unchanged, gradients are closer to float64.
+
+This applies in every tier.
 """
 
 import functools
@@ -47,7 +48,7 @@ DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 @functools.cache
 def exact_grads(model: str, precision: str) -> dict[str, Any]:
-    """Return gradients in float64, at parameters rounded as a program's are."""
+    """Return gradients in float64, at parameters rounded like a program's."""
     params = jax.device_get(
         jax.jit(lambda key: init_params(MODELS[model](), key))(jax.random.key(0))
     )
@@ -97,8 +98,9 @@ def built(model: str, mesh: Any = None, **fields: Any) -> zj.Program:
 
 
 def stepped(model: str, **fields: Any) -> tuple[float, float, dict[str, Any]]:
-    """Return the loss and the norm of a step, and its gradients, from what it subtracts of the
-    float32 weights.
+    """Return a step's loss, norm and gradients.
+
+    The gradients are computed from the change of the float32 weights.
     """
     with built(model, **fields) as program:
         state = program.init(jax.random.key(0))
@@ -142,11 +144,11 @@ def test_gradients_come_nearer_to_float64_and_the_loss_stays(case, tmp_path):
     )
     narrow_dtype = DTYPES[fields["precision"]]
     for name, g in wide.items():
-        # What rounding to 16 bits leaves of a gradient differs from it, but for single numbers that
-        # are near one.
+        # The 16-bit rounding error of a gradient differs from the gradient, except for a few
+        # numbers whose value is close to a rounded one.
         left_out = np.linalg.norm(g - np.float64(jnp.asarray(g, narrow_dtype))) / np.linalg.norm(g)
         assert g.size < 8 or left_out > 0.1 * jnp.finfo(narrow_dtype).eps, name
-    if fields["model"] == "tiled":  # its activations in 16 bits make errors that hide those of sums
+    if fields["model"] == "tiled":  # its 16-bit activations cause errors that hide those of sums
         return
     errors = [
         [np.linalg.norm(g[name] - e) / np.linalg.norm(e) for name, e in exact.items()]

@@ -1,5 +1,6 @@
-"""Programs with reduce_every="step": the numbers of one reduction a microbatch, from one reduction
-a step.
+"""Programs with reduce_every="step": one reduction per step.
+
+The results equal one reduction per microbatch.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import zerojax as zj
 from zerojax import hlo
 from zerojax.grads import unreduced_grads
 
-LOSS, PARAMS = 2e-6, 1e-5  # relative; of a leaf's largest
+LOSS, PARAMS = 2e-6, 1e-5  # relative; to a leaf's largest element
 HOST, DISK = "pinned_host", "nvme"
 STEPS = 3
 
@@ -31,7 +32,7 @@ STEPS = 3
 
 
 def tiny() -> zj.LayeredModel:
-    """A product, a bias and a look-up, tied, on which every kind of sum is made."""
+    """A product, a bias and a look-up, tied, on which every kind of sum is computed."""
 
     def init(key: jax.Array) -> Any:
         return {"table": toys.draw(key, (8, 16))}
@@ -79,7 +80,7 @@ def test_a_step_is_that_of_plain_optax_and_gradients_are_reduced_once(fields):
     grads |= {f"blocks/{i}": jax.tree.map(lambda a, i=i: a[i], exact["blocks"]) for i in (0, 1)}
     assert_close(after, jax.tree.map(lambda a, g: a - 0.5 * g, before, grads))
     found = hlo.collectives(text, unknown_trips=1, mesh=program.mesh)
-    # XLA for CPUs has all_reduces alone. A streamed step's layers are a loop each.
+    # XLA for CPUs only has all_reduces. Each layer of a streamed step is a loop of its own.
     elements = (
         sum(
             c.num_bytes * c.times
@@ -89,7 +90,7 @@ def test_a_step_is_that_of_plain_optax_and_gradients_are_reduced_once(fields):
         // 4
     )
     num_params = sum(np.size(a) for a in jax.tree.leaves(params))
-    assert num_params <= elements < num_params + 8  # the loss and the norm come with them
+    assert num_params <= elements < num_params + 8  # the loss and the norm are reduced with them
 
 
 def by_name(program: zj.Program, state: Any) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def test_the_default_is_every_microbatch_and_one_microbatch_has_nothing_to_sum(f
 def run(
     model: zj.LayeredModel, data: list[Any], mesh: dict[str, int] | None = None, **fields: Any
 ) -> tuple[list[float], Any]:
-    """Return the losses of steps, and parameters by name."""
+    """Return the losses of the steps, and the parameters by name."""
     config = zj.ZeroConfig(**{"num_microbatches": 2, **fields})
     with zj.build_train_step(
         model, optax.adamw(1e-2, eps=1e-3), config, zj.make_mesh(**(mesh or {"fsdp": 8}))
@@ -209,7 +210,7 @@ def tokens(count: int = STEPS) -> list[Any]:
 
 
 def weighted() -> zj.LayeredModel:
-    """A loss with weights, which differ from device to device and from microbatch to microbatch."""
+    """A loss whose weights differ between devices and between microbatches."""
 
     def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> zj.Loss:
         logits = (x @ p_embed["table"].T + p["bias"]) * jnp.mean(p["frozen"])
@@ -286,7 +287,7 @@ def transposed(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def merged(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-    """LoRA: the gradient of a merged weight goes on to those of which it is made."""
+    """LoRA: the gradient of a merged weight is passed on to the weights that it is made of."""
     return jnp.sum(jnp.tanh(x @ (p["w"] + p["down"] @ p["up"] / jnp.linalg.norm(p["w"]))))
 
 
@@ -314,8 +315,9 @@ def in_islands(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def decayed(w: jax.Array) -> jax.Array:
-    """Return w; its own derivative adds to the gradient what is no sum over the batch, and so
-    counts once.
+    """Return w, with a derivative of its own that adds a term to the gradient.
+
+    The term is not a sum over the batch, so it counts once.
     """
     return w
 
@@ -325,7 +327,7 @@ decayed.defvjp(lambda w: (w, w), lambda w, g: (g + 0.05 * w,))
 
 @jax.custom_vjp
 def clipped(w: jax.Array) -> jax.Array:
-    """Return w; its own derivative clips the gradient, which is of the whole sum."""
+    """Return w, with a derivative of its own that clips the gradient of the complete sum."""
     return w
 
 
@@ -344,8 +346,9 @@ SHAPES = {
 
 
 def gradients(function: Any, x: jax.Array) -> tuple[Any, Any, str]:
-    """Return the unreduced gradients of a function, the plain ones, and the compiled program of the
-    former.
+    """Return a function's unreduced gradients, its plain gradients, and a compiled program.
+
+    The program is that of the unreduced gradients.
     """
     keys = dict(zip(SHAPES, jax.random.split(jax.random.key(0), len(SHAPES)), strict=True))
     params = {name: jax.random.normal(keys[name], shape) for name, shape in SHAPES.items()}
@@ -379,7 +382,7 @@ def test_rows_of_gradients_are_those_of_each_devices_batch_and_are_made_without_
         assert g.shape == (8, *exact[name].shape)
         np.testing.assert_allclose(np.sum(g, 0), exact[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert not [r for r in caplog.records if "reduce_every" in r.getMessage()]
-    # Of the loss and of what a branch depends on alone.
+    # Only the loss and values that a branch depends on are reduced.
     assert all(c.num_bytes <= 4 for c in hlo.collectives(text, unknown_trips=1))
 
 

@@ -1,6 +1,4 @@
-"""A run in which every step is skipped says so once, with what to look at, and nothing waits for a
-metric.
-"""
+"""A run in which every step is skipped says so once, with advice; nothing waits for a metric."""
 
 import dataclasses
 import logging
@@ -25,7 +23,7 @@ def metrics_of(finite, **others):
 
 
 def said_of(steps, **config):
-    """Return what is said of steps that are finite or not, by the number of the step."""
+    """Return what is reported for a sequence of finite and non-finite steps, by step number."""
     skipped = SkippedSteps(zj.ZeroConfig(**config))
     return {
         n: said
@@ -66,7 +64,7 @@ def test_a_fault_of_the_batch_is_said_at_its_first_step_and_with_the_advice():
 
 
 class Unready:
-    """A metric that is not known before it is said to be."""
+    """A metric whose value is unknown until the test sets it."""
 
     is_known = False
 
@@ -86,7 +84,7 @@ def test_no_metric_is_waited_for(caplog):
     warnings, values = SkipWarnings(zj.ZeroConfig()), [Unready() for _ in range(2 * IN_A_ROW)]
     for n, value in enumerate(values):
         warnings.add_step({"grads_finite": value, "loss": np.float32(np.nan)})
-        if n >= IN_A_ROW:  # so far behind is the device
+        if n >= IN_A_ROW:  # the device is this far behind
             values[n - IN_A_ROW].is_known = True
     assert not caplog.records
     warnings.look()

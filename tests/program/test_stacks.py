@@ -1,5 +1,6 @@
-"""Several stacks of layers, such as an encoder and a decoder, equal a plain loop in every stage and
-tier.
+"""Several stacks of layers, such as an encoder and a decoder.
+
+They equal a plain loop in every stage and tier.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ def build(fields, count=1, tmp_path=None, model=None, mesh=None):
 
 
 def of_piece(params, piece):
-    """Return what a piece of `iter_params` is of, in a tree of stacks."""
+    """Return the part of a tree of stacks that a piece of `iter_params` contains."""
     part, *layer = piece.split("/")
     return (
         params[part]
@@ -99,7 +100,7 @@ def test_an_encoder_and_a_decoder_equal_a_plain_loop(name, count, tmp_path):
                 np.testing.assert_allclose(got[metric], value, rtol=1e-5, atol=1e-6, err_msg=metric)
         assert (
             got.get("swap_misses", 0) == 0
-        )  # what is read comes in the order in which the engine was told
+        )  # reads arrive in the order in which the engine was asked
         for piece, tree in program.iter_params(state):
             toys.assert_trees_close(tree, of_piece(params, piece), atol=1e-4)
         batch = model_of.batches(1)[0]
@@ -161,12 +162,12 @@ def test_resident_and_streamed_steps_draw_the_same_masks():
     for piece, tree in runs[0][1].items():
         toys.assert_trees_close(tree, runs[1][1][piece], atol=1e-4)
     _, metrics, _ = expected(2)
-    assert abs(runs[0][0][0] - metrics[0]["loss"]) > 1e-3  # masks there were
+    assert abs(runs[0][0][0] - metrics[0]["loss"]) > 1e-3  # there were masks
 
 
 @pytest.mark.exhaustive
 def test_one_stack_in_the_form_of_several_is_the_same_model():
-    """The same keys, numbers and metrics, under another name in the tree."""
+    """The same keys, numbers and metrics, with other names in the tree."""
     block = toys.layered()
     stacks = (zj.Stack("layers", block.num_layers, block.init_block, block.block),)
     one = dataclasses.replace(block, num_layers=None, init_block=None, block=None, stacks=stacks)
@@ -285,7 +286,7 @@ def test_stacks_with_tensor_parallel_blocks(fields):
     np.testing.assert_allclose(losses, [m["loss"] for m in metrics], rtol=1e-5)
 
 
-@pytest.mark.exhaustive  # by default checkpoints of one stack go into every tier
+@pytest.mark.exhaustive  # by default checkpoints of one stack are restored into every tier
 @pytest.mark.xdist_group("stacks")
 def test_a_checkpoint_is_restored_into_another_tier_and_exported_by_stack(tmp_path):
     _, metrics, _ = expected(2)
@@ -344,7 +345,7 @@ OTHERS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", OTHERS)
 def test_what_else_there_is_is_of_each_stack(case):
-    """Two configs of one model train alike."""
+    """Train with two configs of one model, and compare."""
     tx, of_model, both, other = OTHERS[case]
     runs = []
     for fields in ({"stage": 0} | both, {"stage": 3} | both | other):
@@ -438,7 +439,7 @@ def test_errors_of_a_stack_name_it():
     distance = int(re.findall(told, str(found.value))[0])
     build(
         fields | {"device_budget_bytes": 7000, "prefetch_distance": distance}
-    )  # the repair works, and is the largest
+    )  # the suggested value works, and is the largest
     with pytest.raises(ValueError, match="device_budget_bytes=7000"):
         build(fields | {"device_budget_bytes": 7000, "prefetch_distance": distance + 1})
 
@@ -448,7 +449,7 @@ def test_errors_of_a_stack_name_it():
     "fields", [{"params": HOST, "activations": "save"}, {"params": HOST}], ids=["save", "remat"]
 )
 def test_complex_numbers_are_differentiated_between_and_inside_of_layers(fields):
-    """A context, a layer's input and a kept value that are complex."""
+    """A model whose context, layer input and saved value are complex."""
 
     def turn(p, x, key, context, layer):
         spectrum = jax.numpy.fft.fft(x["real"] @ p["w"], axis=1)

@@ -1,6 +1,4 @@
-"""A step under checks: donated memory that comes back elsewhere, what XLA is asked to verify, and
-what the user is told.
-"""
+"""A step under checks: donated memory returned elsewhere, XLA's verification, the report."""
 
 import dataclasses
 import functools
@@ -41,7 +39,7 @@ def test_what_a_streamed_step_takes_in_host_memory_it_updates_in_place(mode):
         state, _ = program.self_test(state, batch)
         _, found = program.self_test(
             state, batch
-        )  # with a delayed update each step takes the memory of the last but one
+        )  # with a delayed update each step takes the memory of the step before the previous one
         assert found.num_host_arrays >= 3 * len(jax.tree.leaves(toys.init_block(jax.random.key(0))))
         assert not found.offsets_verified  # a CPU has no descriptors
         assert np.isfinite(found.metrics["loss"])
@@ -66,7 +64,7 @@ def test_the_step_is_an_ordinary_one_and_later_ones_run_the_usual_program():
 
 
 def test_a_copy_of_donated_memory_is_named(monkeypatch):
-    """Planted: a program whose master weights come back as copies."""
+    """Plant a fault: a program whose master weights are returned as copies."""
 
     def copying(lowered, options=None):
         def run(*args):
@@ -92,7 +90,7 @@ def test_a_copy_of_donated_memory_is_named(monkeypatch):
 
 
 def test_a_wrong_offset_ends_the_step_with_what_to_do(monkeypatch):
-    """Planted: the error of a program whose slices XLA verifies."""
+    """Plant a fault: the error of a program whose slices XLA verifies."""
     asked = []
 
     def failing(lowered, options=None):
@@ -115,7 +113,7 @@ def test_a_wrong_offset_ends_the_step_with_what_to_do(monkeypatch):
 
 
 @pytest.mark.xdist_group("h200")
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the option came with jaxlib 0.11")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jaxlib has the option since 0.11")
 def test_xla_takes_the_option_for_gpus(h200_compiler):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=1)
     program = zj.build_train_step(

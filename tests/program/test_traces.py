@@ -1,5 +1,6 @@
-"""What a build traces: the user's functions once, for the check of a batch, `init`, `step` and
-`lower` together.
+"""What a build traces.
+
+The user's functions are traced once for a batch's check, `init`, `step` and `lower` together.
 """
 
 import collections
@@ -19,8 +20,9 @@ BATCH = np.ones((8, 16), np.float32)
 
 
 class Calls:
-    """An optimizer and models that count the calls of their functions, which are calls while
-    tracing.
+    """An optimizer and models that count the calls of their functions.
+
+    These calls happen during tracing.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class Calls:
             def __init__(self, rngs: nnx.Rngs) -> None:
                 count["init"] += 1
                 self.dense = nnx.Linear(16, 16, rngs=rngs)
-                self.table = jnp.arange(16.0)  # a constant, which the build makes
+                self.table = jnp.arange(16.0)  # a constant, created by the build
 
             def __call__(self, x: jax.Array) -> jax.Array:
                 return jnp.tanh(self.dense(x)) + self.table
@@ -74,7 +76,7 @@ class Calls:
 def test_a_build_traces_each_function_of_the_user_once(form, stage):
     calls = Calls()
     model = getattr(calls, form)()
-    calls.count.pop("loss", None)  # Linen makes its parameters by a call of the loss
+    calls.count.pop("loss", None)  # Linen creates its parameters by calling the loss
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     program = zj.build_train_step(
         model, calls.optimizer(), zj.ZeroConfig(stage=stage), mesh, batch=BATCH
@@ -83,7 +85,7 @@ def test_a_build_traces_each_function_of_the_user_once(form, stage):
     state, _ = jax.block_until_ready(program.step(state, BATCH))
     program.lower(BATCH)
     jax.block_until_ready(program.step(state, BATCH))
-    # The optimizer's init once for shapes and once for the state.
+    # The optimizer's init runs once for shapes and once for the state.
     assert calls.count == {"init": 1, "loss": 1, "tx.init": 2, "tx.update": 1}
 
 

@@ -1,6 +1,4 @@
-"""XLA's options by name: they reach the compiler on meshes that are there and on others, and wrong
-ones are told.
-"""
+"""XLA options by name reach the compiler on present and absent devices; wrong ones are refused."""
 
 import re
 
@@ -12,7 +10,7 @@ import pytest
 import zerojax as zj
 from zerojax import aot
 
-O1 = 19  # of XLA's enumeration of efforts: jax takes no other numbers, as of 0.11
+O1 = 19  # from XLA's enumeration of efforts; jax 0.11 accepts no other numbers
 BATCH = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
 
@@ -30,7 +28,7 @@ def tiny(mesh, **config):
 
 
 def dumped(folder):
-    """Return what XLA wrote of the options of the step that it compiled."""
+    """Return the options that XLA dumped for the compiled step."""
     (path,) = folder.glob("*jit_*debug_options")
     return path.read_text()
 
@@ -47,7 +45,7 @@ def test_options_reach_xla_and_steps_run_what_was_compiled(tmp_path):
 
 @pytest.mark.parametrize(
     "tier", ["device", "nvme"]
-)  # the latter calls back, and is compiled in another way
+)  # nvme has callbacks, and is compiled differently
 def test_options_of_gpus_that_are_not_there_come_before_the_programs_own(
     h200_compiler, tmp_path, tier
 ):

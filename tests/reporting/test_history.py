@@ -1,6 +1,4 @@
-"""The figures of a run survive full disks, kills, damaged lines and a second run in the same
-folder.
-"""
+"""The figures of a run survive full disks, kills, damaged lines and a second run in the folder."""
 
 import errno
 import importlib
@@ -32,7 +30,7 @@ def folder(tmp_path):
 
 def lines_of(folder: RunFolder, name: str = METRICS) -> list[dict[str, float]]:
     def refuse(literal: str) -> None:
-        raise AssertionError(f"{literal} is no JSON")
+        raise AssertionError(f"{literal} is not JSON")
 
     text = pathlib.Path(folder.file(name)).read_text()
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
@@ -47,7 +45,7 @@ def write_steps(folder: RunFolder, first: int, stop: int, loss: float = 1.0) -> 
 
 
 class FullDisk:
-    """Lets a number of bytes be written; what comes after fails as on a full disk."""
+    """Let a number of bytes be written; later writes fail as on a full disk."""
 
     def __init__(self, monkeypatch) -> None:
         self.room = 10**9
@@ -205,12 +203,12 @@ def test_a_folder_takes_one_run(folder, tmp_path):
 
 
 def test_a_killed_process_releases_the_folder(tmp_path):
-    """A process that the run started does not keep the lock either."""
+    """A process started by the run does not keep the lock either."""
     script = (
         "import os, runpy, sys, time\n"
         "folder = runpy.run_path(sys.argv[2])['RunFolder'](sys.argv[1])  # without the rest of the package\n"
-        # Both say that they are ready: the child gives the lock up as it starts, which may be after
-        # its parent goes on.
+        # Both say that they are ready: the child releases the lock as it starts, which may be after
+        # its parent continues.
         "os.fork()\nos.write(1, b'ready\\n')\ntime.sleep(60)\n"
     )
     with subprocess.Popen(
@@ -311,7 +309,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     second.close(failed=False)
     event_pb2 = importlib.import_module(
         "tensorboardX.proto.event_pb2"
-    )  # its classes are made when it is imported
+    )  # its classes are created on import
     found = []
     for path in sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         data = path.read_bytes()

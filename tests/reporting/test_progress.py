@@ -1,5 +1,6 @@
-"""Long work tells how far it is: a program's, a checkpoint's, that of imports and exports; and bars
-show it.
+"""Long work reports its progress, and bars show it.
+
+Programs, checkpoints, imports and exports report.
 """
 
 import jax
@@ -84,7 +85,7 @@ def test_a_program_and_its_checkpoints_tell_how_far_they_are(tier, tmp_path):
     assert all(ended for *_, ended in seen)
     records = 3 * (
         2 if tier == "nvme" else 1
-    )  # at least those of three layers, on disk one a device
+    )  # at least those of three layers; on disk, one per device
     for what, total, count, _ in seen:
         assert total is None or count == total, what
         if what in ("restore", "import"):

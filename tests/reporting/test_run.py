@@ -1,4 +1,4 @@
-"""A run's figures come when they should, go where they should, and are on its page however it ends."""
+"""A run's figures arrive on time and in the right place, and are on its page however it ends."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ def svg_of(page: str) -> ET.Element:
 
 
 class Value:
-    """A metric that tells when its value is asked for."""
+    """A metric that records when its value is requested."""
 
     def __init__(self, step: int, asked: list[int]) -> None:
         self.step, self.asked = step, asked
@@ -74,13 +74,13 @@ class Value:
 
 @pytest.mark.parametrize("late", [False, True, None])
 def test_a_value_is_asked_for_when_the_next_step_was_started(program, tmp_path, late):
-    """On CPUs, which is what None finds here, at once."""
+    """On CPUs, which None detects here, figures are reported immediately."""
     asked, before = list[int](), list[list[int]]()
     with run_of(program, tmp_path, late=late) as run:
         for step in range(1, 5):
             run.step(step, {"loss": Value(step, asked)})
             before.append(asked.copy())
-        with run.pause():  # waits for all
+        with run.pause():  # waits for all of them
             assert asked == [1, 2, 3, 4]
     assert before == (
         [[], [1], [1, 2], [1, 2, 3]] if late else [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
@@ -158,7 +158,7 @@ def test_the_rate_of_a_schedule_is_told_where_the_step_does_not_tell_it(program,
         run.step(1, metrics_of(1))
         run.step(
             2, metrics_of(2, skipped_steps=np.float32(1))
-        )  # the optimizer has counted no update
+        )  # the optimizer has not counted any update
         run.step(3, metrics_of(3, skipped_steps=np.float32(1)))
         run.step(4, metrics_of(4, learning_rate=np.float32(7)))
     rates = [line["train/learning_rate"] for line in lines_of(tmp_path)]
@@ -167,7 +167,7 @@ def test_the_rate_of_a_schedule_is_told_where_the_step_does_not_tell_it(program,
 
 @pytest.mark.parametrize("end", ["error", "sigterm", "interrupt"])
 def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
-    # Where a shell starts the tests in its background, SIGINT is ignored.
+    # If a shell starts the tests in the background, SIGINT is ignored.
     of_shell = signal.signal(signal.SIGINT, signal.default_int_handler)
     before, kind = (
         signal.getsignal(signal.SIGTERM),
@@ -190,7 +190,7 @@ def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
     assert {"error": "ZeroDivisionError: no &lt;such&gt; number", "sigterm": "SystemExit: 143"}.get(
         end, "Keyboard"
     ) in page
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]  # the last one too
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]  # including the last one
     if end == "sigterm":
         assert ended.value.code == 143
 
@@ -207,7 +207,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(program, tmp_path, monkeypat
 
 
 def test_a_run_that_goes_on_keeps_the_steps_before(program, tmp_path):
-    """A killed run left steps after its last checkpoint, and a half line."""
+    """A killed run left steps after its last checkpoint, and a half-written line."""
     for first, stop, loss in ((1, 6, 1.0), (4, 9, 2.0)):
         with run_of(program, tmp_path) as run:
             for step in range(first, stop):
@@ -220,7 +220,7 @@ def test_a_run_that_goes_on_keeps_the_steps_before(program, tmp_path):
 
 
 def test_wandb_gets_the_same_figures(program, tmp_path, monkeypatch):
-    """A module of its name stands in for it."""
+    """A module of the same name stands in for it."""
     calls = list[tuple]()
 
     class Stand:
@@ -295,7 +295,7 @@ def test_other_processes_write_nothing(program, tmp_path, monkeypatch, capsys):
         for step in (1, 2):
             run.step(step, metrics_of(step))
         run.print("a line")
-    assert run.figures["train/loss"] == 4.0  # they know the figures as well
+    assert run.figures["train/loss"] == 4.0  # they have the figures as well
     assert not (tmp_path / "new").exists()
     assert capsys.readouterr().out == ""
 
@@ -348,7 +348,7 @@ def test_the_page_has_memory_by_tier_against_capacity_and_what_the_run_ran_with(
 
 def test_a_signal_whose_exception_was_swallowed_ends_the_run_at_the_next_step(program, tmp_path):
     with run_of(program, tmp_path) as run:
-        with contextlib.suppress(SystemExit):  # as the collector of garbage does
+        with contextlib.suppress(SystemExit):  # like the garbage collector
             os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SystemExit) as ended:
             run.step(1, {"loss": np.float32(2)})

@@ -1,5 +1,6 @@
-"""Sharded = plain: every stage, mesh, microbatch count and kind of model, against optax on one
-device.
+"""Sharded training equals optax on one device.
+
+Every stage, mesh, microbatch count and kind of model is tested.
 """
 
 import itertools
@@ -24,11 +25,11 @@ AXES = (tuple(KINDS), (0, 1, 2, 3), tuple(MESHES), (1, 4))
 
 
 QUICK = {(0, 1, 0, 0), (0, 2, 2, 1), (0, 3, 1, 0), (1, 0, 2, 0), (1, 3, 0, 1)}
-"""Places in the axes."""
+"""Positions in the axes."""
 
 
 def cases():
-    """Every combination; a tenth of them, with every value of each axis, without `-m exhaustive`."""
+    """Every combination; without `-m exhaustive`, a tenth of them with every value of each axis."""
     for places in itertools.product(*(range(len(axis)) for axis in AXES)):
         values = [axis[place] for axis, place in zip(AXES, places, strict=True)]
         yield pytest.param(*values, marks=[] if places in QUICK else [pytest.mark.exhaustive])

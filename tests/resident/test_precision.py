@@ -20,8 +20,9 @@ MESH = {"data": 2, "fsdp": 4}
 def reference_fp16(
     params: Any, data: list[Any], scaling: LossScaling, lr: float
 ) -> tuple[list[float], list[float], Any]:
-    """Mixed-precision training as a plain Python loop on one device: numpy decides, nothing is
-    shared with zerojax.
+    """Train in mixed precision in a plain Python loop on one device.
+
+    numpy makes the decisions, and nothing is shared with zerojax.
     """
     master = jax.device_put(jax.device_get(params), jax.devices()[0])
     tx = optax.adam(lr)

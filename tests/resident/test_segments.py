@@ -1,4 +1,4 @@
-"""Automatic segments: where the cuts fall, and what is kept."""
+"""Automatic segments: where they are cut, and what they keep."""
 
 from typing import Any
 

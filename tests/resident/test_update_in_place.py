@@ -1,5 +1,6 @@
-"""The update of a resident step on CPUs: it writes weights and optimizer state in place, and makes
-no array beside them.
+"""The update of a resident step on CPUs writes weights and optimizer state in place.
+
+It creates no other arrays.
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ import zerojax as zj
 LAYERS, HIDDEN, INNER, VOCAB = 2, 128, 160, 192
 BATCH = {"tokens": np.zeros((8, 4), np.int32)}
 SUMMED_AT_ONCE = 10_000
-"""Elements of an array that XLA for CPUs squares and sums in one loop; of fewer it writes the
-squares first.
+"""Minimum size of an array that XLA for CPUs squares and sums in one loop.
+
+For smaller arrays it writes the squares first.
 """
 ARRAY = re.compile(
     r"%(?P<name>\S+) = f32\[(?P<dims>[\d,]+)\]\{(?P<layout>[\d,]*)[^}]*\} (?P<op>[\w\-]+)\((?P<rest>.*)"
@@ -71,9 +73,9 @@ class Case:
     """A program to compile.
 
     Attributes:
-      devices: how many share the state.
-      model: a model.
-      tx: an optimizer.
+      devices: number of devices that share the state.
+      model: the model.
+      tx: the optimizer.
       config: fields of `ZeroConfig`.
     """
 
@@ -110,12 +112,12 @@ def test_an_update_copies_no_moment_and_writes_no_square(case):
             continue
         operands = re.findall(r"%([\w.\-]+)", array["rest"].split(")")[0])
         if array["op"] == "copy":
-            # One that changes the layout, as an all_gather of another dim needs it, moves weights
-            # and no moments.
+            # A layout change, which an all_gather of another dim needs, moves weights and no
+            # moments.
             before = arrays.get(operands[0])
             assert before is None or before["layout"] != array["layout"], array[0]
         if array["op"] == "fusion" and size > SUMMED_AT_ONCE:
-            # The norm reads a gradient once: its squares are summed where they are made.
+            # The norm reads a gradient once: it is squared and summed where it is computed.
             assert "/square" not in array["rest"], array[0]
 
 

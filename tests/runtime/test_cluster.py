@@ -1,6 +1,4 @@
-"""A process finds its place in a run by the variables of its launcher; one that is missing is
-named.
-"""
+"""A process finds its place in a run from its launcher's variables; a missing variable is named."""
 
 import jax
 import pytest
@@ -51,13 +49,13 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
     ("env", "expected"),
     [
         (OWN, ("here:1", 2, 1, None)),
-        # a task that is alone on its node has all of its devices
+        # a task that is alone on its node has all of the node's devices
         (STEP, (f"gpu003:{PORT}", 2, 1, None)),
         (STEP | {"JAX_COORDINATOR_PORT": "99"}, ("gpu003:99", 2, 1, None)),
         (STEP | {"SLURM_STEP_NODELIST": "a-1,b"}, (f"a-1:{PORT}", 2, 1, None)),
         (STEP | {"SLURM_STEP_NODELIST": "gpu[3-4]-ib,b"}, (f"gpu3-ib:{PORT}", 2, 1, None)),
         (without(STEP, "SLURM_STEP_NODELIST"), (f"gpu003:{PORT}", 2, 1, None)),
-        # of several on a node each has its share, unless the scheduler has given each its own
+        # tasks that share a node split its devices, unless the scheduler has assigned them
         (EIGHT, (f"gpu003:{PORT}", 16, 11, (3,))),
         (
             EIGHT | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(16)))},
@@ -67,7 +65,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (EIGHT | {"JAX_LOCAL_DEVICE_IDS": "1"}, (f"gpu003:{PORT}", 16, 11, None)),
         (without(STEP, "SLURM_STEP_TASKS_PER_NODE"), (f"gpu003:{PORT}", 2, 1, None)),
         (STEP | {"JAX_COORDINATOR_ADDRESS": "head:5"}, ("head:5", 2, 1, None)),
-        # MPI in a job of Slurm has ranks of its own
+        # MPI in a Slurm job has ranks of its own
         (OMPI | URI | STEP, ("10.96.0.1:55527", 4, 2, (0,))),
         (
             OMPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fe80::b9b,2620:10d::2]:43370"},
@@ -82,7 +80,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
             {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
             ("localhost:55527", 2, 1, (1,)),
         ),
-        # one task of srun a node starts the ranks of mpiexec there; srun itself can set both
+        # one srun task per node starts the mpiexec ranks there; srun itself can set both
         (
             STEP
             | {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
@@ -110,7 +108,8 @@ def test_a_process_finds_its_place(env, expected):
         SLURM | {"SLURM_PROCID": "0"},  # a batch script, before srun
         STEP
         | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # a step of one task, in a job of two
-        without(POD, "HEADLESS_SERVICE") | {"JAX_NUM_PROCESSES": "1"},  # pods that train apart
+        # pods that train independently
+        without(POD, "HEADLESS_SERVICE") | {"JAX_NUM_PROCESSES": "1"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"JAX_NUM_PROCESSES": "1"},
     ],
@@ -153,7 +152,7 @@ def test_a_process_that_is_alone_joins_nothing(monkeypatch, env):
             without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
             "SLURM_JOB_NUM_NODES, .*but not SLURM_STEP_NODELIST",
         ),
-        # of a step on a part of the job's nodes the first is not known
+        # for a step on part of the job's nodes, the first node is unknown
         (
             without(STEP, "SLURM_STEP_NODELIST") | {"SLURM_JOB_NUM_NODES": "4"},
             "but not SLURM_STEP_NODELIST: start with srun",
@@ -187,8 +186,9 @@ def test_what_is_missing_is_named(env, words):
 
 
 def test_jax_is_told_all_and_detects_nothing(monkeypatch):
-    """With its own detection JAX would give the one task of a node one device; and wait 100 s for a
-    process that died.
+    """JAX's own detection would give the node's only task one device.
+
+    It would also wait 100 s for a process that died.
     """
     calls = []
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
-"""The optimizer on the host by a GPU's way, with workers and slots, on a simulated driver: the same
-numbers, and no waits.
+"""The optimizer on the host as on a GPU, with workers and slots, on a simulated driver.
+
+The results are the same, and nothing waits.
 """
 
 import encoder_decoder
@@ -22,7 +23,7 @@ HOST, DISK = "pinned_host", "nvme"
 
 
 class Program(SimulatedCuda):
-    """Counts the waits for the program's stream, which is stream 0."""
+    """Count the waits for the program's stream, which is stream 0."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -37,7 +38,7 @@ class Program(SimulatedCuda):
 
 
 def on_gpu(monkeypatch, cuda):
-    """Let programs for CPUs call back as those for GPUs do, to a simulated driver."""
+    """Make CPU programs call back as GPU programs do, through a simulated driver."""
     driver, whole = Driver(cuda), HostState.__init__
 
     def init(self, *args, **fields):
@@ -74,9 +75,7 @@ def build(fields, model=None, **more):
 
 
 def train(program, batches=toys.batches, cuda=None):
-    """Return losses, float32 parameters, and how often the program's stream was waited for in a
-    step.
-    """
+    """Return losses, float32 parameters, and a step's waits for the program's stream."""
     losses, drains = [], 0
     with program:
         state = program.init(jax.random.key(0))
@@ -177,7 +176,7 @@ def test_an_error_in_a_worker_is_raised_by_the_step_and_hangs_nothing(name, erro
         with pytest.raises((RuntimeError, KeyboardInterrupt), match=lost) as raised:
             program.step(state, data[0])
         assert error in (raised.value, raised.value.__cause__)
-        assert len(calls) > 3  # other layers went on
+        assert len(calls) > 3  # other layers continued
         monkeypatch.setattr(host, "run_kernel", whole)
         assert toys.run(program, program.init(jax.random.key(0)), data)[0] == expected
 

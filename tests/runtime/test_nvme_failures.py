@@ -1,5 +1,6 @@
-"""What goes wrong on the disk is told by program.step, with file and layer; nothing hangs, and no
-wrong number is returned.
+"""Disk errors are raised by program.step, with file and layer; nothing hangs.
+
+No wrong number is returned.
 """
 
 import contextlib
@@ -55,8 +56,9 @@ def losses_of(program, state, steps=3):
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """Return `opened(io, distance) -> program, expected losses`: each program is built once, and
-    begins again in each test.
+    """Return `opened(io, distance) -> program, expected losses`.
+
+    Each program is built once, and starts again in each test.
     """
     made = {}
 
@@ -118,8 +120,9 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
 
 
 def assert_refused(program, copy):
-    """Check that the disk takes no state: a copy of the one that was lost is there, and the records
-    are no state.
+    """Check that the state on disk is lost.
+
+    A copy of the lost state does not help, and the records alone are not a state.
     """
     batch = toys.batches(1)[0]
     calls = (
@@ -136,8 +139,10 @@ def assert_refused(program, copy):
 @pytest.mark.by_default("direct")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
 def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
-    """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore"
-    as it writes a file anew.
+    """Space is reserved in advance.
+
+    "direct" finds none when a record has lost its reservation, "tensorstore" when it rewrites a
+    file.
     """
     with disks.mounted(tmp_path / "small", "size=4m") as disk:
         with build(disk, io=io) as program:
@@ -145,7 +150,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
             program.swap.engine.flush()
             record = (
                 folder_of(disk) / "grads" / "0" / "c.1.0"
-            )  # is written in the middle, and read only after that
+            )  # is written in the middle of the step, and only read afterwards
             os.truncate(record, 0)
             ballast, copy, start = (
                 disks.fill(disk),
@@ -164,7 +169,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
                 else error.value.file.startswith(str(disk))
             )
             assert_refused(program, copy)
-            with pytest.raises(SwapError, match="ENOSPC"):  # nor is there room for another
+            with pytest.raises(SwapError, match="ENOSPC"):  # nor is there space for another one
                 program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
             ballast.unlink()
             assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
@@ -187,7 +192,7 @@ def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
     monkeypatch.setattr(os, name, broken)
     with pytest.raises(
         SwapError
-    ) as error:  # a write that fails behind the last callback is told by the next step
+    ) as error:  # the next step reports a write that fails after the last callback
         losses_of(program, state, 2)
     assert calls
     assert error.value.errno == errno.EIO
@@ -215,8 +220,8 @@ def test_an_interrupt_in_a_thread_of_the_disk_is_carried_out(opened, monkeypatch
 def test_an_exception_inside_a_callback_is_carried_out(opened, monkeypatch):
     program, expected = opened("direct", 1)
     state = program.init(jax.random.key(0))
-    # What every callback calls: the leaves of a buffer are found once, so how often a format is
-    # asked is chance.
+    # Functions that every callback calls. A buffer's leaves are found once, so the number of format
+    # queries is arbitrary.
     monkeypatch.setattr(DeviceRecords, "views", lambda *_: 1 / 0)
     with pytest.raises(SwapError) as error:
         program.step(state, toys.batches(1)[0])
@@ -240,7 +245,7 @@ def test_a_state_that_a_later_init_overwrote_is_refused(opened):
     ):
         with pytest.raises(ValueError, match="overwritten by a later init"):
             call()
-    assert losses_of(program, second)[0] == expected  # what was refused has done no harm
+    assert losses_of(program, second)[0] == expected  # the refused calls did no harm
 
 
 def test_a_folder_serves_one_program_and_a_closed_one_says_so_and_can_begin_again(tmp_path):
@@ -341,8 +346,9 @@ def own_threads():
 
 
 def steps_of(program, state, batch, steps):
-    """Train; returns the state, and threads, descriptors and resident bytes when nothing is under
-    way.
+    """Train, and count threads, descriptors and resident bytes while nothing is in flight.
+
+    Returns the state and the counts.
     """
     for step in range(steps):
         state, metrics = program.step(state, batch)
@@ -371,7 +377,7 @@ def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
 
 
 def wait_for(child, seconds=10):
-    """Return a child's exit status; one that hangs is killed."""
+    """Return a child's exit status; a hanging child is killed."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -383,7 +389,7 @@ def wait_for(child, seconds=10):
     return "it hangs"
 
 
-@pytest.mark.filterwarnings("ignore:.*os.fork")  # of JAX and Python, which have threads
+@pytest.mark.filterwarnings("ignore:.*os.fork")  # from JAX and Python, which have threads
 def test_a_forked_child_that_unwinds_leaves_the_program_to_its_parent(
     opened, monkeypatch, tmp_path
 ):
@@ -395,9 +401,7 @@ def test_a_forked_child_that_unwinds_leaves_the_program_to_its_parent(
     monkeypatch.setattr(os, "preadv", lambda *args: (time.sleep(0.2), read(*args))[1])
     with contextlib.ExitStack() as stack:
         stack.enter_context(program.trace_swaps(tmp_path / "trace.json"))
-        program.swap.begin(
-            state, program._moves[::-1]
-        )  # reads ahead, of which the child sees no end
+        program.swap.begin(state, program._moves[::-1])  # reads ahead, which never end in the child
         child = os.fork()
         if child == 0:
             status = 1

@@ -1,5 +1,6 @@
-"""The optimizer on the host with what it works on on disk: the same numbers, nothing of it on the
-link, no error unseen.
+"""The optimizer on the host with its records on disk.
+
+Results are the same, its records do not cross the link, and every error is reported.
 """
 
 import errno
@@ -77,8 +78,9 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     ids=["bf16", "bf16_in_backward", "fp16", "microbatches", "fp32_in_backward"],
 )
 def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, model, tmp_path):
-    """The kernels are the same, and so are the gradients: where they wait, and how they are read,
-    is all that differs.
+    """The kernels and the gradients are the same.
+
+    Only where gradients wait, and how they are read, differs.
     """
     memory = {name: HOST if tier == DISK else tier for name, tier in tiers.items() if name != "io"}
     made = getattr(toys, model)(), toys.optimizer() if model == "layered" else None
@@ -89,12 +91,12 @@ def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, model, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-# by default `test_equivalence_of_tiers.py` runs one, and the test above compares the bits of layers
+# by default `test_equivalence_of_tiers.py` runs one, and the test above compares the layers' bits
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
-    """Of its leaves some are numbers: they rest where the others do."""
+    """Some of the leaves are scalars, and are stored with the other leaves."""
     fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}
     expected, before = train(
         build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled(), toys.optimizer()),
@@ -112,7 +114,7 @@ def opt_leaves(program):
     return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=is_stored)
 
 
-# by default `test_host_update.py` runs lion; where its state rests changes no kernel
+# by default `test_host_update.py` runs lion; the tier of its state changes no kernel
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("name", ["lion", "sgd"])
@@ -128,7 +130,7 @@ def test_any_elementwise_optimizer_runs_there(name, tmp_path):
 
 
 def files_bytes(program, kinds):
-    """Bytes of the records of some kinds, all devices together."""
+    """Return the bytes of the records of some kinds, over all devices."""
     shelves = program.layout.disk.kinds.values()
     return 4 * sum(r.num_layers * r.num_bytes for r in shelves if r.kind.split(".")[0] in kinds)
 
@@ -153,7 +155,8 @@ def files_bytes(program, kinds):
             ("opt_state", "master"),
         ),
         ({"params": HOST}, 4, 0, ("opt_state",), ("opt_state",)),
-        ({}, 8, 4, ("opt_state",), ("opt_state",)),  # float32 weights on the device go down as well
+        # float32 weights on the device are loaded as well
+        ({}, 8, 4, ("opt_state",), ("opt_state",)),
         ({"opt_state": HOST, "grads": DISK, "precision": "bf16"}, 2, 2, ("grads",), ("grads",)),
     ],
 )
@@ -168,7 +171,7 @@ def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_dev
         taken, take = [], engine.take_stats
         engine.take_stats = lambda: (
             taken.append(take()) or taken[-1]
-        )  # by the step, while its last writes are under way
+        )  # during the step, while its last writes are in flight
         for batch in toys.batches(2):
             settle(engine)
             engine.take_stats()
@@ -184,7 +187,7 @@ def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_dev
 
 
 def settle(engine):
-    """Wait for what is written."""
+    """Wait for pending writes."""
     engine.flush()
     while any(lane.writing for lane in engine._lanes.values()):
         threading.Event().wait(0.001)
@@ -237,7 +240,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(fields, tmp_path):
         assert on_disk(program, tmp_path) == kept
         for lane in (
             program.swap.engine._lanes.values()
-        ):  # nothing is read ahead but what the next step begins with
+        ):  # only the next step's first records are read ahead
             assert lane.window.position == len(lane.window.moves)
         state, metrics = program.step(state, good[2])
         assert on_disk(program, tmp_path) != kept
@@ -245,7 +248,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(fields, tmp_path):
 
 
 def break_disk(program, name, kind, layer):
-    """Let one record's reads or writes fail, as a disk does."""
+    """Make one record's reads or writes fail, as a disk does."""
     io = program.swap.engine.io
     whole = getattr(io, name)
 
@@ -264,7 +267,10 @@ def break_disk(program, name, kind, layer):
 
 @pytest.fixture(scope="module")
 def breakable(tmp_path_factory):
-    """Return `breakable() -> program, expected losses`: built once, and begun again in each test."""
+    """Return `breakable() -> program, expected losses`.
+
+    The program is built once, and starts again in each test.
+    """
     made = []
 
     def get():
@@ -291,12 +297,12 @@ def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind
     state, _ = program.step(program.init(jax.random.key(0)), data[0])
     repair = break_disk(program, name, kind, 1)
     with pytest.raises(SwapError, match=f"{name} {kind} of layer 1.*EIO") as error:
-        toys.run(program, state, data[1:])  # a write of the step's end may fail after it
+        toys.run(program, state, data[1:])  # a write at the end of the step may fail after it
     assert (error.value.layer, error.value.errno) == (1, errno.EIO)
     repair()
     losses, _ = toys.run(
         program, program.init(jax.random.key(0)), data
-    )  # the disk is replaced: a new state trains
+    )  # the disk has been replaced: a new state trains
     np.testing.assert_array_equal(losses, expected)
 
 
@@ -315,7 +321,7 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
         ) as error:
             program.step(state, toys.batches(1)[0])
         assert isinstance(error.value.__cause__, OSError)
-        assert len(calls) > 4  # other layers went on
+        assert len(calls) > 4  # other layers continued
 
 
 def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch):
@@ -333,7 +339,7 @@ def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch
         begin = program.swap.begin
         monkeypatch.setattr(
             program.swap, "begin", lambda held, *args: begin((), *args)
-        )  # the callbacks look too
+        )  # the callbacks check it too
         with pytest.raises(
             SwapError,
             match=f"records of state {first} were asked for, and those of state {second} are on disk",
@@ -357,6 +363,6 @@ def test_leaves_on_disk_carry_the_number_of_their_state(tmp_path):
                 (state.params, state.master, state.opt_state), is_leaf=is_stored
             )
             held = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
-            assert len(held) == len(leaves) - 1  # all but the count of steps
+            assert len(held) == len(leaves) - 1  # all but the step count
             assert all((np.asarray(leaf.token) == first + step).all() for leaf in held)
             state, _ = program.step(state, batch)

@@ -1,5 +1,6 @@
-"""Whole programs whose records cross by the GPU's way, slots and streams, on a driver that is
-simulated: the same numbers.
+"""Full programs whose records move as on a GPU, through slots and streams.
+
+The driver is simulated, and the results are the same.
 """
 
 import threading
@@ -49,13 +50,12 @@ def train(swap_dir, fields, steps=3, simulated=None):
 
 
 class Simulated:
-    """Takes the place of a GPU's driver for the callbacks of programs on CPUs, and watches what
-    they wait for.
+    """Replace the GPU driver in the callbacks of CPU programs, and watch what they wait for.
 
     Attributes:
-      waits: of each callback of a step, how often it waited for a stream or an event.
-      last: of each, what it did last: "driver", or "thread" where it left work to one; and how
-        often it did that.
+      waits: number of waits for a stream or an event, for each callback of a step.
+      last: each callback's last action, "driver" or "thread" (work left to a thread), and how often
+        it took that action.
     """
 
     def __init__(self, monkeypatch):
@@ -74,7 +74,8 @@ class Simulated:
         for module in (gpu_copies, log):
             monkeypatch.setattr(module, "pointer", address)
             monkeypatch.setattr(module, "stream_of", lambda context: 0)
-        # Both devices are on stream 0, which runs at once, so the stream does not tell them apart.
+        # Both devices use stream 0, which runs its calls immediately, so the stream does not
+        # identify the device.
         monkeypatch.setattr(
             log.CallLog, "rank_of", lambda log, context, where: int(np.asarray(where)[0])
         )
@@ -126,11 +127,11 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
     # No callback of a step waited, and each was sent what it had assumed.
     assert simulated.waits == [0] * len(simulated.logged)
     assert simulated.waits
-    # A thread is woken once, after the last call of the driver, in which it could take the
-    # interpreter.
+    # A thread is woken once, after the last driver call, since it could take the interpreter.
     assert set(simulated.last) == {("thread", 1)}
     beside = sum(num_bytes for stream, _, num_bytes in cuda.copies if stream)
-    least = 0 if "update_on" in CASES[name] else 0.25  # half of a way is between slot and program
+    # half of a direction's bytes move between slot and program
+    least = 0 if "update_on" in CASES[name] else 0.25
     assert beside > least * sum(num_bytes for *_, num_bytes in cuda.copies)
     assert cuda.streams == cuda.events == {}
 
@@ -138,7 +139,7 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
 def test_an_order_that_the_log_contradicts_is_an_error(tmp_path, monkeypatch):
     simulated, rank_of = Simulated(monkeypatch), log.CallLog.rank_of
 
-    def swapped(calls, context, where):  # the other device's records are moved
+    def swapped(calls, context, where):  # moves the other device's records
         return (
             1 - rank_of(calls, context, where)
             if simulated.is_step

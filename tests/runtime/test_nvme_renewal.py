@@ -1,5 +1,6 @@
-"""Records are made anew where they must be: for another batch shape, after a failure, after
-somebody removed them.
+"""Records are rebuilt when needed.
+
+That is for another batch shape, after a failure, and after somebody removed them.
 """
 
 import pathlib
@@ -135,7 +136,7 @@ def test_a_folder_of_somebody_elses_files_is_not_emptied(tmp_path):
 
 
 def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
-    """Leaves that are no stack of layers use the same buffers."""
+    """Unstacked leaves use the same buffers."""
 
     def loss(params, batch, key):
         x = batch

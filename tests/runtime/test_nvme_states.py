@@ -1,5 +1,6 @@
-"""A program works on one state, the one on its disk: any other is refused, and one that an
-interrupt left half updated.
+"""A program works on one state, the one on its disk.
+
+It refuses any other state, and a state that an interrupt left half updated.
 """
 
 import collections
@@ -34,7 +35,7 @@ OTHER = (
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Return `programs(name, **fields)`: each is built once, and begins again in each test."""
+    """Return `programs(name, **fields)`; programs are built once, and start again in each test."""
     made = {}
 
     def get(name, **fields):
@@ -49,7 +50,7 @@ def programs(tmp_path_factory):
 
 @pytest.fixture
 def ctrl_c():
-    """Interrupts, timeouts and the end of a job raise KeyboardInterrupt, whatever runs the tests."""
+    """Make interrupts, timeouts and the end of a job raise KeyboardInterrupt under any runner."""
     numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     yield
@@ -79,7 +80,7 @@ def test_a_copy_of_an_earlier_state_is_refused(programs):
     old = copy_of(state)
     loss = float(
         program.eval(old, BATCH)
-    )  # it is the one on disk still: nothing but a step makes another
+    )  # it is still the state on disk: only a step makes a new one
     assert len(list(program.iter_params(old))) == toys.LAYERS + 2
     assert float(program.eval(state, BATCH)) == loss
     found = []
@@ -92,7 +93,7 @@ def test_a_copy_of_an_earlier_state_is_refused(programs):
 
 
 def test_a_state_of_another_program_is_refused(programs):
-    """Both have made as many states, with as many steps."""
+    """Both programs have made the same number of states, with the same number of steps."""
     program, other = programs("ours"), programs("another")
     mine, theirs = program.init(jax.random.key(0)), other.init(jax.random.key(1))
     for _ in range(2):
@@ -102,7 +103,7 @@ def test_a_state_of_another_program_is_refused(programs):
 
 
 def test_a_restored_state_is_refused(tmp_path):
-    """What was on disk is not in it."""
+    """The copy does not include what was on disk."""
     with build(tmp_path) as before:
         kept = jax.device_get(as_arguments(before.init(jax.random.key(0))))
     with build(tmp_path) as program:
@@ -171,7 +172,7 @@ def test_a_signal_in_the_middle_of_a_program_waits_for_its_end(
 
 
 def count_calls(program, monkeypatch, at, do):
-    """Do something in a callback; callbacks take a while from then on."""
+    """Call `act` in a callback; callbacks are slow from then on."""
     swap, calls = program.layout.disk.swap, []
     engine_of = swap.engine_of
 
@@ -236,7 +237,7 @@ def test_a_step_that_an_exception_left_ends_before_anything_else(programs, call,
     state = program.init(jax.random.key(0))
     assert (
         len({number for number in calls[left:] if number}) == 2
-    )  # those of both states came, and none was taken amiss
+    )  # both states' numbers arrived, and none was refused by mistake
     monkeypatch.undo()
     assert losses_of(program, state)[0] == expected
 
@@ -291,7 +292,7 @@ def test_interrupts_in_a_burst_inside_of_init_are_interrupts_and_init_works_agai
         )
     else:
         calls = count_calls(program, monkeypatch, at=1, do=lambda: None)
-        # JAX does not know of a program whose call was interrupted before its effects were noted.
+        # JAX does not know of a program whose call was interrupted before it noted the effects.
         monkeypatch.setattr(jax, "effects_barrier", lambda: None)
         monkeypatch.setattr(program._init, "jitted", lambda *args: (jitted(*args), burst())[0])
     with pytest.raises(KeyboardInterrupt):
@@ -326,7 +327,7 @@ def test_a_buffer_that_an_interrupt_lost_is_there_after_the_next_init(programs):
 )  # an interrupt in JAX's garbage collection
 @pytest.mark.parametrize("seed", range(2))
 def test_bursts_of_interrupts_at_any_moment_of_init(programs, ctrl_c, seed):
-    """Nothing but KeyboardInterrupt comes out, of 200 bursts, and the next init works."""
+    """200 bursts raise nothing but KeyboardInterrupt, and the next init works."""
     program, random = programs("ours"), np.random.default_rng(seed)
     expected, _ = losses_of(program, program.init(jax.random.key(0)), 1)
     is_inside, num_interrupted, errors = False, 0, collections.Counter()
@@ -350,7 +351,7 @@ def test_bursts_of_interrupts_at_any_moment_of_init(programs, ctrl_c, seed):
     for prepare in (
         lambda: None,
         fail,
-    ):  # with the files that are there, and with a folder made anew
+    ):  # with the existing files, and with a new folder
         prepare()
         start = time.monotonic()
         program.init(jax.random.key(0))
@@ -410,7 +411,10 @@ def test_signals_that_waited_come_in_order_and_once(monkeypatch):
 
 @pytest.mark.parametrize("call", ["step", "eval"])
 def test_of_threads_that_use_one_state_each_waits_for_the_other(programs, call):
-    """One step is done; whoever comes after it is told that its state is gone, and nothing is lost."""
+    """One of two concurrent steps is executed.
+
+    The other caller gets an error that its state is gone, and nothing is lost.
+    """
     program = programs("ours")
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     batches = toys.batches(3)

@@ -1,5 +1,6 @@
-"""Processes that differ raise an error, or are ended; here they are threads, and the messages a
-dict.
+"""Processes that differ raise an error or are ended.
+
+Here the processes are threads, and their messages are in a dict.
 """
 
 import functools
@@ -15,7 +16,7 @@ from zerojax.runtime.peers import Calls, Peers
 
 
 class Messages:
-    """JAX's coordination service, as far as it is used."""
+    """The part of JAX's coordination service that is used."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -42,7 +43,7 @@ class Messages:
 
 
 class Together:
-    """Some processes, each with what it did."""
+    """Some processes, and the actions of each."""
 
     def __init__(self, count: int) -> None:
         self.messages, self.ended = Messages(), [False] * count

@@ -1,4 +1,4 @@
-"""A signal is noted and told after the step; what it did before comes back.
+"""A signal is recorded, and reported after the step; its previous handler is restored.
 
 Runs of several processes are in tests/e2e.
 """
@@ -26,8 +26,9 @@ def test_a_signal_is_told_and_its_handler_comes_back(number):
 
 @pytest.fixture
 def ctrl_c():
-    """An interrupt raises KeyboardInterrupt, also where a shell runs the tests in the background
-    and ignores it.
+    """Make an interrupt raise KeyboardInterrupt.
+
+    A shell that runs the tests in the background ignores the signal otherwise.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -43,8 +44,9 @@ def test_an_impatient_interrupt_is_carried_out(ctrl_c):
 
 
 class Service:
-    """What JAX's coordination service does: it chooses the number after the largest that it was
-    asked by.
+    """A stand-in for JAX's coordination service.
+
+    It chooses the number after the largest one with which it was asked.
     """
 
     def __init__(self):

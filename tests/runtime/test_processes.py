@@ -1,5 +1,6 @@
-"""What fails in one of several processes is raised in all, and the greater of two kinds of errors
-in all alike.
+"""An error in one of several processes is raised in all of them.
+
+If there are two kinds of errors, all processes raise the more severe kind.
 """
 
 import threading
@@ -13,8 +14,9 @@ from zerojax.runtime.processes import AllProcesses
 
 @pytest.fixture
 def together(monkeypatch):
-    """Return `run(errors)`: what each of two processes, here threads, raises where `do` raises
-    these.
+    """Return `run(errors)`, which returns what each of two processes raises.
+
+    The processes are threads here, and their work raises these errors.
     """
     here, barrier, numbers = threading.local(), threading.Barrier(2), {}
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -1,5 +1,6 @@
-"""Statements of processes are compared call by call: the first difference, whom it concerns, and in
-which words.
+"""Statements of processes are compared call by call.
+
+The error names the first difference and the processes concerned.
 """
 
 from zerojax.runtime.statements import (
@@ -41,7 +42,7 @@ def test_processes_at_different_places_of_one_order_do_not_conflict():
         find_conflict([said(0, 900), said(1, 3), said(2, 2, FIRST[:2]), Statement(process=3)])
         is None
     )
-    # what one of them no longer knows is no difference
+    # what a process no longer remembers is not a difference
     assert find_conflict([said(0, 900), said(1, 900, ((500, STEP),))]) is None
 
 
@@ -64,7 +65,7 @@ def test_another_shape_is_found_and_only_its_leaf_is_named():
         "but program 1, step over ['tokens'] int32[4,9] in process 1"
     )
     assert not all_wait(statements, 12)
-    assert find_conflict([said(0, 11), statements[1]]) is None  # process 0 has not come there
+    assert find_conflict([said(0, 11), statements[1]]) is None  # process 0 has not got there
     assert find_conflict(statements, settled={12}) is None
 
 

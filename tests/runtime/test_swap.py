@@ -1,5 +1,6 @@
-"""The session's table of states: every call from every state does what the table says, and the
-docstring shows that table.
+"""The session's table of states: every call from every state follows the table.
+
+The docstring shows that table.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def leaf_of(session):
 
 
 def lose(session):
-    """Leave a step in the middle."""
+    """Abort a step in the middle."""
     leaf = leaf_of(session)
     session.begin(leaf, ())
     leaf.token.delete()

@@ -1,4 +1,4 @@
-"""Python's switch interval is short while a program calls back, and as it was afterwards."""
+"""Python's switch interval is short while a program calls back, and is restored afterwards."""
 
 import sys
 

@@ -1,5 +1,6 @@
-"""The trace of a program with everything on disk: its plan once a step, its bytes and waits those
-of the metrics.
+"""The trace of a program with everything on disk.
+
+Its plan appears once per step, and its bytes and waits equal the metrics.
 """
 
 import gzip

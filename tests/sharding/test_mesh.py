@@ -1,5 +1,6 @@
-"""A mesh of the user's is taken by the names of its axes, its devices in their order; what cannot
-be taken is named.
+"""A user's mesh is accepted by the names of its axes, with its devices in their order.
+
+Unsupported meshes are refused by name.
 """
 
 import logging

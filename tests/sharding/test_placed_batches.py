@@ -1,4 +1,4 @@
-"""A batch is copied before it is placed, and what no device can hold is refused by name."""
+"""A batch is copied before it is placed, and unsupported values are refused by name."""
 
 import jax
 import numpy as np
@@ -9,8 +9,9 @@ from zerojax.sharding import abstract_batch, place_any_batch, place_batch
 
 
 def aligned(rows, length, dtype=np.int32):
-    """Return an array of zeros that begins at a multiple of 64 bytes, whose memory JAX would use as
-    a device's.
+    """Return an array of zeros that begins at a multiple of 64 bytes.
+
+    JAX would use its memory as a device's.
     """
     size = rows * length * np.dtype(dtype).itemsize
     memory = np.zeros(size + 64, np.uint8)
@@ -26,7 +27,8 @@ def test_an_array_that_is_filled_again_leaves_the_placed_batch_as_it_was(how, de
         how, lambda batch: place_any_batch(batch, mesh)[0]
     )
     rows = devices + 1 if how == "padded" else 4 * devices
-    # Small and large: what JAX copies at once, uses as it is, or reads later differs by size.
+    # Small and large: the size decides whether JAX copies immediately, uses the array in place, or
+    # reads it later.
     batch = {
         "small": aligned(rows, 16),
         "large": aligned(rows, 1 << 16),

@@ -1,4 +1,4 @@
-"""Where state lives: born sharded, donated, reported."""
+"""State is created sharded, donated, and reported."""
 
 import dataclasses
 import logging
@@ -66,7 +66,7 @@ def test_init_never_holds_a_whole_leaf():
     assert (
         stats.output_size_in_bytes < 6 * shard * 1.01 + 4096
     )  # params and two moments, one shard of each leaf
-    assert stats.temp_size_in_bytes < 4 * shard  # the whole leaf would be 8 shards
+    assert stats.temp_size_in_bytes < 4 * shard  # the full leaf would be 8 shards
 
 
 def test_replicated_leaves_are_reported_by_name_and_bytes(caplog):
@@ -152,7 +152,7 @@ OPTIMIZERS = {
     "sgd_schedule": lambda: optax.sgd(optax.linear_schedule(1e-1, 0.0, 5), momentum=0.9),
     "lamb": lambda: optax.lamb(1e-2),
     "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
-    "sam": lambda: sam(),  # takes extra arguments, and no `value` among them
+    "sam": lambda: sam(),  # takes extra arguments, but not `value`
     "sam_in_chain": lambda: optax.chain(optax.clip(1.0), sam()),
     "multisteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
 }

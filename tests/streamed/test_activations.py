@@ -1,6 +1,4 @@
-"""What a layer keeps: the derivative is the same, masks agree on recompute, attention's inner part
-is not kept.
-"""
+"""What a layer saves: same derivatives, the same masks on recompute, no inner part of attention."""
 
 import dataclasses
 
@@ -36,7 +34,7 @@ def train(model, config, data, tx=None):
 
 
 def dropping():
-    """Return a model with a dropout before and one behind a product, batches and an optimizer."""
+    """Return a model with dropout before and after products, batches and an optimizer."""
 
     def dropped(x, key, number):
         if key is None:
@@ -58,11 +56,10 @@ def dropping():
 @pytest.mark.by_default(HOST)
 @pytest.mark.parametrize("activations", ["selective", HOST])
 def test_dropout_masks_agree_on_recompute(activations):
-    """A mask that differed between forward and backward would give other gradients, hence other
-    losses after a step.
+    """A mask that differed between forward and backward would change the gradients.
 
-    Gradient descent, since Adam makes a step of what is rounding alone: a bias of the keys has no
-    gradient.
+    The losses would then differ after a step. Gradient descent is used because a key bias has no
+    gradient, and Adam would turn its rounding into a step.
     """
     model, data, tx = (
         (gpt.layered_gpt(C), tokens(3), optax.sgd(0.5))
@@ -96,7 +93,7 @@ def traced(mode, saved=(), offloaded=(), block=None):
     return layer, block, (params, x, key)
 
 
-@pytest.mark.by_default("selective")  # which keeps some and makes the others again
+@pytest.mark.by_default("selective")  # keeps some values and recomputes the rest
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layers_derivative_given_what_it_keeps(mode):
     layer, block, (params, x, key) = traced(mode)
@@ -112,7 +109,7 @@ def test_a_layers_derivative_given_what_it_keeps(mode):
     backward = jax.jit(layer.backward)
     actual = backward(params, x, key, Given(), kept, dy, None)
     toys.assert_trees_close(actual, expected, atol=2e-5)
-    # what was kept is used, not computed again: another value gives another derivative
+    # Kept values are used, not recomputed: another value gives another derivative.
     if kept:
         wrong = backward(
             params,
@@ -146,8 +143,9 @@ def test_selective_keeps_no_scores_and_remat_keeps_nothing():
 
 
 def test_nothing_of_the_parameters_is_kept():
-    """A transposed or scaled weight is as large as the gathered layer: keeping it would end
-    ZeRO-3's bound.
+    """A transposed or scaled weight is as large as the gathered layer.
+
+    Keeping it would break ZeRO-3's bound.
     """
 
     def block(p, x, key):
@@ -212,7 +210,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are():
 
 
 def test_layer_inputs_on_disk_are_counted_there_beside_named_tensors(tmp_path):
-    """What a user's names keep in host memory moves no layer's input from disk to it."""
+    """Named values kept in host memory do not move a layer's input from disk to host memory."""
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     config = zj.ZeroConfig(
         stage=3, activations="nvme", offloaded_names=("hidden",), swap_dir=str(tmp_path)

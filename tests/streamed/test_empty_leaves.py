@@ -1,6 +1,4 @@
-"""A parameter or an activation of no elements rests in any tier: the streamed step equals the
-resident one.
-"""
+"""Empty parameters and activations live in any tier; streamed and resident steps are equal."""
 
 import functools
 import itertools
@@ -20,8 +18,9 @@ EVERYTHING = ("params", "grads", "opt_state", "activations")
 
 
 def model(name: str) -> zj.LayeredModel:
-    """Return a model whose embedding, blocks, head and activations each have a leaf of no elements
-    called `name`.
+    """Return a model in which every part has an empty leaf called `name`.
+
+    The parts are the embedding, the blocks, the head and the activations.
     """
 
     def init_weight(key: jax.Array) -> Any:
@@ -43,7 +42,7 @@ def model(name: str) -> zj.LayeredModel:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Return Adam whose rate is an array of each leaf's shape, computed from the loss."""
+    """Return Adam with a rate per element of each leaf, computed from the loss."""
 
     def update(
         updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any
@@ -80,7 +79,7 @@ AXES = {
 
 
 def cases():
-    """Every combination; two of them, with every value, without `-m exhaustive`."""
+    """Every combination; without `-m exhaustive`, two combinations that cover every value."""
     return itertools.product(*AXES.values())
 
 

@@ -1,5 +1,6 @@
-"""Streamed = resident: where the bytes rest, how they are fetched and where the optimizer runs
-change no number.
+"""Streamed steps equal resident ones.
+
+The tiers, the fetches and the place of the optimizer change no number.
 """
 
 import dataclasses
@@ -21,13 +22,14 @@ HOST = matrix.HOST
 @pytest.mark.xdist_group("equivalence_of_tiers")  # which share references
 @pytest.mark.parametrize("case", matrix.quick_cases(), ids=matrix.name_of)
 def test_streamed_step_equals_the_resident_one(case, tmp_path, request):
-    if case["update"][1] == "device":  # whose bound is in last bits; on the host it is 1e-5
+    if case["update"][1] == "device":  # whose bound is a few ulp; on the host it is 1e-5
         request.getfixturevalue("default_fusions")
     ulps, relative = matrix.differences(case, str(tmp_path))
     most_ulps, most_relative = matrix.bounds(case)
     assert ulps <= most_ulps
     assert relative <= most_relative
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # the swap folder
+    # the case needs a swap folder
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 @pytest.mark.exhaustive
@@ -73,7 +75,7 @@ def train(model, config, steps=6, tx=None):
 
 @functools.cache
 def resident(kind, steps, **fields):
-    """Return losses, and parameters in float32, of the resident step of a toy."""
+    """Return a toy's resident losses, and its parameters in float32."""
     losses, state, program = train(getattr(toys, kind)(), zj.ZeroConfig(**fields), steps)
     return losses, jax.device_get(program.params(state))
 
@@ -98,7 +100,7 @@ def test_clipping_is_exact_in_every_tier(fields):
     losses, after, program = train(toys.layered(), zj.ZeroConfig(stage=3, clip_norm=0.5, **fields))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     toys.assert_trees_close(program.params(after), before, atol=2e-6)
-    # and what was clipped is what optax clips
+    # The clipping equals optax's.
     plain, _ = toys.plain_run(
         jax.device_get(program.params(program.init(jax.random.key(0)))), toys.batches(6), 0.5
     )
@@ -106,7 +108,7 @@ def test_clipping_is_exact_in_every_tier(fields):
 
 
 def host_cases():
-    """Stages, microbatches and places of the update; one of them without `-m exhaustive`."""
+    """Stages, microbatches and places of the update; without `-m exhaustive`, one combination."""
     return itertools.product((1, 3), (1, 4), ("device", "host"))
 
 
@@ -126,7 +128,7 @@ def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbat
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_tiers_agree_bit_for_bit_in_16_bits(precision, request):
-    """Streamed steps; the resident step fuses, and so rounds, differently."""
+    """The resident step fuses operations differently, and so rounds differently."""
     if precision == "fp16":
         request.getfixturevalue("default_fusions")
 
@@ -146,8 +148,10 @@ def test_tiers_agree_bit_for_bit_in_16_bits(precision, request):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precision):
-    """The moments after a step are the gradients; the update, compiled by layers or whole, rounds
-    in its own way.
+    """The moments after a step are the gradients.
+
+    The update rounds differently when it is compiled by layers than when it is compiled for the
+    full tree.
     """
 
     def run(**fields):
@@ -178,7 +182,7 @@ def test_one_layer_and_more_distance_than_layers():
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
-@pytest.mark.exhaustive  # by default the cases above have every stage
+@pytest.mark.exhaustive  # by default the cases above cover every stage
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_below_3_stream_what_they_shard(stage):
     expected, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage), steps=3)
@@ -194,9 +198,7 @@ def test_state_is_born_in_its_tier_with_the_same_bits(precision):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
 
     def normal(shape):
-        """A draw with last bits, other than those of toys: which they are could depend on what it
-        is fused with.
-        """
+        """Return a draw whose last bits could depend on the fusion, unlike the toys' draws."""
         return lambda key: {"w": 0.3 * jax.random.normal(key, shape)}
 
     small = toys.small()

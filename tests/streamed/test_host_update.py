@@ -1,6 +1,4 @@
-"""The optimizer on the host: bytes across the link, the delayed update, errors that are told and
-not hung upon.
-"""
+"""The optimizer on the host: bytes over the link, the delayed update, and errors without hangs."""
 
 import jax
 import numpy as np
@@ -25,21 +23,21 @@ def build(fields, model=None, tx=None):
 @pytest.mark.parametrize(
     ("fields", "down", "up"),
     [
-        ({"precision": "bf16"}, 2, 2),  # ZeRO-Offload's 4 bytes a parameter
+        ({"precision": "bf16"}, 2, 2),  # ZeRO-Offload's 4 bytes per parameter
         ({"precision": "bf16", "grads": HOST, "update": "after_backward"}, 2, 2),
         (
             {"precision": "bf16", "params": HOST, "update": "in_backward"},
             2,
             0,
-        ),  # the parameters are there already
+        ),  # the parameters are already on the host
         (
             {"precision": "bf16", "num_microbatches": 4},
             4,
             2,
-        ),  # float32 sums, once and not four times
+        ),  # float32 sums, moved once and not four times
         ({"precision": "bf16", "delayed_update": True}, 2, 2),
         ({"params": HOST}, 4, 0),
-        ({}, 8, 4),  # float32 weights on the device go down as well
+        ({}, 8, 4),  # float32 weights on the device are loaded as well
     ],
 )
 def test_bytes_that_cross_the_link(fields, down, up):
@@ -71,7 +69,7 @@ def test_the_schedule_tells_what_callbacks_move():
 
 
 def delayed_reference(params, data, tx):
-    """Each step's gradient is applied after the next step's is taken."""
+    """Each step's gradient is applied after the next step's gradient is computed."""
     opt_state, losses, pending = tx.init(params), [], None
     loss_and_grads = jax.jit(jax.value_and_grad(toys.plain_loss))
 
@@ -201,7 +199,7 @@ def test_an_error_in_a_callback_is_raised_by_the_step_and_hangs_nothing(monkeypa
     ) as error:
         program.step(state, toys.batches(1)[0])
     assert isinstance(error.value.__cause__, OSError)
-    assert len(calls) > 3  # the other devices and layers went on
+    assert len(calls) > 3  # the other devices and layers continued
 
 
 def test_an_optimizer_that_is_not_elementwise_is_refused_when_building():
@@ -222,7 +220,7 @@ def test_host_memory_is_shared_between_batch_shapes_and_released():
     assert len(program._compiler._by_shape) == 2
     grads, kept = (program._scratch.stacks(use) for use in ("grads", "residuals"))
     assert grads
-    assert {a.shape[1] for a in kept} == {32}  # of the last batch alone
+    assert {a.shape[1] for a in kept} == {32}  # of the last batch only
     program.close()
     assert not program._scratch.stacks("grads")
     assert not program._scratch.stacks("residuals")

@@ -1,4 +1,4 @@
-"""Stores that are a tick late, where records cross a link, change no number."""
+"""Storing records one tick late, when they cross a link, changes no number."""
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ CASES = {
 
 
 def train(config, tiles):
-    """Return losses and trained state of ten steps."""
+    """Return the losses and the trained state of ten steps."""
     model, data = (
         (tiled_toys.model(), tiled_toys.batches(10, 4))
         if tiles
@@ -61,7 +61,7 @@ def train(config, tiles):
 def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(
     case, lag, tmp_path, monkeypatch
 ):
-    """But for last bits: XLA for CPUs fuses the loops in another way."""
+    """Results may differ in the last bits: XLA for CPUs fuses the loops differently."""
     fields = dict(CASES[case])
     tiles = fields.pop("tiles", False)
     config = zj.ZeroConfig(

@@ -1,5 +1,6 @@
-"""Segments keep, offload and recompute in their own ways, and change no number; values are kept by
-number as by name.
+"""Segments that save, offload and recompute differently change no number.
+
+Values are kept by number as well as by name.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ AXES = {
 
 
 def init_block(key):
-    """A block that marks two values, with products behind both."""
+    """A block that marks two values, each followed by products."""
     up, down = (
         toys.draw(key, (toys.HIDDEN, toys.INNER)) / 4,
         toys.draw(key, (toys.INNER, toys.HIDDEN), 1) / 6,
@@ -67,9 +68,9 @@ def model():
 
 
 def train(config, of=None, data=None, tx=None, devices=2):
-    """Return losses, parameters by piece, and late reads.
+    """Return the losses, the parameters by piece, and the late reads.
 
-    Adam's step of a gradient that is rounding alone is small.
+    Adam takes only a small step for a gradient that is pure rounding.
     """
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     with zj.build_train_step(
@@ -89,7 +90,7 @@ def train(config, of=None, data=None, tx=None, devices=2):
 
 @functools.cache
 def uniform(num_microbatches, update_on):
-    """What a streamed step makes whose layers all recompute, once for each kind of fusions."""
+    """Results of a streamed step whose layers all recompute, computed once per kind of fusion."""
     del update_on
     return train(
         zj.ZeroConfig(stage=3, activations="remat", params=HOST, num_microbatches=num_microbatches)
@@ -111,7 +112,7 @@ def every_case():
 
 @functools.cache
 def quick_cases():
-    """Choose until every value is in one case."""
+    """Choose cases until they cover every value."""
     cases = random.Random(1).sample(
         [case for case in every_case() if case["num_microbatches"] == 2], 400
     )
@@ -131,7 +132,7 @@ def config_of(case, swap_dir=None):
 )
 @pytest.mark.parametrize("case", quick_cases(), ids=matrix.name_of)
 def test_segmented_steps_equal_the_uniform_one(case, tmp_path, request):
-    if case["update"][1] == "device":  # whose bound is in last bits; on the host it is 1e-5
+    if case["update"][1] == "device":  # whose bound is a few ulp; on the host it is 1e-5
         request.getfixturevalue("default_fusions")
     losses, params, misses = train(config_of(case, tmp_path))
     expected, pieces, _ = uniform(case["num_microbatches"], case["update"][1])
@@ -142,8 +143,8 @@ def test_segmented_steps_equal_the_uniform_one(case, tmp_path, request):
             np.testing.assert_allclose(
                 a, b, rtol=0, atol=relative * np.max(np.abs(b)), err_msg=piece
             )
-    # What is read comes in the order in which the engine was told. Nothing is read ahead at a
-    # distance of 0.
+    # Reads arrive in the order in which the engine was asked. At a distance of 0 nothing is read
+    # ahead.
     assert misses == 0 or case["prefetch_distance"] == 0 or case["gather_ahead"]
 
 
@@ -166,7 +167,7 @@ def test_segmented_steps_of_every_pair_equal_the_uniform_one(case, tmp_path, req
     ids=["in_backward", "after_backward", "on_host"],
 )
 def test_late_stores_of_segments_equal_stores_in_time(fields, monkeypatch):
-    """Stores are late if records cross a link, run by run in the order of backward."""
+    """Stores are late if records cross a link, for each range of layers in backward order."""
     case = {
         "params": HOST,
         "grads": HOST,
@@ -212,8 +213,9 @@ OF_TWO_STACKS = {
 @pytest.mark.exhaustive  # by default segments and stacks are tested apart
 @pytest.mark.parametrize("case", OF_TWO_STACKS)
 def test_segments_of_an_encoder_and_a_decoder_share_its_context(case, tmp_path):
-    """The decoder has a frozen leaf, a context whose cotangents are summed over its segments, and
-    numbers of its layers.
+    """Train a decoder with a frozen leaf, a context, and per-layer numbers.
+
+    The context's cotangents are summed over the decoder's segments.
     """
     fields, segments = OF_TWO_STACKS[case]
     both = {"num_microbatches": 2}
@@ -289,8 +291,10 @@ def test_the_schedule_has_loops_for_each_segment_over_the_numbers_of_the_stack(t
 
 
 def test_bytes_of_segments_are_those_of_their_layers(tmp_path):
-    """By tier, what is kept is the sum over segments of what uniform layers keep; and arguments are
-    what the tiers hold.
+    """In each tier, the saved activations are the sum over segments.
+
+    Each segment saves as much as uniform layers with its settings. Arguments equal the tiers'
+    contents.
     """
     batch = toys.batches(1, 16)[0]
     segments, tiers = MIXES["disk"], ("device", HOST, DISK)
@@ -322,11 +326,11 @@ def test_bytes_of_segments_are_those_of_their_layers(tmp_path):
         }
         report, state = program.memory(batch), program.init(jax.random.key(0))
         assert report.tiers[HOST]["activations"] == expected[HOST]
-        assert report.tiers[DISK]["activations"] >= expected[DISK]  # records are whole sectors
+        assert report.tiers[DISK]["activations"] >= expected[DISK]  # records are full sectors
         batch = program.shard_batch(batch)
         state, _ = program.step(state, batch)
         stacks = program._scratch.stacks("residuals")
-        assert [a.shape[0] for a in stacks] == [1]  # of the middle layer alone
+        assert [a.shape[0] for a in stacks] == [1]  # only the middle layer's
         leaves = jax.tree.leaves((state, batch, stacks))
         held = {kind: sum(a.addressable_shards[0].data.nbytes for a in leaves if a.sharding.memory_kind == kind)
                 for kind in (HOST, "device")}  # fmt: skip
@@ -354,7 +358,7 @@ def test_bytes_over_tensor_are_those_of_their_layers():
     assert 3 * mixed == remat + 2 * save
 
 
-@pytest.mark.exhaustive  # a state has nothing of activations
+@pytest.mark.exhaustive  # a state contains no activations
 def test_a_checkpoint_is_restored_into_other_segments(tmp_path):
     data = toys.batches(4, 16)
     with (
@@ -379,7 +383,7 @@ def test_a_checkpoint_is_restored_into_other_segments(tmp_path):
 
 
 def labels(**fields):
-    """Return the names of what is kept, with tiers."""
+    """Return the names of the saved values, with their tiers."""
     with build(**fields) as program:
         return {value.name: value.tier for value in program.kept(toys.batches(1, 16)[0])}
 
@@ -402,15 +406,16 @@ def test_a_value_has_the_same_number_in_every_mode_and_tier(tmp_path):
         tier = "device" if activations == "remat" else activations
         kept = labels(saved_names=("#1",), offloaded_names=("#0",), **fields)
         assert kept == {"x": tier, numbered[0]: HOST, numbered[1]: "device"}
-    # A mark beside it changes no number: what is marked is kept once, under its name.
+    # An extra mark changes no number: a marked value is kept once, under its name.
     assert labels(activations="selective", saved_names=("hidden",)) == dict.fromkeys(
         ("x", "hidden", *numbered), "device"
     )
 
 
 def test_what_is_inside_of_a_loop_is_kept_by_number():
-    """What "save" keeps of a loop has a number too, by which "remat" keeps it: the loop is then
-    taken apart there.
+    """A loop output that "save" keeps has a number, by which "remat" keeps it too.
+
+    The loop is split there.
     """
 
     def looped(p, x, key):
@@ -435,7 +440,7 @@ def test_what_is_inside_of_a_loop_is_kept_by_number():
         toys.assert_trees_close(tree, pieces[piece], atol=2e-6)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused settings -----------------------------------------------------------------------------
 
 WRONG = {
     "num_layers": (lambda: S(0), "num_layers=0 of a Segment: an integer of at least 1 is needed"),

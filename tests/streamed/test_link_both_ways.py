@@ -1,6 +1,4 @@
-"""What is loaded and stored beside a tick's products: in which turns, and in front of which
-products.
-"""
+"""Loads and stores during a tick's products: their turns, and the products they precede."""
 
 import dataclasses
 import itertools
@@ -25,7 +23,7 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Stands for a stack in host memory; tells what is done with it."""
+    """A stand-in for a stack in host memory that logs its loads and stores."""
 
     name: str
     log: list
@@ -40,7 +38,7 @@ class Stack:
 
 
 class Records:
-    """A record of some arrays of optimizer state and of parameters in host memory."""
+    """Optimizer state and parameters of a record, stored in host memory as several arrays."""
 
     def __init__(self, num_opt, num_params):
         self.log = []
@@ -99,8 +97,8 @@ def test_each_array_is_loaded_and_stored_once_and_never_in_one_turn(sizes, num_p
     for turn in turns:
         assert not {m[1] for m in turn if m[0] == "load"} & {m[1] for m in turn if m[0] == "store"}
         loaded = [m for m in turn if m[0] == "load"]
-        # Optimizer state of the layer that is updated, parameters of the one that is fetched; the
-        # one before is stored.
+        # Optimizer state of the updated layer and parameters of the fetched layer, while the
+        # previous layer is stored.
         assert all(m[2] == (7 if m[1].startswith("param") else 8) for m in loaded)
         assert all(m[2] == 9 for m in turn if m[0] == "store")
     filled = [sum(sizes[n] for n in group) for group in crosses.groups]
@@ -118,7 +116,7 @@ def test_the_first_tick_stores_nothing_and_the_last_one_fetches_nothing():
 
 
 def names_of(function, args, turns):
-    """Return the products and barriers of what `beside` makes, in order."""
+    """Return the products and barriers of `beside`'s result, in order."""
     jaxpr = jax.make_jaxpr(lambda *args: beside(function, args, jnp.zeros(2), turns)[0])(*args)
     short = {"dot_general": "m", "optimization_barrier": "|"}
     return "".join(short.get(eqn.primitive.name, "") for eqn in jaxpr.eqns)
@@ -131,11 +129,11 @@ def turn(operands, work):
 @pytest.mark.parametrize(
     ("widths", "num_turns", "expected"),
     [
-        ([8, 8, 8, 8, 8], 3, "m|m|m|m"),  # FLOPs 1 1 1 1: turns at 1/4, 1/2 and 3/4 of them
+        ([8, 8, 8, 8, 8], 3, "m|m|m|m"),  # FLOPs 1 1 1 1: turns at 1/4, 1/2 and 3/4 of the FLOPs
         ([8, 8, 8, 8, 8], 1, "mm|mm"),
-        ([8, 8, 8, 8, 8], 0, "mmm|m"),  # the work alone
+        ([8, 8, 8, 8, 8], 0, "mmm|m"),  # only the work
         ([64, 8, 8, 8, 8], 1, "m|mmm"),  # FLOPs 8 1 1 1
-        ([8, 8, 64], 2, "m||m"),  # the last product is most of all
+        ([8, 8, 64], 2, "m||m"),  # the last product takes most of the FLOPs
     ],
 )
 def test_turns_are_taken_at_equal_shares_of_the_flops(widths, num_turns, expected):
@@ -150,7 +148,7 @@ def test_turns_are_taken_at_equal_shares_of_the_flops(widths, num_turns, expecte
 
 
 def test_results_are_computed_before_the_turn_that_follows_them():
-    """XLA would else move a gradient that nothing waits for behind the last turn."""
+    """Without this, XLA would move a gradient that nothing waits for behind the last turn."""
 
     def two(x, a, b):
         return x @ a, (x @ b) @ b
@@ -166,7 +164,7 @@ def test_results_are_computed_before_the_turn_that_follows_them():
 
 
 def test_products_that_nothing_reads_part_no_turns():
-    """XLA drops them, and two turns would be one."""
+    """XLA drops such products, and two turns would become one."""
 
     def two(x, a, b):
         unread = x @ a @ b @ b  # noqa: F841
@@ -183,14 +181,15 @@ def test_a_function_without_products_takes_its_turns_after_it():
 
 
 def crossed(phase):
-    """Return what crosses the link in a phase, in order: ((lane, kind, layer), which leaves)."""
+    """Return the transfers of a phase in order: ((lane, kind, layer), which leaves)."""
     found = [op for _, ops in phase.ticks() for op in ops if op.lane in ("up", "down")]
     return [((op.lane, op.record.kind, op.number), op.record.leaves) for op in found]
 
 
 def ends_of(phase):
-    """Return (leaves, first tick of their loads, last tick of their stores) of leaves that are
-    updated beside a phase.
+    """Return when the leaves that are updated during a phase are moved.
+
+    The result is (leaves, first tick of their loads, last tick of their stores).
     """
     found = [
         (leaves, phase.ticks_of(leaves, "load"), phase.ticks_of(leaves, "store"))
@@ -215,7 +214,7 @@ def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
     assert sorted(crossed(phase)) == sorted(crossed(same))  # in another order
 
 
-# --- leaves that are no stack of layers -----------------------------------------------------------
+# --- unstacked leaves -----------------------------------------------------------------------------
 
 
 def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_the_drain():
@@ -269,7 +268,8 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
         for op in ops
         if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)
     ]
-    assert loaded == list(range(count))[::-1]  # as the layers beside which they are updated
+    # like the layers during whose update they are updated
+    assert loaded == list(range(count))[::-1]
     drawn = [line.split() for line in schedule.timeline().splitlines() if "ends" in line]
     assert [" ".join([*words[:2], "".join(words[2:])]) for words in drawn] == lanes
     with pytest.raises(ValueError, match="counts of head_pieces=5: 1 to 4"):
@@ -277,7 +277,7 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
 
 
 def two_stacks(config):
-    """Return losses and trained state of three steps of a model of two stacks, and its schedule."""
+    """Return the losses, trained state and schedule of a model of two stacks after three steps."""
     with zj.build_train_step(
         encoder_decoder.model(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:2])
     ) as p:
@@ -301,7 +301,7 @@ def two_stacks(config):
 def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(
     fields, expected_moves, monkeypatch
 ):
-    """In backward the head is stored by the last stack's first tick."""
+    """In backward, the first tick of the last stack stores the head."""
     config = zj.ZeroConfig(stage=3, opt_state=HOST, num_microbatches=2, **fields)
     expected, plain = two_stacks(config)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
@@ -343,7 +343,7 @@ def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
     ("sizes", "num_parts", "begins"),
     [
         ([1, 1, 1, 1], 4, [1, 2, 3]),
-        ([1, 5, 5, 5, 1, 1], 3, [2, 3]),  # begun where a third is full they would be 6, 10 and 2
+        ([1, 5, 5, 5, 1, 1], 3, [2, 3]),  # starting when a third is full would give 6, 10 and 2
         ([4, 4, 1, 1, 1, 1], 3, [1, 2]),
         ([1, 9], 3, [1]),
         ([5], 3, []),

@@ -1,6 +1,4 @@
-"""Moments in bfloat16: in every tier the same bits, half the bytes, and untouched by a step that is
-skipped.
-"""
+"""Moments in bfloat16: the same bits in every tier, half the bytes, unchanged by skipped steps."""
 
 import functools
 
@@ -31,7 +29,7 @@ def build(tmp_path, fields, axes=None, model=None, tx=None):
 
 
 def train(program, steps=4):
-    """Return losses, float32 weights, and the moments where they are no files."""
+    """Return the losses, the float32 weights, and the moments unless they are on disk."""
     with program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(steps))
         weights = [
@@ -56,8 +54,9 @@ def assert_same(run, expected, moments=True):
 
 
 def moved(program, reference):
-    """Return the moments' elements that differ, as a part of all, and by how much of the larger at
-    most.
+    """Return the fraction of the moments' elements that differ, and their largest difference.
+
+    The difference is relative to the larger element.
     """
     pairs = [
         (a.astype(np.float32), b.astype(np.float32))
@@ -95,7 +94,7 @@ def test_tiers_agree_bit_for_bit(precision, tiers, tmp_path):
     )
 
 
-# by default `test_nvme_host_update.py` compares them, one of its states with moments in bfloat16
+# by default `test_nvme_host_update.py` compares them; one of its states has bfloat16 moments
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_update_on_the_host_agrees_in_its_tiers_bit_for_bit(fields, kinds, tmp_p
 
 @functools.cache
 def one_step():
-    """Return what a step of the resident program makes, on 4 devices."""
+    """Return the results of a resident step on 4 devices."""
     return train(build(None, {"swap_dir": None}), steps=1)
 
 
@@ -133,8 +132,9 @@ def one_step():
     ids=["one_device", "stage_1", "tensor", "streamed", "host"],
 )
 def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
-    """Gradients in float32 differ in last bits; of those a few in 1000 have other leading bits, or
-    are next to a threshold.
+    """Gradients in float32 differ in the last bits.
+
+    A few in 1000 of them have different leading bits or are next to a threshold.
     """
     expected = one_step()
     program = train(build(tmp_path, fields, axes), steps=1)
@@ -145,7 +145,7 @@ def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1))
 
 
-@pytest.mark.exhaustive  # by default lion runs on the host in `test_host_update.py`
+@pytest.mark.exhaustive  # by default `test_host_update.py` runs lion on the host
 @pytest.mark.parametrize("name", ["lion", "momentum"])
 def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "momentum": optax.sgd(0.05, 0.9)}[name]
@@ -155,7 +155,7 @@ def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
 
 
 def test_losses_stay_near_those_of_float32_moments(tmp_path):
-    """And are not the same: the option does something."""
+    """The results differ from float32 moments, so the option has an effect."""
     model, tx = toys.small(), optax.adamw(1e-2)
     exact = train(build(tmp_path, {"moments": "float32"}, model=model, tx=tx), steps=10)[0]
     rounded = train(build(tmp_path, {}, model=model, tx=tx), steps=10)[0]
@@ -192,7 +192,7 @@ def test_a_skipped_step_leaves_the_state_as_it_was(fields, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, after, kept)
         dtypes = {a.dtype for a in jax.tree.leaves(state.opt_state) if a.ndim}
         assert dtypes == {jnp.dtype("bfloat16")}
-        state, metrics = program.step(state, toys.batches(1)[0])  # and the next one counts
+        state, metrics = program.step(state, toys.batches(1)[0])  # and the next step counts
         assert float(metrics["skipped_steps"]) == 1
         assert int(state.opt_state.step) == 2
 
@@ -201,8 +201,9 @@ def test_a_skipped_step_leaves_the_state_as_it_was(fields, tmp_path):
 
 
 def plain_layers(num_layers=3, width=128, inner=64):
-    """Layers of one matrix, whose shards on 4 devices, moments of 2 bytes too, fill blocks of 4096
-    bytes.
+    """Return a model of one matrix per layer.
+
+    Its shards on 4 devices, even of moments with 2 bytes per element, fill blocks of 4096 bytes.
     """
 
     def make(rows, columns):
@@ -223,7 +224,7 @@ def plain_layers(num_layers=3, width=128, inner=64):
 
 
 def elements(num_layers=3, width=128, inner=64):
-    """Parameters on each of 4 devices: of the layers, and of the others."""
+    """Return the parameters per device, on 4 devices: those in layers, and the unstacked ones."""
     return num_layers * width * inner // 4, 2 * width * width // 4
 
 

@@ -1,4 +1,4 @@
-"""The loops that are compiled for a phase, and the numbers of records in them."""
+"""The loops that are compiled for a phase, and the record numbers in them."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_numbers_are_parted_where_they_are_not_linear(numbers, parts):
 )
 @pytest.mark.parametrize("distance", [0, 1, 2, 9])
 def test_the_loops_of_a_phase_have_the_numbers_of_its_ticks(distance, fields):
-    """What a schedule shows is what is compiled."""
+    """The compiled loops are those that the schedule shows."""
     for phase in build_schedule(6, distance, tiers=ALL, **fields).phases:
         ticks = []
         for loop in phases._tick_loops(
@@ -46,7 +46,7 @@ def test_the_loops_of_a_phase_have_the_numbers_of_its_ticks(distance, fields):
                     assert (
                         int(loop.index(name, jnp.int32(tick), None)) == getattr(phase, name)[tick]
                     )
-            for name in ("consume", "fetch"):  # what the numbers lack is done in none of the ticks
+            for name in ("consume", "fetch"):  # a move without numbers happens in no tick
                 assert (name in loop.numbers) == bool(
                     (getattr(phase, name)[loop.start : loop.stop] >= 0).all()
                 )

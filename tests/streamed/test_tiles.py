@@ -1,5 +1,6 @@
-"""Tiles as records of a streamed step: equal to whole layers, fetched as planned, told in the
-schedule and in the account.
+"""Tiles as records of a streamed step.
+
+They equal full layers, are fetched as planned, and are reported in the schedule and the accounts.
 """
 
 import dataclasses
@@ -41,8 +42,9 @@ HOST, DISK = "pinned_host", "nvme"
 
 
 def train(config, axes, built, evaluates=False):
-    """Return losses, those of `eval` before and after if asked for, the float32 parameters, and the
-    late reads of all steps.
+    """Return losses, the float32 parameters, and the late reads of all steps.
+
+    If asked for, the losses of `eval` before and after are included.
     """
     with build(config, axes, built) as program:
         state, losses, misses = program.init(jax.random.key(0)), [], 0.0
@@ -62,16 +64,17 @@ def train(config, axes, built, evaluates=False):
 
 @functools.cache
 def expected(num_microbatches, clip_norm):
-    """Train on one device, whole layers, nothing streamed."""
+    """Train on one device with full layers, without streaming."""
     config = zj.ZeroConfig(stage=0, num_microbatches=num_microbatches, clip_norm=clip_norm)
     return train(config, {"fsdp": 1}, model(tiles=False), evaluates=True)
 
 
 def plain(built, data):
-    """Train on one device by optax alone, layers in a Python loop, without keys; returns losses and
-    the parameters by piece.
+    """Train on one device with optax alone: layers in a Python loop, no keys.
+
+    Returns the losses and the parameters by piece.
     """
-    tx = optax.sgd(1e-4, momentum=0.9)  # as `build`
+    tx = optax.sgd(1e-4, momentum=0.9)  # like `build`
 
     def loss_of(params, batch):
         x = built.embed(params["embed"], batch, None)
@@ -114,7 +117,8 @@ CASES = {
         {"params": HOST, "grads": HOST, "num_microbatches": 2, "clip_norm": 0.1, "activations": HOST},
         {"fsdp": 4},
     ),
-    # mix and the biases are whole on each device, the rest of first and second is not
+    # mix and the biases are unsharded on each device; the other leaves of first and second are
+    # sharded
     "replicated": (
         {"params": HOST, "grads": HOST, "min_shard_bytes": 1500, "activations": "remat"},
         {"fsdp": 4},
@@ -148,7 +152,8 @@ def test_tiles_as_records_train_as_whole_layers_do(name, tmp_path):
     np.testing.assert_allclose(evaluated, expected_evaluated, rtol=2e-6)
     assert misses == 0
     toys.assert_trees_close(params, expected_params, atol=2e-6)
-    assert evaluated[1] < evaluated[0]  # without dropout, by which the losses of steps differ more
+    # without dropout, which makes the losses of steps differ more
+    assert evaluated[1] < evaluated[0]
 
 
 @jax.jit
@@ -157,8 +162,10 @@ def jitted_mlp(w, x):
 
 
 def odd(p, x, key):
-    """A loop in a jit of its own, used twice; a gradient that a later segment reads; one that
-    depends on no data; a scalar.
+    """A block with four unusual features.
+
+    They are a loop in a jit of its own, used twice; a gradient that a later segment reads; a
+    gradient that depends on no data; and a scalar.
     """
     scale = p["scale"] + jnp.tanh(p["mix"]["bias"])
     x = x + jitted_mlp(p["second"], x)
@@ -181,11 +188,12 @@ ODD_TILES = {
 }
 
 
-@pytest.mark.exhaustive  # by default the test above trains tiles beside other leaves
+@pytest.mark.exhaustive  # by default the test above trains tiles together with other leaves
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_odd_blocks_train_as_whole_layers_do(precision):
-    """First evaluated, as a cached trace once made other programs of the same functions run
-    something else.
+    """The model is evaluated first.
+
+    A cached trace once made other programs of the same functions run something else.
     """
     built = dataclasses.replace(model(ODD_TILES, stochastic=False, block=odd), init_block=odd_init)
     fields = {"stage": 3, "precision": precision, "num_microbatches": 2, "activations": "remat"}
@@ -207,7 +215,7 @@ def test_odd_blocks_train_as_whole_layers_do(precision):
     toys.assert_trees_close(params, expected_params, atol=2e-6 if precision == "fp32" else 2e-2)
 
 
-# by default `test_moments_in_tiers.py` skips one; tiles take no part in what decides
+# by default `test_moments_in_tiers.py` skips a step; tiles do not affect the decision
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tier", [DISK, HOST])
 def test_tiles_in_float16_skip_the_update_where_gradients_overflow(tier, tmp_path):
@@ -295,8 +303,8 @@ def test_the_schedule_and_the_account_count_tiles():
     for program in programs:
         program.check(batch)
     memory, memory_whole = (program.memory(batch) for program in programs)
-    # a group's tiles are fetched once more where what its loop made is computed again: mix and
-    # first, in backward
+    # A group's tiles are fetched once more where its loop's output is recomputed: mix and first, in
+    # backward.
     leaves = jax.tree.leaves(
         {k: v for k, v in jax.eval_shape(init_block, jax.random.key(0)).items() if k == "first"}
     )
@@ -340,7 +348,7 @@ def test_what_moves_whole_layers_says_so(fields, caplog):
     )
 
 
-# --- what is no loop over tiles -------------------------------------------------------------------
+# --- what is not a loop over tiles ----------------------------------------------------------------
 
 
 def remat(p, x, key):

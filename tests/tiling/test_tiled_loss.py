@@ -1,5 +1,6 @@
-"""A GPT whose loss is computed in tiles trains as that of whole logits, in every kind of program;
-its logits never exist.
+"""A GPT whose loss is computed in tiles trains like one with full logits.
+
+This applies to every kind of program, and the full logits never exist.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ def test_in_16_bits_they_agree_to_its_rounding(precision):
 def test_logits_are_in_the_program_of_whole_logits_alone(kind, tiles):
     c = dataclasses.replace(
         C, loss_tiles=tiles, vocab=44, hidden=20
-    )  # the step has no other dim of 44 beside tokens
+    )  # the step has no other dim of 44 next to tokens
     program = build(c, kind, {"fsdp": 2}, stage=3)
     tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
     text = program.lower({"tokens": tokens, "targets": tokens}).as_text()
@@ -98,8 +99,9 @@ def test_logits_are_in_the_program_of_whole_logits_alone(kind, tiles):
 
 @pytest.mark.parametrize("kind", ["layered", "unrolled"])
 def test_a_rematerialised_head_makes_logits_twice_and_not_three_times(kind):
-    """The unit that gathers the head is repeated in backward, but for the log-sum-exps: logits,
-    logits again, dx, dw.
+    """Backward repeats the unit that gathers the head, except for the log-sum-exps.
+
+    It computes logits, logits again, dx, and dw.
     """
     c = dataclasses.replace(C, loss_tiles=3, vocab=44, hidden=20)
     program = build(c, kind, {"fsdp": 2}, stage=3)
@@ -114,8 +116,9 @@ def test_a_rematerialised_head_makes_logits_twice_and_not_three_times(kind):
 
 
 def test_the_closed_form_tiles_large_vocabularies():
-    """A block's residuals, 34 h + 5 a s bytes a token in 16 bits, against 6 V of logits and their
-    gradient.
+    """A block's residuals against the logits and their gradient.
+
+    The residuals take 34 h + 5 a s bytes per token in 16 bits, the logits 6 V.
     """
     small = {"seq": 1024, "hidden": 768, "heads": 12}  # 87552 bytes: V = 14592
     assert not memory.tiled_loss_pays(vocab=14592, **small)

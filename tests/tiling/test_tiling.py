@@ -1,5 +1,6 @@
-"""A tiled operator is the dense one: values, gradients, weights and training, for every count of
-tiles.
+"""A tiled operator equals the dense one, for every number of tiles.
+
+Values, gradients, weights and training are compared.
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ from zerojax.tiling import marked, parse
 
 D, H, F, S = 12, 24, 8, 6
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
-"""Largest difference from float64 over the largest magnitude of the result: about 16 roundings of
-the dtype.
+"""Largest difference from float64 relative to the result's largest magnitude.
+
+It is about 16 roundings of the dtype.
 """
 
 
@@ -56,7 +58,7 @@ def both(function, args, dtype):
 
 
 def dense_in_float64(x, w, b):
-    """Return the same of x w + b."""
+    """Return value and gradients of sum(sin(x w + b)), computed in a dtype."""
     y = x @ w + b
     dy = np.cos(y)
     flat, dflat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
@@ -342,7 +344,7 @@ def dense_gpt_losses(make):
     return gpt_losses(make, 0, {}, {"fsdp": 1})
 
 
-@pytest.mark.by_default("tensor")  # on disk `test_tiles.py` trains tiles
+@pytest.mark.by_default("tensor")  # `test_tiles.py` trains tiles on disk
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
@@ -363,7 +365,7 @@ def test_a_gpt_with_tiled_mlps_trains_as_a_dense_one_in_every_tier(fields, axes,
     np.testing.assert_allclose(losses, dense_gpt_losses(gpt.layered_gpt), rtol=3e-5)
 
 
-@pytest.mark.exhaustive  # by default a model of separate tiled layers trains above
+@pytest.mark.exhaustive  # by default a model of separate tiled layers is trained above
 def test_an_unrolled_gpt_with_tiled_mlps_trains_as_a_dense_one():
     losses = gpt_losses(gpt.unrolled_gpt, 4, {"stage": 3}, {"fsdp": 4})
     np.testing.assert_allclose(losses, dense_gpt_losses(gpt.unrolled_gpt), rtol=3e-5)
@@ -417,7 +419,7 @@ def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
             {"zero": dataclasses.replace(host, update_on="host")},
             wide,
             0,
-        ),  # whole layers are updated there
+        ),  # full layers are updated there
     ):
         assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c, tensor=1) == expected
     for tiles in (-1, 3):

@@ -1,5 +1,6 @@
-"""Tiled layers on `pallas_kernels.matmul`: every form is the dense layer, on a mesh too; which
-programs hold the kernel.
+"""Tiled layers on `pallas_kernels.matmul`: every form equals the dense layer, on a mesh too.
+
+The tests also show which programs hold the kernel.
 """
 
 import dataclasses
@@ -100,8 +101,9 @@ def test_a_tiled_dense_layer_of_named_products_is_the_dense_one(in_tiles, out_ti
 @pytest.mark.by_default("mlp")
 @pytest.mark.parametrize("layer", ["mlp", "columns", "rows"])
 def test_products_of_tiles_on_a_mesh_are_those_of_one_device(layer):
-    """Rows over fsdp, and over tensor the hidden dim, columns or rows: parts of sums are added up
-    once, after the loop.
+    """Rows are split over fsdp, and the hidden dim (columns or rows) over tensor.
+
+    Partial sums are added once, after the loop.
     """
     mesh = zj.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     dense, x = weights(), draw(0, 2, S, D)
@@ -178,13 +180,13 @@ def scans_in(jaxpr) -> list[Any]:
 
 
 def test_a_step_of_tiles_holds_the_kernel_forward_and_backward_where_it_is_named():
-    # Forward: gate and up in one kernel, then down; the dense layer. Backward makes the hidden
-    # activations again: gate and up. What is left of it are products with transposed operands,
-    # which are XLA's.
+    # Forward: gate and up in one kernel, then down; the dense layer. Backward recomputes the hidden
+    # activations with gate and up. The rest of backward is products with transposed operands, which
+    # XLA computes.
     forward_mlp, forward_dense, backward_dense, backward_mlp = kernels_of_loops("mosaic")
     assert (forward_mlp, forward_dense) == (2, 1)
     assert backward_mlp >= 1
-    assert backward_dense in (0, 1)  # one that nothing reads, which XLA takes out
+    assert backward_dense in (0, 1)  # an unread kernel, which XLA removes
     assert kernels_of_loops(None) == [0, 0, 0, 0]
 
 
@@ -194,12 +196,13 @@ def test_a_step_of_tiles_that_names_none_holds_kernels_where_the_table_says_fast
     narrow, wide = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
     def kernels(*rows):
-        """Return the kernels of each loop, given made-up rows: of weights, K, N, activation, and
-        the time over XLA's.
+        """Return the kernels of each loop, given made-up rows.
+
+        A row has weights, K, N, activation, and the time relative to XLA's.
         """
         table = []
         for num_weights, k, n, activation, ratio in rows:
-            # Gate and up have biases, and the others are added to a sum in float32.
+            # Gate and up have biases, and the other products are added to a sum in float32.
             terms = (narrow, narrow, None) if activation else (wide, None, wide)
             kinds = dict(zip(("out_dtype", "bias_dtype", "accumulate_dtype"), terms, strict=True))
             problem = Problem(m=8, n=n, k=k, num_weights=num_weights, dtype=narrow, **kinds)
@@ -219,7 +222,7 @@ def test_a_step_of_tiles_that_names_none_holds_kernels_where_the_table_says_fast
         return kernels_of_loops(None)
 
     up, down, dense = (2, 64, 64, "gelu"), (1, 64, 64, None), (1, 32, 32, None)
-    # Each product for itself; backward makes gate and up again.
+    # Each product has its own kernel; backward recomputes gate and up.
     assert kernels((*up, 0.9), (*down, 1.1)) == [1, 0, 0, 1]
     assert kernels((*down, 0.9))[:2] == [1, 0]
     assert kernels((*dense, 0.9))[:2] == [0, 1]

@@ -1,6 +1,4 @@
-"""Files of weights of any content: what makes no sense is refused by name, before anything is
-allocated for it.
-"""
+"""Weight files of arbitrary content: nonsense is refused by name, before allocating for it."""
 
 import json
 import os
@@ -31,7 +29,7 @@ HEADER = {
 
 
 def write(path: pathlib.Path, header: Any, num_bytes: int = 57) -> pathlib.Path:
-    """Write a safetensors file, of a header or its text."""
+    """Write a safetensors file from a header or its text."""
     text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
     return path
@@ -107,7 +105,7 @@ def test_headers_that_make_no_sense_are_refused_by_field(tmp_path):
 
 
 def test_a_header_is_no_larger_than_the_format_allows(tmp_path):
-    """Of a file with holes, which takes no disk."""
+    """The file has holes, which take no disk space."""
     with open(tmp_path / "file", "wb") as file:
         file.write((1 << 40).to_bytes(8, "little") + b"{")
         file.truncate(1 << 41)
@@ -135,12 +133,13 @@ def test_changed_headers_end_in_an_error_that_tells_them(tmp_path, num):
     print(f"{num // 4} flipped bits: {dict(found)}")
 
 
-# --- what else is given to an import --------------------------------------------------------------
+# --- other inputs of an import --------------------------------------------------------------------
 
 
 def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
-    """Make files and folders that are no weights in a format that is read; returns what is to be
-    said of each.
+    """Create files and folders that are not weights in a readable format.
+
+    Returns the expected error for each.
     """
     shards = {f"layer.{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
     for name in ("sharded", "single", "several", "torch", "steps/7/state", "gguf"):
@@ -231,7 +230,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> pathlib.Path:
-    """Return a folder with checkpoints of Orbax, by the names of OPTIONS."""
+    """Return a folder with Orbax checkpoints, named by OPTIONS."""
     folder = tmp_path_factory.mktemp("orbax")
     for name, options in OPTIONS.items():
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as writer:
@@ -264,8 +263,9 @@ LARGE = 2**20
     ],
 )
 def test_chunks_that_no_file_can_hold_are_refused(saved, tmp_path, fields, told):
-    """Tensorstore allocates a chunk before it looks at its bytes, and ends the process where it
-    cannot.
+    """Tensorstore allocates a chunk before it examines its bytes.
+
+    If it cannot, it ends the process.
     """
     shutil.copytree(saved / "zarr", tmp_path / "o")
     change(tmp_path / "o" / "a" / ".zarray", **fields)
@@ -292,9 +292,7 @@ def test_chunks_of_shards_that_no_file_can_hold_are_refused(saved, tmp_path):
 
 
 def test_arrays_of_one_value_whose_chunks_are_not_stored_are_read(saved, tmp_path):
-    """They take no memory, however large they are: earlier versions of Orbax left out chunks of
-    zeros.
-    """
+    """Such chunks take no memory at any size: earlier versions of Orbax omitted chunks of zeros."""
     shutil.copytree(saved / "zarr", tmp_path / "o")
     (tmp_path / "o" / "a" / "0.0").unlink()
     change(tmp_path / "o" / "a" / ".zarray", chunks=[LARGE, LARGE], shape=[LARGE, LARGE])

@@ -1,5 +1,6 @@
-"""Exported weights are those of the checkpoint, as Orbax and safetensors read them, and appear
-whole or not at all.
+"""Exported weights are the checkpoint's, as Orbax and safetensors read them.
+
+An export appears complete or not at all.
 """
 
 import errno
@@ -74,7 +75,7 @@ def joined(tree: Any, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def read(form: str, path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Return tensors by name, as others read them."""
+    """Return tensors by name, as other libraries read them."""
     if form == "orbax":
         return joined(ocp.StandardCheckpointer().restore(path))
     return pytest.importorskip("safetensors.numpy").load_file(path)
@@ -94,12 +95,15 @@ def test_others_read_the_tree(original, tmp_path, form):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_orbax_restores_what_it_does_of_its_own(original, tmp_path, dtype):
-    """Without a target: arrays of JAX, on the first device; of what JAX has not, numpy's."""
+    """Without a target, arrays are JAX arrays on the first device.
+
+    Dtypes that JAX lacks are numpy arrays.
+    """
     zj.export_orbax(original / "0", tmp_path / "out", dtype=dtype)
     found = joined(ocp.StandardCheckpointer().restore(tmp_path / "out"))
     with warnings.catch_warnings(
         action="ignore"
-    ):  # of shardings that are read from a file, as of any checkpoint
+    ):  # about shardings that are read from a file, as for any checkpoint
         again = joined(ocp.PyTreeCheckpointer().restore(tmp_path / "out"))
     expected = numbers(original, 0)
     for name, own in AWKWARD.items():
@@ -129,7 +133,7 @@ def test_orbax_restores_into_shardings(original, tmp_path):
     "dtype", ["int3", "bf16", "", object(), "f4,(", 3, ["float32"], {"names": 3}]
 )
 def test_what_is_no_dtype_is_named(tmp_path, dtype):
-    """Before the checkpoint is looked at."""
+    """This is refused before the checkpoint is read."""
     with pytest.raises(ValueError, match=r"dtype=.*: weights are exported as one of float"):
         export_dtype(dtype)
     for export in (zj.export_safetensors, zj.export_orbax):
@@ -261,9 +265,7 @@ def test_full_disk_is_told_and_leaves_nothing(original, tmp_path, form):
 
 
 def test_a_disk_that_fails_while_a_file_is_written_is_told(original, tmp_path, monkeypatch):
-    """Over a mapped file it was a SIGBUS, which ended the process, where the file system allocates
-    blocks at once.
-    """
+    """With mapped files, SIGBUS ended the process if the file system allocates immediately."""
     with disks.ext4(tmp_path / "disk", 16 << 20, "loop,nodelalloc") as folder:
         read_part = exporting.read_part
 
@@ -405,7 +407,7 @@ print(peak - before)
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="/proc/self/status tells anonymous memory on Linux"
+    sys.platform != "linux", reason="only Linux reports anonymous memory in /proc/self/status"
 )
 def test_anonymous_memory_is_bounded(original, tmp_path):
     num_mib = 96

@@ -1,5 +1,6 @@
-"""A state imported from exported weights is `program.init` with those weights, in any stage and
-tier.
+"""A state imported from exported weights equals `program.init` with those weights.
+
+This applies to any stage and tier.
 """
 
 import json
@@ -97,7 +98,7 @@ def test_bfloat16_is_read_as_float32(tmp_path):
 
 
 def tree_of(found: dict[str, np.ndarray]) -> dict:
-    """Return the awkward tree as others have it."""
+    """Return the awkward tree under the names of other libraries."""
     own = {name: found[inner] for name, inner in AWKWARD.items()}
     return {
         "layers": [{"w": own["layers.0.w"]}, {"w": own["layers.1.w"]}],
@@ -118,7 +119,7 @@ def test_files_of_others(tmp_path):
         }
         save_file(tensors, tmp_path / "safetensors", {"format": "np"})
         data = (tmp_path / "safetensors").read_bytes()
-        length = int.from_bytes(data[:8], "little") + 3  # tensors that are not aligned
+        length = int.from_bytes(data[:8], "little") + 3  # unaligned tensors
         (tmp_path / "odd").write_bytes(
             length.to_bytes(8, "little") + data[8 : length + 5] + b"   " + data[length + 5 :]
         )
@@ -247,7 +248,7 @@ def test_what_init_makes_is_read_off_its_trace(name):
 
 
 def keeping(what: Callable[[jax.Array], jax.Array]) -> optax.GradientTransformation:
-    """Return Adam that also keeps something of each weight as it was."""
+    """Return Adam that also keeps part of each initial weight."""
     tx = optax.adam(0.1)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -289,7 +290,7 @@ def test_state_that_is_computed_from_weights(tmp_path):
         zj.import_params(program, tmp_path / "out", key=jax.random.key(0))
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused inputs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", EXPORTS)

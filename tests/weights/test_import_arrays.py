@@ -1,5 +1,6 @@
-"""A state that starts from arrays in memory holds them exactly, in any tier, and whatever does not
-fit is named.
+"""A state that starts from arrays in memory holds them exactly, in any tier.
+
+Arrays that do not fit are named.
 """
 
 import jax
@@ -44,7 +45,7 @@ def arrays():
 
 
 def sharded(tree):
-    """Return arrays of JAX on devices that the program does not have, split and copied."""
+    """Return JAX arrays on devices outside the program, split and copied."""
     mesh = zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[4:8])
     return jax.tree.map(
         lambda a: jax.device_put(a, jax.NamedSharding(mesh, P(*(None, "fsdp")[: a.ndim]))), tree

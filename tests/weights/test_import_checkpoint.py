@@ -1,5 +1,6 @@
-"""`import_params` reads the weights of a zerojax checkpoint, whatever optimizer, mesh, stage and
-tier it was saved with.
+"""`import_params` reads the weights of a zerojax checkpoint saved under any configuration.
+
+Its optimizer, mesh, stage and tier do not matter.
 """
 
 import pathlib
@@ -54,8 +55,9 @@ SCHEDULED = optax.adamw(optax.linear_schedule(1e-3, 0, 10))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a directory with two steps of AdamW with a schedule, on two devices, and the weights
-    of each.
+    """Return a directory with two steps of AdamW with a schedule, on two devices.
+
+    Also returns the weights of each step.
     """
     folder = tmp_path_factory.mktemp("saved")
     program = build(SCHEDULED, devices=2, stage=3, of=model({"lora": {"alpha": 1}}, frozen=False))
@@ -65,7 +67,7 @@ def saved(tmp_path_factory):
         weights[step] = weights_of(program, state)
         with zj.Checkpointer(folder / "first") as ckpt:
             ckpt.save(program, state)
-        # No step is compiled: its number is the folder's name.
+        # No step is compiled: the folder's name is the step number.
         shutil.move(folder / "first" / "0", folder / str(step))
     return folder, weights
 
@@ -188,7 +190,7 @@ def test_an_encoded_base_comes_bit_for_bit_or_not_at_all(tmp_path, format):
         np.testing.assert_array_equal, weights_of(other, found), weights_of(program, state)
     )
     plain = build(optax.sgd(0.1), of=model())
-    # Never made anew in silence, whatever may be missing.
+    # Never silently initialized, whatever is missing.
     with pytest.raises(
         zj.CheckpointError, match=rf"blocks\.down in {format}, .*frozen_dtype='{format}'"
     ):

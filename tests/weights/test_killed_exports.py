@@ -1,4 +1,4 @@
-"""What a killed export leaves goes with the next export; what another process writes stays."""
+"""The next export removes what a killed export left, but not another process's files."""
 
 import fcntl
 import os
@@ -26,12 +26,15 @@ def rooms(folder: pathlib.Path) -> list[str]:
 
 
 class Kill(BaseException):
-    """Ends an export as a kill does: nothing is cleaned up."""
+    """End an export like a kill: nothing is cleaned up."""
 
 
 @pytest.fixture
 def killed(monkeypatch):
-    """Return a function that begins an export and is killed in it; the kernel lets go of its lock."""
+    """Return a function that begins an export and is killed in it.
+
+    The kernel then releases its lock.
+    """
 
     def begin(path: pathlib.Path) -> None:
         with monkeypatch.context() as patch:
@@ -97,7 +100,7 @@ def test_a_kill_before_the_owner_has_its_name_leaves_nothing_for_long(
 
 @pytest.mark.parametrize("at", ["open_regular", "flock", "rename"])
 def test_an_export_whose_new_folder_another_removes_makes_another_one(tmp_path, monkeypatch, at):
-    """Another export looks at the folder in the moment before it has an owner."""
+    """Another export examines the folder just before it has an owner."""
     module = {"open_regular": rooms_module, "flock": fcntl, "rename": os}[at]
     real, looked = getattr(module, at), []
 

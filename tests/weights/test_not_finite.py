@@ -1,5 +1,6 @@
-"""An import names the tensor whose numbers no step can use: NaN, infinities, and what the compute
-dtype does not reach.
+"""An import names a tensor with unusable numbers.
+
+They are NaN, infinities, and values beyond the compute dtype's range.
 """
 
 import json
@@ -72,7 +73,7 @@ def flat(tree):
 
 
 def bad(dtype, *numbers):
-    """Return the tree with these numbers in the second layer's matrix, from row 3 and column 5 on."""
+    """Return the tree with these numbers in layer 1's matrix, from row 3 and column 5 on."""
     found = tree(dtype)
     found["blocks"]["w"][1, 3, 5 : 5 + len(numbers)] = numbers
     return found
@@ -197,7 +198,7 @@ def test_a_sound_file_is_read_once_and_a_bad_tensor_twice_at_most():
     for row in range(40):
         assert checked.read("w", ((row, row + 1), (0, 1000))).shape == (1, 1000)
     assert sound.read_numbers == sound.array.size
-    # In any order of memory, and without a first dim.
+    # In any memory order, and without a first dim.
     turned = Counting(np.asfortranarray(np.arange(40_000.0).reshape(40, 1000)))
     np.testing.assert_array_equal(
         FiniteWeights(turned, "float32", ValueError).read("w", whole), turned.array

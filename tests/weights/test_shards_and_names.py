@@ -1,5 +1,6 @@
-"""Weights in several files under an index, under other names, transposed, and lacking some, in any
-model's state.
+"""Weights in several files under an index, renamed, transposed, or incomplete.
+
+They are imported into any model's state.
 """
 
 import json
@@ -77,7 +78,7 @@ def write(folder, found, num_files=3):
 
 
 def by_function(name):
-    """Give what RENAME gives, as a function."""
+    """Rename like RENAME, as a function."""
     if name.startswith("h."):
         _, layer, rest = name.split(".", 2)
         place = RENAME[f"h.{{layer}}.{rest}"]

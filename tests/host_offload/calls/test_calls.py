@@ -1,5 +1,6 @@
-"""What sites assume, and what programs on GPUs send to the log, against a driver whose streams run
-late.
+"""What sites assume, and what programs on GPUs send to the log.
+
+The driver is a stand-in whose streams run late.
 """
 
 import threading
@@ -25,7 +26,7 @@ class Buffer:
 
 
 class Gpus:
-    """Two GPUs that call back, each from a stream that has not come as far as its callbacks."""
+    """Two GPUs that call back, each from a stream that lags behind its callbacks."""
 
     def __init__(self):
         self.cuda = SimulatedCuda()
@@ -42,7 +43,7 @@ class Gpus:
         self.calls.number = 5
 
     def ask(self, site, device, *sent):
-        """Call back; what is sent is there when the stream comes this far, and gone after it."""
+        """Call back; sent numbers exist once the stream arrives here, and are gone afterwards."""
         stream, buffer = self.contexts[device].stream, Buffer([-1, -1, -1])
         self.cuda._queue(stream, self.late.wait)
         self.cuda._queue(stream, lambda: buffer.array.__setitem__(slice(None), sent))
@@ -148,7 +149,7 @@ def test_on_a_cpu_each_call_is_compared_at_once():
         1,
         9,
         5,
-    )  # whatever it is, as long as no order is known
+    )  # any number, as long as no order is known
     site.order = [2, 1]
     calls.begin()
     assert site.ask(None, np.array([0, 2, 5])) == (0, 2, 5)

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def mapping_of(buffer):
-    """The lines that /proc says about the mapping which holds a buffer."""
+    """Return the lines of /proc about the mapping that holds a buffer."""
     entries = re.split(
         r"^(?=[0-9a-f]+-[0-9a-f]+ )",
         pathlib.Path("/proc/self/smaps").read_text(),
@@ -49,7 +49,7 @@ def test_memory_is_aligned_zero_private_and_of_the_size(num_bytes):
     assert buffer.ctypes.data % HUGE_BYTES == 0
     assert buffer.flags.writeable
     assert not buffer.any()
-    buffer[-1] = 1  # the last byte is there
+    buffer[-1] = 1  # the last byte exists
 
 
 def test_memory_is_private_touched_and_advised_to_huge_pages():
@@ -84,7 +84,7 @@ def test_locked_pages_are_counted_by_the_kernel():
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     buffer = allocate(64 << 10)
     if not lock_pages(buffer):
-        pytest.skip(f"RLIMIT_MEMLOCK is {soft} bytes")
+        pytest.skip(f"RLIMIT_MEMLOCK is only {soft} bytes")
     assert re.search(r"^VmFlags:.*\blo\b", mapping_of(buffer), re.MULTILINE)
 
 
@@ -145,7 +145,7 @@ def test_a_buffer_given_twice_or_of_another_is_refused():
 
 
 def waiting(ring, monkeypatch):
-    """An event, set when a thread is about to wait for a buffer with the ring's lock in its hands."""
+    """Return an event that is set when a thread, holding the ring's lock, is about to wait."""
     event, wait_for = threading.Event(), ring._changed.wait_for
 
     def announce(*arguments):
@@ -234,7 +234,7 @@ def test_closed_rings_leave_no_memory():
         return int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
     Ring(2, 16 * MIB, pin="none").close()
-    gc.disable()  # it goes by itself, not when the collector comes
+    gc.disable()  # the ring is freed without the garbage collector
     try:
         before = mapped()
         for _ in range(10):
@@ -266,7 +266,7 @@ def test_a_ring_registers_its_buffers_with_the_driver_and_lets_go_of_them(monkey
     assert len(driver.registered) == 3
     ring.close()
     assert list(driver.registered) == [buffer.ctypes.data], (
-        "copies of a buffer that is out may be on their way"
+        "a buffer that is out may have copies in flight"
     )
     ring.give(buffer)
     assert driver.registered == {}

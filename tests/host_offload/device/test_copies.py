@@ -1,5 +1,6 @@
-"""Copies between buffers and device slots on streams of their own, against a driver whose streams
-run late.
+"""Copies between buffers and device slots on separate streams.
+
+The driver is a stand-in whose streams run late.
 """
 
 import threading
@@ -36,7 +37,7 @@ class Buffer:
 
 
 class Gpu:
-    """A simulated GPU, and a program on it: one stream, and what its callbacks are handed."""
+    """A simulated GPU, and a program on it: one stream, and its callbacks' arguments."""
 
     def __init__(self, delay=0.002):
         self.cuda = SimulatedCuda(delay=delay)
@@ -61,7 +62,7 @@ class Gpu:
         ]
 
     def set(self, values, value):
-        """Queue on the program's stream that the values become `value`: what XLA computes."""
+        """Queue a write of `value` to the values on the program's stream, as XLA would."""
 
         def compute():
             time.sleep(0.001)
@@ -71,13 +72,15 @@ class Gpu:
         self.cuda._queue(self.stream, compute)
 
     def get(self, values):
-        """Return what the program sees once it comes to this point."""
+        """Return the value that the program sees when its stream arrives here."""
         seen = []
         self.cuda._queue(
             self.stream, lambda: seen.extend(b.array.astype(np.float32) for b in values)
         )
         self.driver.finish_stream(self.stream)
-        assert all((a == seen[0].flat[0]).all() for a in seen), "leaves of several records"
+        assert all((a == seen[0].flat[0]).all() for a in seen), (
+            "the leaves belong to several records"
+        )
         return float(seen[0].flat[0])
 
 
@@ -115,7 +118,7 @@ def test_a_lifted_record_comes_from_its_slot_and_its_buffer_is_free(gpu, monkeyp
         out = gpu.values()
         woken.clear()
         freed = gpu.copies.load(gpu.context, "params", 0, views, out)
-        assert woken == []  # whoever asks for the future wakes the thread, and not the callback
+        assert woken == []  # the caller that requests the future wakes the thread, not the callback
         assert [
             copy[:2] for copy in gpu.cuda.copies if copy[1] in {view.ctypes.data for view in views}
         ] == []
@@ -183,8 +186,9 @@ def test_a_slot_is_not_filled_before_it_is_copied_down(gpu):
 
 
 def test_stored_records_are_those_of_their_callback(gpu):
-    """The program overwrites its values after each store, and a slot is filled again while it is
-    copied down.
+    """The program overwrites its values after each store.
+
+    A slot is filled again while it is copied to the host.
     """
     values, kept = gpu.values(), []
     for value in range(1, 8):
@@ -233,7 +237,7 @@ def test_a_store_that_fails_leaves_no_copy_under_way(gpu, monkeypatch):
     gpu.cuda._queue(gpu.down, lambda: time.sleep(0.05))
     values, (buffer, views), record_event = gpu.values(1), empty(), gpu.driver.record
 
-    def fails(event, stream):  # when the copy down is queued
+    def fails(event, stream):  # when the copy to the host is queued
         if stream == gpu.down:
             raise RuntimeError("cuEventRecord failed")
         record_event(event, stream)
@@ -241,7 +245,7 @@ def test_a_store_that_fails_leaves_no_copy_under_way(gpu, monkeypatch):
     monkeypatch.setattr(gpu.driver, "record", fails)
     with pytest.raises(RuntimeError, match="cuEventRecord failed"):
         gpu.copies.save(gpu.context, "params", 0, values, views)
-    assert (views[0] == 1).all()  # the one copy down that was queued has ended
+    assert (views[0] == 1).all()  # the one queued copy to the host has ended
     buffer[...] = 7
     gpu.driver.finish_stream(gpu.down)
     assert (buffer == 7).all()
@@ -255,8 +259,9 @@ def test_copies_of_a_cpu_need_no_driver():
 
 @pytest.mark.parametrize("distance", [0, 1, 3])
 def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, distance):
-    """Each step reads every record and stores it one higher, with disk, streams and program each at
-    its own pace.
+    """Each step reads every record and stores it incremented by one.
+
+    Disk, streams and program each have their own pace.
     """
     gpu, rounds = Gpu(delay=0.0005), 5
     moves = [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
@@ -299,7 +304,7 @@ def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, 
 
 
 def on_a_gpu(gpu, folder, distance=1):
-    """Return an engine with records on its disk, and functions that fetch and store one of them."""
+    """Return an engine with records on its disk, and functions that fetch and store a record."""
     engine = Engine(DirectIo(IoSettings(1, 4096)), distance, pin="none", copies=gpu.copies)
     engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
     values = gpu.values(1)
@@ -413,7 +418,7 @@ def test_a_store_returns_while_its_record_is_copied_down(tmp_path):
 
 
 def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
-    """The host updates records in buffers that were read ahead, and copied up, for the device."""
+    """The host updates records in buffers that were read ahead and copied to the device."""
     gpu, rounds = Gpu(delay=0.0), 4
     moves = [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
     with SwapFolder(str(tmp_path)) as folder:
@@ -432,7 +437,7 @@ def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
             deadline = time.monotonic() + 20
             while (
                 gpu.copies._up["params", 0].source is None
-            ):  # the first record was read, and lifted
+            ):  # the first record was read and lifted
                 assert time.monotonic() < deadline
             for layer in range(LAYERS):
                 with engine.borrow("params", 0, layer, "update") as views:

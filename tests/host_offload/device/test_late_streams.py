@@ -1,5 +1,6 @@
-"""Steps of an engine on a GPU that is late: each wait between streams, disk and buffers is needed,
-and none is of the host.
+"""Steps of an engine on a GPU that is late.
+
+Each wait between streams, disk and buffers is needed, and none blocks the host.
 """
 
 import time
@@ -15,7 +16,7 @@ from host_offload.schedule.moves import Move
 
 LAYERS, ENDS, STEPS = 4, 3, 3
 WAITS = {
-    # what waits for what: which stream is late when it is not waited for
+    # each wait, and the stream that must be late to show that it is missing
     "the copy up for the slot to be read": "program",
     "the program for the copy up": "copies",
     "the program for the slot to be copied down": "copies",
@@ -28,7 +29,7 @@ WAITS = {
 
 
 class Memory:
-    """A disk that is done at once."""
+    """A disk whose transfers end immediately."""
 
     def __init__(self):
         self.records = {}
@@ -51,7 +52,7 @@ class Memory:
 
 
 def without(gpu, name, monkeypatch):
-    """Take a wait out."""
+    """Remove a wait."""
     copies, wait = gpu.copies, gpu.driver.wait
     done = Future()
     done.set_result(None)
@@ -89,13 +90,14 @@ def without(gpu, name, monkeypatch):
 LATER = (0.004, 0.04, 0.2)
 """Seconds by which operations of the late stream are late.
 
-Where the machine is busy the others may be as late as the first.
+The longer ones are for busy machines, on which the other streams may be as late as the shortest.
 """
 
 
 def replay(folder, late, monkeypatch, name=None, seconds=LATER[0]):
-    """Run steps that add 1 to every record; return whether the disk is right, and what was waited
-    for in a step.
+    """Run steps that add 1 to every record.
+
+    Returns whether the disk is correct, and the waits of a step.
     """
     gpu, disk = Gpu(delay=0), Memory()
     without(gpu, name, monkeypatch)
@@ -160,7 +162,7 @@ def replay(folder, late, monkeypatch, name=None, seconds=LATER[0]):
         gpu.stream,
         gpu.up,
         gpu.down,
-    ):  # also where a wait is missing the memory is there until nobody uses it
+    ):  # even if a wait is missing, the memory exists until it is no longer used
         gpu.driver.finish_stream(stream)
     engine.flush()
     engine.close()

@@ -1,4 +1,4 @@
-"""What callbacks of several GPUs at once put in staging memory, against a simulated driver."""
+"""Concurrent callbacks of several GPUs put data in staging memory, with a simulated driver."""
 
 import threading
 import time
@@ -50,7 +50,7 @@ def test_tokens_of_gpus_that_end_a_callback_at_once_are_their_own(driver):
     tokens, is_open = [Buffer(np.zeros(1, np.int32)) for _ in contexts], threading.Event()
     driver._api._queue(
         contexts[0].stream, is_open.wait
-    )  # the first GPU's copy comes after the second one's
+    )  # the first GPU's copy runs after the second's
 
     def finish(gpu):
         driver.ensure_context()

@@ -1,5 +1,6 @@
-"""The check of host slices and of host memory's limits, on the CPU: it slices rightly, so every
-fault here is put in.
+"""The self-test of host slices and of host memory's limits, on the CPU.
+
+The CPU slices correctly, so the tests plant every fault.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ def test_check_passes_and_runs_once_for_each_device(monkeypatch):
 
 
 def test_slices_at_the_raw_counter_are_seen(monkeypatch):
-    """XLA of jax 0.10 reads host memory so on a GPU, whatever function of the counter the index is."""
+    """XLA of jax 0.10 reads host memory this way on a GPU, for any function of the counter."""
     monkeypatch.setattr(self_test.Order, "__getitem__", lambda order, i: jax.numpy.int32(i))
     with pytest.raises(
         RuntimeError, match="read descending, read_ahead descending, update descending"
@@ -77,7 +78,7 @@ def test_a_form_that_slices_at_the_raw_counter_is_named(monkeypatch, name):
         form, run=lambda order, stack, kind: form.run(self_test.Order(0, 1, L), stack, kind)
     )
     monkeypatch.setattr(self_test, "_FORMS", types.MappingProxyType({name: raw}))
-    for _ in range(2):  # the answer is kept, the error is not
+    for _ in range(2):  # the answer is cached, the error is not
         with pytest.raises(
             RuntimeError,
             match=rf"wrong records: {name} descending \(jax {jax.__version__}, jaxlib.*46231.*XLA_FLAGS",
@@ -86,7 +87,7 @@ def test_a_form_that_slices_at_the_raw_counter_is_named(monkeypatch, name):
 
 
 def test_a_record_stored_at_the_raw_counter_is_seen(monkeypatch):
-    """Loads are right, stores are not: as if only dynamic-update-slices had the fault."""
+    """Loads are correct and stores are not, as if only dynamic-update-slices had the fault."""
     store = self_test._store
     monkeypatch.setattr(
         self_test,
@@ -144,11 +145,11 @@ def test_allocations_are_refused_one_byte_beyond_the_limit(
     advised = f"set {limits.LIMIT_VARIABLE}=" in str(e.value)
     assert advised == (
         most == 64 * GIB
-    )  # a larger pool is no remedy for a machine that is too small
+    )  # a larger pool does not help on a machine that is too small
 
 
 def test_a_machine_whose_memory_grows_has_what_its_user_says(monkeypatch, tmp_path):
-    meminfo(monkeypatch, tmp_path, 5)  # of 20 GiB 15 are taken
+    meminfo(monkeypatch, tmp_path, 5)  # 15 of 20 GiB are taken
     monkeypatch.setenv(limits.HOST_VARIABLE, "100")
     assert limits.available_bytes() == 85 * GIB
     monkeypatch.setenv(limits.HOST_VARIABLE, "16")

@@ -1,6 +1,4 @@
-"""zerojax bench-io and benchmarks/bandwidth.py: they measure, tell the truth about what they
-measured, and clean up.
-"""
+"""zerojax bench-io and benchmarks/bandwidth.py measure, report correctly, and clean up."""
 
 import argparse
 import os
@@ -53,7 +51,7 @@ def test_a_round_measures_every_reader_and_the_records_are_right(tmp_path):
         assert all(0 < rate < 1e12 for r in rates.values() for rate in (r.read, r.write))
         assert bench.store.written.all()
         contents = [pathlib.Path(bench.store.record_path(k)).read_bytes() for k in range(5)]
-        assert len(set(contents)) == 4, "as many as there are buffers"
+        assert len(set(contents)) == 4, "there must be as many different contents as buffers"
         assert contents[0] == contents[4]
     assert os.listdir(tmp_path) == []
 

@@ -66,7 +66,7 @@ def random_record(store, seed=0):
 
 
 def at_address(num_bytes, shift):
-    """uint8[num_bytes] at an address that is `shift` past a multiple of 4096."""
+    """Return uint8[num_bytes] at an address `shift` past a multiple of 4096."""
     return allocate(num_bytes + shift)[shift:]
 
 
@@ -85,7 +85,7 @@ def scratch(tmp_path_factory):
 @settings(max_examples=120, deadline=None)
 @given(sizes, offsets, shifts, st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
 def test_any_span_is_written_and_read_exactly(scratch, size, offset, shift, even, direct, seed):
-    if even:  # offset and address come out even: a body in the middle is direct
+    if even:  # offset and address are congruent: a body in the middle is direct
         shift = offset % 4096
     before = np.random.default_rng(1).bytes(30_000)
     scratch.write_bytes(before)
@@ -111,13 +111,13 @@ def is_direct(fd):
 
 
 def wrap_transfers(monkeypatch, wrapper):
-    """Put wrapper(real, fd, parts, offset) in the place of preadv and pwritev."""
+    """Replace preadv and pwritev by wrapper(real, fd, parts, offset)."""
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(os, name, functools.partial(wrapper, getattr(os, name)))
 
 
 def calls_of(monkeypatch):
-    """What preadv and pwritev were asked for, as (is direct, offset, length)."""
+    """Return the calls of preadv and pwritev as (is direct, offset, length)."""
     calls = []
 
     def record(real, fd, parts, offset):
@@ -133,7 +133,7 @@ def o_direct(scratch):
     scratch.touch()
     with DirectFile(str(scratch), writes=False) as file:
         if not file.direct:
-            pytest.skip(f"the file system of {scratch} has no O_DIRECT")
+            pytest.skip(f"the file system of {scratch} does not support O_DIRECT")
 
 
 @pytest.mark.usefixtures("o_direct")
@@ -147,7 +147,7 @@ def test_a_span_is_direct_but_for_head_and_tail(scratch, monkeypatch):
         (False, 4096 + body, 20_000 - 96 - body),
     ]
     calls.clear()
-    read_file(str(scratch), at_address(8192, 1), 8192)  # the address does not serve
+    read_file(str(scratch), at_address(8192, 1), 8192)  # the address is unsuitable
     assert calls == [(False, 0, 8192)]
 
 
@@ -172,7 +172,7 @@ def test_short_transfers_go_on_where_they_ended(scratch, monkeypatch):
     wrap_transfers(monkeypatch, shorten)
     buffer, found = allocate(20_000), allocate(20_000)
     buffer[:] = random.integers(0, 256, 20_000)
-    write_file(str(scratch), buffer, 20_000, direct=False)  # any length serves
+    write_file(str(scratch), buffer, 20_000, direct=False)  # any length is suitable
     read_file(str(scratch), found, 20_000, direct=False)
     np.testing.assert_array_equal(found, buffer)
 
@@ -234,7 +234,7 @@ def test_records_are_what_was_written_for_any_blocks_and_threads(
 @pytest.mark.parametrize("writes", READERS)
 def test_each_reader_reads_bit_for_bit_what_the_other_wrote(store, writes, reads):
     with READERS[writes]() as writer, READERS[reads]() as reader:
-        for turn in range(2):  # and over what was there
+        for turn in range(2):  # and over existing data
             record, found = random_record(store, turn), random_record(store, 9)
             writer.write(store, 1, record).result(60)
             reader.read(store, 1, found).result(60)
@@ -291,7 +291,7 @@ def test_settings_that_do_not_serve_are_refused(threads, block):
 def test_a_closed_reader_refuses(store, io):
     io.write(store, 0, random_record(store))
     io.close()
-    assert store.written[0], "closing waits"
+    assert store.written[0], "closing must wait"
     with pytest.raises(RuntimeError, match="shutdown"):
         io.read(store, 0, random_record(store))
 
@@ -407,7 +407,7 @@ def error_of(transfer, fifo):
     try:
         return str(transfer.exception(10))
     finally:
-        if not transfer.done():  # let it go
+        if not transfer.done():  # let it continue
             os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
 
 
@@ -507,7 +507,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_folder_removable(small_disk, io)
         assert caught.value.file == store.record_path(failed)
         assert store.written.tolist() == [layer < failed for layer in range(8)]
         found = random_record(store, 9)
-        io.read(store, 0, found).result(60)  # what was written before is there
+        io.read(store, 0, found).result(60)  # earlier data is intact
         np.testing.assert_array_equal(found, random_record(store))
     assert os.listdir(small_disk) == []
 
@@ -604,7 +604,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rates(monkeypatch):
-    """What each pair of settings reaches, instead of the disk's; and the pairs that were tried."""
+    """Replace the disk's measured rates; returns rates by settings, and the settings tried."""
     told, tried = {}, []
 
     def rate(path, buffer, settings, pool):
@@ -665,7 +665,7 @@ def test_an_answer_that_cannot_be_read_or_is_of_another_disk_is_not_used(
         contents = json.dumps({"identity": identity, "num_threads": 0, "block_bytes": 4096})
     (tmp_path / tuning._CACHE).write_text(contents)
     assert tune(folder.path, seconds=0.05) == tuning.DEFAULT
-    assert rates[1], "no probe was made"
+    assert rates[1], "the disk was not probed"
     assert json.loads((tmp_path / tuning._CACHE).read_text())["identity"] == identity
 
 
@@ -701,7 +701,7 @@ NOT_TRUSTED = {
 @pytest.mark.parametrize("case", NOT_TRUSTED)
 def test_an_answer_that_others_may_have_written_is_not_used(folder, rates, tmp_path, case):
     if case == "of another user" and os.geteuid():
-        pytest.skip("a file of another user is made by root")
+        pytest.skip("only root can create another user's file")
     cache, chosen = tmp_path / tuning._CACHE, IoSettings(2, 4 << 20)
     tuning._save(cache, tuning._identity(folder.path), chosen)
     assert cache.stat().st_mode & 0o777 == 0o600
@@ -710,7 +710,7 @@ def test_an_answer_that_others_may_have_written_is_not_used(folder, rates, tmp_p
     tuning._tune.cache_clear()
     NOT_TRUSTED[case](cache)
     assert tune(folder.path, seconds=0.05) == tuning.DEFAULT
-    assert rates[1], "no probe was made"
+    assert rates[1], "the disk was not probed"
     assert (cache.is_file(), cache.is_symlink(), cache.stat().st_uid) == (True, False, os.geteuid())
 
 

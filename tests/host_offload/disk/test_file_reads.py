@@ -1,5 +1,6 @@
-"""Boxes of arrays in files: equal to numpy's slices, whatever is contiguous; what cannot be read is
-an error, with its byte.
+"""Boxes of arrays in files equal numpy's slices, whatever part is contiguous.
+
+An unreadable byte is an error that names it.
 """
 
 import errno
@@ -38,7 +39,7 @@ def boxes(draw):
     data=st.data(),
 )
 def test_a_box_is_numpys_slice(tmp_path_factory, case, dtypes, small, data):
-    """Blocks of 64 bytes and pieces of 16 meet every branch with arrays of a few elements."""
+    """Reduce the sizes, so that blocks of 64 bytes and pieces of 16 reach every branch."""
     (shape, box), (there, here), offset = (
         case,
         map(np.dtype, dtypes),
@@ -50,7 +51,7 @@ def test_a_box_is_numpys_slice(tmp_path_factory, case, dtypes, small, data):
     expected = whole[tuple(slice(*ends) for ends in box)].astype(here)
     out = np.zeros(expected.shape, here)
     if data.draw(st.booleans()):
-        out = out.T.copy().T  # of other strides than the file's
+        out = out.T.copy().T  # strides that differ from the file's
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(file_reads, "BLOCK_BYTES", 64)
@@ -60,9 +61,9 @@ def test_a_box_is_numpys_slice(tmp_path_factory, case, dtypes, small, data):
 
 
 def test_no_more_is_held_than_a_block(tmp_path, monkeypatch):
-    """Columns of a matrix, of 8 blocks: read by blocks of rows.
+    """Columns of a matrix of 8 blocks are read by blocks of rows.
 
-    Wide pieces far apart: read one by one.
+    Wide pieces that are far apart are read one by one.
     """
     path, sizes = tmp_path / "file", []
     whole = np.random.default_rng(0).standard_normal((4096, 2048), np.float32)

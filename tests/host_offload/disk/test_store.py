@@ -70,7 +70,7 @@ def test_leaves_are_aligned_and_do_not_overlap(form):
     for leaf, offset in zip(form.leaves, form.offsets, strict=True):
         assert offset % LEAF_BYTES == 0
         assert end <= offset < end + LEAF_BYTES, (
-            "in order, and no more padding than alignment takes"
+            "leaves must be in order, with no more padding than alignment needs"
         )
         end = offset + leaf.num_bytes
     assert form.num_bytes == end
@@ -89,13 +89,13 @@ def test_views_are_the_buffers_own_memory(form):
     for k, view in enumerate(views):
         view[...] = np.ones((), view.dtype)
         assert all(np.all(v == (j <= k)) for j, v in enumerate(views)), (
-            "a leaf was written over another"
+            "a leaf overwrote another leaf"
         )
     expected = sum(
         int(np.sum(np.ascontiguousarray(v).reshape(-1).view(np.uint8) != 0)) for v in views
     )
     assert np.count_nonzero(buffer) == expected, (
-        "a view is a copy, or bytes outside of leaves were written"
+        "a view is a copy, or bytes outside the leaves were written"
     )
 
 
@@ -163,7 +163,7 @@ def test_another_process_finds_the_leaves_by_the_attributes(folder, client):
 
 def test_creating_a_store_holds_no_layer_in_memory_or_on_disk(folder):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    form = RecordFormat((LeafFormat("w", (1 << 28,), "float32"),))  # 1 GiB a layer
+    form = RecordFormat((LeafFormat("w", (1 << 28,), "float32"),))  # 1 GiB per layer
     store = Store(folder.path, "params", 0, 1000, form)
     assert os.listdir(store.path) == ["zarr.json"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
@@ -215,7 +215,9 @@ def test_preallocate_tells_the_bytes_that_the_disk_lacks(folder):
     ) as caught:
         store.preallocate()
     told = int(str(caught.value).split(" bytes too few")[0].split()[-1])
-    assert abs(told - missing) < 1 << 34, "others write to this disk meanwhile, but not so much"
+    assert abs(told - missing) < 1 << 34, (
+        "the reported bytes are off by more than other writers explain"
+    )
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(store.path) == ["zarr.json"]
 
@@ -289,7 +291,7 @@ def new(folder, **options):
 
 
 def written(folder, **options):
-    """Return a store of two records of 96 KiB, of which record `n` is filled with n + 1."""
+    """Return a store of two records of 96 KiB; record `n` is filled with n + 1."""
     store = new(folder, **options)
     store.preallocate()
     for layer in range(2):
@@ -298,8 +300,9 @@ def written(folder, **options):
 
 
 def write(store, layer, value):
-    """Fill a record with a byte, as the engine does: into the file that has its name after
-    `begin_write`.
+    """Fill a record with a byte, as the engine does.
+
+    The bytes are written to the file that has the record's name after `begin_write`.
     """
     store.begin_write(layer)
     record = np.full(store.format.padded_bytes, value, np.uint8)
@@ -313,9 +316,7 @@ def full(fd, offset, size):
 
 
 def held_bytes(path):
-    """Return the bytes that the files of a folder take on the disk, each file once, whatever its
-    names are.
-    """
+    """Return the bytes that a folder's files take on disk, counting each file once."""
     files = {
         (found := file.stat()).st_ino: found.st_blocks
         for file in pathlib.Path(path).rglob("*")
@@ -332,7 +333,7 @@ def test_a_linked_record_takes_a_spare_file_unless_it_is_written_once(folder, wr
         store.link(layer, os.path.join(folder.path, f"kept-{layer}"))
         store.link(layer, os.path.join(folder.path, f"again-{layer}"))
     assert held_bytes(folder.path) - before == (0 if written_once else store.num_bytes)
-    for layer in range(2):  # a new state is made, of other weights
+    for layer in range(2):  # a new state is created, with different weights
         write(store, layer, 9)
     assert [set(pathlib.Path(folder.path, f"kept-{n}").read_bytes()) for n in range(2)] == [
         {1},
@@ -354,7 +355,7 @@ def test_a_full_disk_links_what_is_written_once_and_refuses_a_new_state(folder, 
         assert error.value.errno == errno.ENOSPC
         with pytest.raises(OSError, match="No space"):
             store.begin_write(0)
-        os.unlink(kept[1])  # the checkpoint is gone: the record is written where it is
+        os.unlink(kept[1])  # the checkpoint is gone: the record is written in place
         write(store, 1, 9)
     assert not [name for name in os.listdir(store.path) if name.startswith("spare")]
     store.reserve_spares()
@@ -368,9 +369,7 @@ def test_a_full_disk_links_what_is_written_once_and_refuses_a_new_state(folder, 
 
 
 def other_files(folder, store):
-    """Return a file for each record of a store, as a checkpoint has them: record `n` is filled with
-    n + 5.
-    """
+    """Return a file for each record of a store, as in a checkpoint; record `n` has n + 5."""
     paths = [pathlib.Path(folder.path, f"checkpoint-{layer}") for layer in range(store.num_layers)]
     for layer, path in enumerate(paths):
         path.write_bytes(bytes([layer + 5]) * store.format.padded_bytes)
@@ -400,7 +399,7 @@ def test_an_offered_file_becomes_the_record_without_room_and_is_never_written_to
         assert os.path.samefile(file.path, store.record_path(layer))
         store.require(layer)
         store.verify(layer, np.fromfile(file.path, np.uint8))
-        assert store.offer(layer, file)  # once more: it is the record already
+        assert store.offer(layer, file)  # once more: it is already the record
     assert store.adopt() == {0, 1}
     assert sorted(os.listdir(store.path)) == ["c.0.0", "c.1.0", "zarr.json"]
     store.reserve_spares()  # another state
@@ -496,7 +495,7 @@ def test_a_read_only_disk_is_refused(read_only_disk):
 
 
 def test_a_folder_without_the_right_to_write_is_refused(tmp_path, monkeypatch):
-    if os.geteuid() == 0:  # root may write anywhere: let the kernel's answer be another's
+    if os.geteuid() == 0:  # root may write anywhere, so simulate the kernel's refusal
 
         def refuse(path, mode=0o777):
             raise PermissionError(errno.EACCES, "Permission denied", path)
@@ -552,7 +551,7 @@ def test_a_second_opener_is_told_who_has_the_folder(tmp_path):
             SwapFolder(str(tmp_path))
         SwapFolder(
             str(tmp_path), process=1
-        ).close()  # another process of the same program has its own
+        ).close()  # another process of the same program has its own folder
         process.communicate("\n", timeout=60)  # it ends without closing
     assert os.listdir(tmp_path) == []
     with (
@@ -595,11 +594,9 @@ os._exit(0)
 def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_locked(tmp_path, caplog):
     with run_python(FORKER, tmp_path) as process:
         pid = process.stdout.readline().strip()
-        assert pid, "see its traceback"
-        assert (
-            process.stdout.readline().strip() == "child"
-        )  # it has done what is registered with fork
-        process.kill()  # its second child lives on
+        assert pid, "the process printed nothing: see its traceback"
+        assert process.stdout.readline().strip() == "child"  # its fork handlers have run
+        process.kill()  # its second child keeps running
         process.wait(timeout=60)
         with SwapFolder(str(tmp_path)):
             assert f"process {pid}, which is gone" in caplog.text
@@ -620,7 +617,7 @@ def test_a_folder_that_its_owner_removes_meanwhile_is_made_anew(tmp_path, monkey
 
     monkeypatch.setattr(fcntl, "flock", race)
     with SwapFolder(str(tmp_path)), pytest.raises(SwapError, match="in use"):
-        SwapFolder(str(tmp_path))  # a lock on a file that is gone would keep nobody out
+        SwapFolder(str(tmp_path))  # a lock on a removed file would keep nobody out
     assert len(calls) == 3
     assert os.listdir(tmp_path) == []
 
@@ -682,7 +679,7 @@ def test_what_is_no_file_of_its_own_in_the_place_of_the_lock_is_refused(tmp_path
 
 @pytest.mark.parametrize("call", ["lstat", "listdir", "listdir of a folder that goes"])
 def test_a_folder_that_goes_between_two_looks_at_it_is_made_anew(tmp_path, monkeypatch, call):
-    """As its owner removes it: first what is in it, then the lock file, then the folder."""
+    """Remove the folder as its owner does: first its contents, then the lock file, then itself."""
     path, real, calls = tmp_path / "zerojax-swap-0", getattr(os, call.split()[0]), []
     path.mkdir()
     (path / "lock").touch()
@@ -722,7 +719,7 @@ def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, mon
     assert caught.value.errno == number
     assert not descriptors() - before
     monkeypatch.undo()
-    SwapFolder(str(tmp_path)).close()  # what was left is taken over, where there are locks
+    SwapFolder(str(tmp_path)).close()  # the leftovers are taken over, where there are locks
     assert os.listdir(tmp_path) == []
 
 

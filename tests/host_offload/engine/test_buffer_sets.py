@@ -1,4 +1,4 @@
-"""How many buffers kinds have, and which of them share: the least memory."""
+"""How many buffers each kind has, and which kinds share them, for the least memory."""
 
 import itertools
 

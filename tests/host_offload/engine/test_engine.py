@@ -1,5 +1,6 @@
-"""Records read ahead and written behind are the records that were stored, whatever is slow, early,
-full or broken.
+"""Records read ahead and written behind are the stored records, under any fault.
+
+The disk may be slow, early, full or broken.
 """
 
 import errno
@@ -25,7 +26,7 @@ RANK, LAYERS = 2, 5
 
 
 class HeldIo:
-    """A disk in memory whose transfers end when the test says so, or at once."""
+    """A disk in memory whose transfers end immediately, or when the test says so."""
 
     def __init__(self) -> None:
         self.records: dict[tuple[str, int], np.ndarray] = {}
@@ -60,7 +61,7 @@ class HeldIo:
             done.set_exception(error)
 
     def release(self, name=None):
-        """Let the transfers that wait, or those of one name, end."""
+        """End the held transfers, or only those called `name`."""
         held, self.held = self.held or [], []
         for entry in held:
             if name in (None, entry[0]):
@@ -178,7 +179,7 @@ def test_a_record_on_its_way_to_the_disk_is_read_from_that_buffer(folder):
     io.held = []
     put(engine, 1, 7)
     assert got(engine, 1) == 7
-    put(engine, 1, 8)  # begins when the other has ended
+    put(engine, 1, 8)  # begins when the first write has ended
     assert got(engine, 1) == 8
     assert io.reads == []
     assert [name for name, *_ in io.held] == ["write"]
@@ -267,7 +268,7 @@ def test_reads_run_ahead_by_the_distance(folder, distance):
     assert io.reads == list(range(distance))
     for layer in range(LAYERS):
         assert got(engine, layer) == layer
-        if distance:  # the round after this one begins with the same records
+        if distance:  # the next round begins with the same records
             assert io.reads == [*range(LAYERS), *range(LAYERS)][: layer + 1 + distance]
     assert engine.take_stats().misses == (0 if distance else LAYERS)
     engine.close()
@@ -285,7 +286,7 @@ def test_a_record_that_another_thread_reads_ahead_before_it_is_claimed_is_read_o
     (lane,), key, claim = engine._lanes.values(), ("params", 0), engine._wanting
     read = lane.reading.pop(
         key
-    )  # as if it was begun by another thread, after this one has looked for it
+    )  # as if another thread had begun it, after this one has looked for it
 
     def claim_late(lane, *args):
         monkeypatch.undo()
@@ -306,7 +307,7 @@ def test_what_was_read_ahead_is_forgotten_when_it_is_written(folder):
     engine.flush()
     engine.begin([Move("params", layer) for layer in range(LAYERS)])
     assert io.reads == [0, 1]
-    put(engine, 1, 9)  # no move says so
+    put(engine, 1, 9)  # no move announces this write
     assert [got(engine, layer) for layer in range(3)] == [1, 9, 1]
     engine.begin([Move("params", 4)])
     assert got(engine, 4) == 1
@@ -397,7 +398,7 @@ def test_a_borrowed_record_is_the_buffer_itself_and_is_written_from_it(folder):
     assert written == [address]
     with engine.borrow("opt_state", RANK, 3) as views:
         assert (views[0] == 3).all()
-    assert written == [address]  # what was only read is not written
+    assert written == [address]  # a record that was only read is not written
     engine.close()
 
 
@@ -417,8 +418,9 @@ def test_what_ends_by_an_error_is_not_written_and_gives_its_buffer_back(folder):
 
 @pytest.mark.parametrize("layers", [1, 3, LAYERS])
 def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(folder, layers):
-    """As many writes may be under way as a ring to write would hold; then the next waits for the
-    disk, and no read does.
+    """As many writes may be in flight as a write ring would hold.
+
+    The next write then waits for the disk, and no read does.
     """
     io = HeldIo()
     engine, ended = in_place(io, folder, distance=1, layers=layers), threading.Event()
@@ -440,7 +442,7 @@ def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(fol
     assert written == [0, 1][:layers]
     assert (
         io.reads == [0, 1, 2, 3][:layers]
-    )  # layer 2 is in use, or waits to be written, and layer 3 was read meanwhile
+    )  # layer 2 is in use or waits to be written, and layer 3 was read meanwhile
     assert ended.is_set() == (layers == 1)
     while not ended.wait(0.01):
         io.release()
@@ -461,7 +463,7 @@ def test_a_record_alone_in_its_ring_is_read_ahead_when_its_write_is_done(folder)
     moves = [Move("opt_state", 0), Move("opt_state", 0, True)]
     engine.begin(moves)
     io.held = []
-    add_one(engine, 0)  # its only buffer is on its way to the disk
+    add_one(engine, 0)  # its only buffer is in flight to the disk
     engine.begin(moves)
     assert [name for name, *_ in io.held] == ["write"]
     io.release()
@@ -503,7 +505,7 @@ def test_an_error_of_a_record_updated_in_place_is_kept(folder, name):
         with pytest.raises(SwapError, match="the disk failed"):
             add_one(engine, 2)
     else:
-        add_one(engine, 2)  # handed over: the next call tells
+        add_one(engine, 2)  # handed over: the next call reports the error
         with pytest.raises(SwapError, match="the disk failed"):
             add_one(engine, 3)
         assert engine.failed
@@ -513,7 +515,7 @@ def test_an_error_of_a_record_updated_in_place_is_kept(folder, name):
 
 
 def in_threads(ranks, run):
-    """Call `run(rank)` for all at once; none waits for ever, and none raises."""
+    """Call `run(rank)` for all ranks concurrently; no call hangs or raises."""
     errors = []
 
     def caught(rank):
@@ -532,8 +534,9 @@ def in_threads(ranks, run):
 
 
 def test_many_threads_and_a_real_disk(folder):
-    """Two kinds on three devices at once: every value is the last one stored, and nothing waits for
-    ever.
+    """Two kinds on three devices concurrently: every value is the last one stored.
+
+    Nothing hangs.
     """
     kinds, ranks, rounds = ("params", "opt_state"), (0, 1, 2), 20
     engine = Engine(DirectIo(IoSettings(3, 4096)), 2, pin="none")
@@ -600,8 +603,9 @@ class SlowIo:
     ("distance", "layers"), [(0, 1), (0, LAYERS), (1, 2), (2, LAYERS), (3, 1), (3, 2), (3, LAYERS)]
 )
 def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, layers, fewest):
-    """Reads, updates and writes that the sequence of moves does not foresee: late, and never wrong
-    or stuck.
+    """Reads, updates and writes that the sequence of moves does not predict are late.
+
+    They are never wrong and never hang.
     """
     if fewest:
         monkeypatch.setattr(
@@ -632,7 +636,7 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
     ]
     calls = [
         (move.kind, move.layer, "write" if move.writes else "read") for move in moves
-    ]  # as foreseen
+    ]  # as predicted
     for kind in random.choice(list(modes), 150):
         calls.append((str(kind), int(random.integers(layers)), str(random.choice(modes[kind]))))
 
@@ -658,7 +662,7 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
         for records in lane.records.values()
         for ring in (records.buffers.reads, records.buffers.writes)
     ]
-    deadline = time.monotonic() + 10  # a buffer comes back just after its write is done
+    deadline = time.monotonic() + 10  # a buffer is returned just after its write is done
     while any(ring.free < ring.num_buffers for ring in rings):
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -666,15 +670,16 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
 
 
 SIZES = (5, 700, 1024, 3, 900, 2048, 1)
-"""Elements of the records of kinds that share buffers."""
+"""Numbers of elements in the records of kinds that share buffers."""
 
 
 @pytest.mark.by_default("two_rings-1", "in_place-0", "in_place-3")
 @pytest.mark.parametrize("distance", [0, 1, 3])
 @pytest.mark.parametrize("in_place", [False, True], ids=["two_rings", "in_place"])
 def test_kinds_of_one_record_share_buffers(folder, in_place, distance):
-    """Two callers on each device, records of many sizes, a slow disk: in turn and in any order,
-    never wrong or stuck.
+    """Two callers per device, records of many sizes, and a slow disk.
+
+    In turn and in any order, nothing is wrong and nothing hangs.
     """
     engine, kinds = (
         Engine(SlowIo(), distance, pin="none"),
@@ -718,7 +723,7 @@ def test_kinds_of_one_record_share_buffers(folder, in_place, distance):
     in_threads([(rank, part) for rank in (0, 1) for part in (0, 1)], run)
     engine.flush()
     engine.remove(kinds[0])
-    with engine.borrow(kinds[1], 0, 0, "read"):  # the others keep their buffers
+    with engine.borrow(kinds[1], 0, 0, "read"):  # the other records keep their buffers
         assert engine.buffer_bytes == 2 * 2 * (distance + 1) * largest
     for kind in kinds[1:]:
         engine.remove(kind)

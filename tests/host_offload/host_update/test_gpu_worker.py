@@ -1,5 +1,6 @@
-"""Gradients down, kernels, parameters up, beside a program that runs late: right in any order, and
-each wait is needed.
+"""Gradients to the host, kernels, and parameters to the device, while a program runs late.
+
+The results are correct in any order, and each wait is needed.
 """
 
 import time
@@ -28,7 +29,7 @@ class Buffer:
 
 
 class Late(SimulatedCuda):
-    """Some streams take long for each copy."""
+    """A driver on which some streams take long for each copy."""
 
     def __init__(self):
         super().__init__()
@@ -41,14 +42,14 @@ class Late(SimulatedCuda):
 
 
 class Leaves(HostLeaves):
-    """Kernels that take the gradient and the layer for the new parameter."""
+    """Kernels that take the gradient and the layer as the new parameter."""
 
     def __init__(self):
         kernel = SimpleNamespace(
             records={}, grad=None, arrays=(), delayed=False, stacked=True, params_on_device=True
         )
         super().__init__([kernel, kernel], link.CudaLink())
-        self.layers = []  # of the first leaf, as they were updated
+        self.layers = []  # of the first leaf, in the order of updates
 
     def run_kernel(
         self, device, leaf, layer, grad, scalars, *, weight=None, result=None, views=None
@@ -59,9 +60,7 @@ class Leaves(HostLeaves):
 
 
 class Replay:
-    """One step of a program on a stream of its own, whose every array has one place that each layer
-    uses again.
-    """
+    """A program's step on its own stream, in which all layers reuse the place of each array."""
 
     specs: tuple[PartSpec, ...] = (PartSpec(range(2), CROSSING, (), CROSSING, 2, stacked=True),)
 
@@ -81,10 +80,10 @@ class Replay:
         self.part = self.worker.parts[0]
 
     layers: tuple[int, ...] = tuple(range(LAYERS))
-    """Those that the program hands over, in order."""
+    """Layers that the program hands over, in order."""
 
     def run(self, goes=(True,) * LAYERS):
-        """Return the parameters of every layer after it, and those that are right."""
+        """Return the parameters received after each layer, and the correct ones."""
         rng, copy = np.random.default_rng(0), self.driver.copy
         grads = [[rng.normal(size=shape).astype(F32) for shape in SHAPES] for _ in range(LAYERS)]
         wheres = [
@@ -124,8 +123,9 @@ class Replay:
 
 
 class Delayed(Replay):
-    """The same of a step with a delayed update, which makes its gradients in backward and takes
-    parameters there.
+    """One step of a program with a delayed update.
+
+    It computes its gradients in backward, and takes parameters there.
     """
 
     specs = (
@@ -142,8 +142,9 @@ class Delayed(Replay):
         self.step_number, self.grads = 0, [[np.zeros(shape, F32) for shape in SHAPES]] * LAYERS
 
     def run(self, goes=(True,) * LAYERS, installs=True):
-        """Return the parameters of every layer after it, and those that are right: made of the
-        gradients before.
+        """Return the parameters received after each layer, and the correct ones.
+
+        The correct ones are made from the previous step's gradients.
         """
         assert all(goes)
         rng, copy, leaves = np.random.default_rng(self.step_number), self.driver.copy, self.leaves
@@ -185,7 +186,7 @@ class Delayed(Replay):
         self.step.finish(context, token, where, after)
         made = [np.array(leaves.new_params[0, leaf]) for leaf in range(2)]
         self.driver.finish_stream(self.stream)
-        self.step.prepare([0])  # as after a step: what was stashed has come
+        self.step.prepare([0])  # as after a step: the stashed arrays have arrived
         leaves.pending, leaves.stashed = leaves.stashed, leaves.pending
         if not installs:
             taken = np.concatenate([a.reshape(LAYERS, -1) for a in made], 1)
@@ -218,7 +219,7 @@ def delayed(monkeypatch):
 
 
 def without(replay, monkeypatch, name):
-    """Take one wait out, and slow down what it waits for."""
+    """Remove one wait, and slow down the operation that it waits for."""
     driver, part, worker, stream = replay.driver, replay.part, replay.worker, replay.stream
     wait, finish = driver.wait, driver.finish_event
     slow = {"down": worker.down, "up": worker.up, "program": stream}
@@ -260,7 +261,7 @@ WAITS = [
 def test_a_program_that_runs_late_is_given_the_right_parameters(slow, replay):
     streams = {"down": replay.worker.down, "up": replay.worker.up, "stream": replay.stream}
     replay.cuda.seconds = {streams[slow]: 0.002} if slow in streams else {}
-    for _ in range(2):  # a second step uses everything again
+    for _ in range(2):  # a second step reuses everything
         replay.step.prepare([0])
         taken, expected, number = replay.run()
         np.testing.assert_array_equal(taken, expected)
@@ -295,7 +296,7 @@ def test_a_delayed_update_is_given_to_the_layers_of_a_program_that_runs_late(slo
 
 
 def without_delayed(delayed, monkeypatch, name):
-    """Take one wait of a delayed update out, and slow down what it waits for."""
+    """Remove one wait of a delayed update, and slow down the operation that it waits for."""
     driver, part, worker, stream = delayed.driver, delayed.part, delayed.worker, delayed.stream
     wait, finish = driver.wait, driver.finish_event
     slow, is_out = {
@@ -339,7 +340,7 @@ DELAYED_WAITS = [
 def test_each_wait_of_a_delayed_update_is_needed(name, delayed, monkeypatch):
     delayed.run()
     without_delayed(delayed, monkeypatch, name)
-    steps = [delayed.run()[:2] for _ in range(2)]  # what was stashed wrongly shows a step later
+    steps = [delayed.run()[:2] for _ in range(2)]  # a wrong stash shows a step later
     assert not all(np.array_equal(taken, expected) for taken, expected in steps)
 
 

@@ -1,5 +1,6 @@
-"""Kernels over host memory are the jitted function, on any length, offset, dtype and number of
-threads.
+"""Kernels over host memory equal the jitted function.
+
+The lengths, offsets, dtypes and numbers of threads are arbitrary.
 """
 
 import functools
@@ -18,14 +19,16 @@ from hypothesis import strategies as st
 
 from host_offload.host_update import kernel as fused
 
-# of an array's largest element, a call: XLA contracts products and sums, the kernel does not
+# relative to an array's largest element, per call: XLA contracts products and sums, the kernel does
+# not
 TOLERANCE = 1e-6
 TINY = float(np.finfo(np.float32).tiny)
 
 
 def rule_of(tx, grad_dtype=jnp.float32, out_dtype=None):
-    """Return the update of one float32 array as a function, and its jaxpr; with a copy of the
-    parameters in `out_dtype`.
+    """Return the update of one float32 array as a function, and its jaxpr.
+
+    With `out_dtype`, the update also returns a copy of the parameters in that dtype.
     """
 
     def rule(grads: Any, opt_state: Any, params: Any) -> Any:
@@ -43,9 +46,9 @@ def rule_of(tx, grad_dtype=jnp.float32, out_dtype=None):
 
 
 def aliases_of(closed):
-    """Parameters are the first output and the last input; states follow in order.
+    """Return the kernel's arrays: parameters are the first output and the last input.
 
-    Counts are no arrays.
+    States are in between, in order; counts are not arrays.
     """
     last = len(closed.in_avals) - 1
     return [(0, last)] + [(k, k) for k in range(1, last) if closed.in_avals[k].ndim]
@@ -58,9 +61,7 @@ def adamw(grad_dtype=jnp.float32, out_dtype=None):
 
 
 def adamw_inputs(n, seed=0, offset=0):
-    """Return gradient, count, both moments and parameters, as views `offset` elements into their
-    memory.
-    """
+    """Return gradient, count, both moments and parameters, as views at `offset` elements."""
     rng = np.random.default_rng(seed)
     g, m, v, p = (rng.normal(size=n + offset).astype(np.float32)[offset:] for _ in range(4))
     np.square(v, out=v)
@@ -135,7 +136,7 @@ def test_kernel_is_the_jitted_rule_over_steps(tx):
 def test_kernel_takes_any_length_at_any_offset(n, offset):
     jitted, kernel = adamw()
     inputs = adamw_inputs(n, seed=n, offset=offset)
-    around = np.full(n + offset + 9, 7, np.float32)  # elements next to the array stay as they are
+    around = np.full(n + offset + 9, 7, np.float32)  # elements next to the array are unchanged
     around[offset : offset + n] = inputs[4]
     count = np.zeros((), np.int32)
     kernel([*inputs[:4], around[offset : offset + n]], [None, count, None, None], 2)
@@ -253,7 +254,7 @@ def test_threads_of_xla_and_of_python_agree_on_subnormals():
         )
     )
     jax.tree.map(np.testing.assert_array_equal, inside[0][1], desired)
-    assert (tiny * np.ones(1, np.float32)).all()  # the mode of this thread is what it was
+    assert (tiny * np.ones(1, np.float32)).all()  # the mode of this thread is unchanged
 
 
 # --- equations ------------------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def bit_equations():
     def evaluate(x, y, n):
         a, b = (jax.lax.bitcast_convert_type(v, jnp.uint32) for v in (x, y))
         m = n.astype(jnp.uint32)
-        small = b & 63  # shifts by 32 and more as well
+        small = b & 63  # includes shifts by 32 and more
         found = [
             a + b,
             a - b,
@@ -360,9 +361,7 @@ def bit_equations():
 )
 @settings(deadline=None, max_examples=60)
 def test_bits_are_those_of_xla(pairs, n):
-    """Of uint32, and of float32 taken as such: no NaN and no subnormal number is changed on the
-    way.
-    """
+    """Bits of uint32 reinterpreted as float32: no NaN and no subnormal number is changed."""
     x, y = (
         np.ascontiguousarray(column).view(np.float32) for column in np.array(pairs, np.uint32).T
     )

@@ -1,5 +1,6 @@
-"""Reads start early, never before the write that they must see, and as many at once as there are
-buffers.
+"""Reads start early, but never before a write that they must see.
+
+As many are in flight as there are buffers.
 """
 
 import pytest
@@ -14,7 +15,7 @@ from host_offload.schedule.stacks import StepPlan
 
 @st.composite
 def sequences(draw):
-    """The moves of a step under any schedule and any choice of kinds on disk."""
+    """Return the moves of a step under any schedule and any choice of kinds on disk."""
     kinds = draw(st.sets(st.sampled_from(KINDS), min_size=1))
     num_layers = draw(st.integers(1, 9))
     opt_on_disk = "opt_state" in kinds
@@ -31,9 +32,7 @@ def sequences(draw):
 
 
 def last_write_before(moves, turn):
-    """Return the turn of the last write of a record before `turn`, over all rounds; None where
-    there is none.
-    """
+    """Return the turn of the last write of a record before `turn`, over all rounds, or None."""
     move = moves[turn % len(moves)]
     turns = [t for t in range(turn) if moves[t % len(moves)] == Move(move.kind, move.layer, True)]
     return turns[-1] if turns else None
@@ -67,7 +66,7 @@ def test_reads_ahead_see_the_last_write_and_fit_the_buffers(moves, distance):
     if not distance:
         assert hits == 0
     elif not any(move.writes for move in moves):
-        assert misses == 0  # a record whose write has just been handed over may be wanted at once
+        assert misses == 0  # a record whose write was just handed over may be wanted immediately
 
 
 def test_reads_wait_for_their_own_write_alone():
@@ -110,7 +109,7 @@ def test_the_next_round_is_read_while_this_one_ends():
 
 
 def test_a_record_that_is_read_twice_in_a_row_is_not_overtaken():
-    """Forward ends with the layer that backward begins with."""
+    """Forward ends with the layer with which backward begins."""
     window = Window([Move("p", 0), Move("p", 1), Move("p", 1), Move("p", 0)], 1)
     assert list(window.ahead(())) == [Move("p", 0)]
     window.advance(Move("p", 0))
@@ -122,8 +121,9 @@ def test_a_record_that_is_read_twice_in_a_row_is_not_overtaken():
 
 @pytest.mark.parametrize("distance", [1, 2])
 def test_what_is_written_last_and_read_first_is_read_ahead(distance):
-    """Activations, and gradients before the update: a loop reads in the opposite order of the loop
-    that wrote.
+    """Activations, and gradients before the update.
+
+    A loop reads in the opposite order of the loop that wrote.
     """
     moves = [
         *(Move("a", layer, True) for layer in range(5)),

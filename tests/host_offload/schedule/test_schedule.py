@@ -40,7 +40,7 @@ bytes_of_records = st.fixed_dictionaries(
 
 
 def off_device(s, kinds, layer):
-    """Those of `kinds` that are off the device for a layer, from the definition."""
+    """Return the kinds in `kinds` that are off the device for a layer, from the definition."""
     return {
         k
         for k in kinds
@@ -58,7 +58,7 @@ def order_of(s, name):
 
 
 def expected_kinds(s, master, name):
-    """Fetches, reads and writes of a phase, from the definition and before tiers are looked at."""
+    """Return a phase's fetches, reads and writes, from the definition, before tiers apply."""
     in_backward = ({"params", "frozen", "activations"}, {"opt_state"}, {"opt_state", "params"})
     after = ({"params", "frozen", "activations"}, set(), {"grads"})
     return {
@@ -73,8 +73,9 @@ def expected_kinds(s, master, name):
 
 
 def run(phase, distance):
-    """Run the ticks of a phase over a ring: the (tick, layer) taken from off the device; asserts
-    what a loop relies on.
+    """Run a phase's ticks over a ring, and assert the properties that a loop relies on.
+
+    Returns the (tick, layer) pairs taken from off the device.
     """
     ring, took = {}, []
     for i, (layer, slot) in enumerate(zip(phase.preload, range(len(phase.preload)), strict=True)):
@@ -92,7 +93,7 @@ def run(phase, distance):
             assert fill not in ring, "a live slot is overwritten"
             assert use == fill
             ring[fill] = (fetch, tick)
-        elif fetch >= 0:  # no ring: what is fetched is taken at once
+        elif fetch >= 0:  # no ring: what is fetched is taken immediately
             assert distance == 0
             assert fetch == phase.consume[tick]
             took.append((tick, fetch))
@@ -120,8 +121,9 @@ def test_schedule_visits_each_layer_once_a_phase_in_order(kw):
 @few
 @given(schedules, st.integers(1, 9), st.integers(0, 3))
 def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw, first, late):
-    """And so are its records on disk, but for those of activations, which are counted from its
-    first layer.
+    """The records on disk have other numbers too.
+
+    Only activation records are counted from the part's first layer.
     """
     kw, on_device = (
         {**kw, "stores_late": 0 if kw["device_layers"] else min(late, kw["num_layers"])},
@@ -215,8 +217,9 @@ def test_schedule_never_reads_a_record_whose_write_is_pending(kw):
 @many
 @given(schedules, st.integers(0, 3))
 def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
-    """Ticks follow each other, each computes one layer, and a lag is the distance to the tick that
-    computes with the record.
+    """Ticks follow each other, and each computes one layer.
+
+    A lag is the distance to the tick that computes with the record.
     """
     s = build_schedule(
         **kw,
@@ -230,7 +233,9 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
         layers = [op.number for _, ops in ticks for op in ops if op.verb in own]
         assert layers == p.layer.tolist()
         for tick, ops in p.ticks():
-            assert len({(op.verb, op.record, op.number) for op in ops}) == len(ops), "done twice"
+            assert len({(op.verb, op.record, op.number) for op in ops}) == len(ops), (
+                "the operation is done twice"
+            )
             for op in ops:
                 if (
                     0 <= tick - op.lag < s.num_layers
@@ -238,7 +243,7 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
                     and p.first != op.number
                 ):
                     assert layers[tick - op.lag] == op.number, (p.name, tick, op)
-        # What a device loads, it loads once a phase; what it stores, once.
+        # A device loads and stores each record once per phase.
         for lane, verbs in (("up", ("fetch", "load")), ("down", ("store",))):
             moved = [
                 (op.record, op.number)
@@ -259,7 +264,7 @@ def test_records_are_stored_as_many_ticks_late_as_asked_for():
         3,
     )
     assert "writes opt_state 3 ticks late" in phase.note()
-    assert phase.peak_bytes == 3 * 10 + 10  # the records that wait, and the one that is updated
+    assert phase.peak_bytes == 3 * 10 + 10  # the waiting records, and the updated one
     with pytest.raises(ValueError, match="stores_late=6: 0 to 5"):
         build_schedule(5, 1, stores_late=6, **options)
 
@@ -276,7 +281,7 @@ def test_columns_of_a_phase_are_int32_with_an_entry_for_each_tick(kw):
 
 
 def brute_bytes(s, p, tick, master):
-    """Bytes of a tick, record by record."""
+    """Return the bytes of a tick, record by record."""
     size, layer, consume = s.record_bytes, int(p.layer[tick]), int(p.consume[tick])
     fetched = {k for layer in p.preload for k in off_device(s, p.fetches, layer)}
     records = [k for k in fetched for _ in p.preload]
@@ -329,8 +334,8 @@ def test_schedule_counts_the_pieces_that_are_updated_after_the_last_layer():
     phase = build_schedule(
         4, 1, tiers=tiers, update="in_backward", stores_late=1, ends=[pieces], record_bytes=sizes
     ).phase("backward")
-    # Room for the last layer's record; a piece that is loaded, one that is made of it, and one that
-    # is stored a tick late.
+    # Memory for the last layer's record; a piece that is loaded, one that is computed from it, and
+    # one that is stored a tick late.
     assert phase.drain_peak_bytes == 30 + 3 * 100
     assert phase.layers_peak_bytes == 30 + 30
     assert phase.peak_bytes == phase.drain_peak_bytes
@@ -369,7 +374,8 @@ def test_schedule_budget_is_exact_and_its_advice_fits(kw, sizes, less):
             for d in range(kw["distance"] + 1)
         }
         fits = [key for key in peaks if peaks[key] <= budget]
-        if fits:  # the distance is given up before gather_ahead is, and no more of it than needed
+        # the distance is reduced before gather_ahead is given up, and no further than needed
+        if fits:
             ahead, distance = max(fits)
             assert (
                 f"prefetch_distance={distance} fits, with {peaks[ahead, distance]} bytes" in message
@@ -402,7 +408,7 @@ def test_schedule_peak_layers_are_the_ring_and_those_in_use(kw):
 
 
 def lanes_of(s, p):
-    """Lane -> layers that it must show, in order."""
+    """Return the layers that each lane must show, in order."""
     fetched = [] if p.first < 0 or not p.fetches else [p.first]
     fetched += [*p.preload, *p.fetch[p.fetch >= 0]]
     lanes = {
@@ -445,7 +451,7 @@ def test_schedule_timeline_shows_every_layer_in_every_lane(kw):
         for tick in range(s.num_layers):
             column = ticks.index(str(tick))
             assert cells["compute"][column] == str(p.layer[tick])
-            if p.use_slot[tick] >= 0:  # what is taken was there until then
+            if p.use_slot[tick] >= 0:  # a taken record was in its slot until then
                 assert cells[f"slot {p.use_slot[tick]}"][column - 1] == str(p.consume[tick])
 
 
@@ -479,7 +485,7 @@ def test_schedule_svg_shows_every_layer_in_every_lane(kw):
                     legend[kind] for kind in kinds
                 ]
                 x, y, w, h = (float(frame.get(key)) for key in ("x", "y", "width", "height"))
-                assert right < x  # boxes of a lane do not overlap
+                assert right < x  # a lane's boxes do not overlap
                 right = x + w
                 assert right <= width
                 assert y + h <= height

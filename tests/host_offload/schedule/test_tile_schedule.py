@@ -1,5 +1,6 @@
-"""Schedules whose layers hold tiles: every tile is fetched as often as it is used, in time, and
-bytes are bounded.
+"""Schedules of layers with tiles.
+
+Every tile is fetched in time, as often as it is used, and bytes are bounded.
 """
 
 import collections
@@ -60,14 +61,13 @@ def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update)
         ]
         assert first[: layers * count] == list(range(layers * count))
         assert sorted(first[layers * count :]) == list(range(layers * count))
-        # a tile of layer l is read while the layers before it in backward are done: last layer
-        # first
+        # a tile of layer l is read while the previous layers in backward run: last layer first
         assert [record // count for record in first[layers * count :: count]] == list(
             range(layers)
         )[::-1]
     for at, move in enumerate(
         moves
-    ):  # nothing is written before it is read for the last time, but what is read after
+    ):  # nothing is written before its last read, except records that are read later
         if move.writes and not move.kind.startswith(("grads", "activations")):
             assert move._replace(writes=False) in moves[:at]
 
@@ -107,7 +107,7 @@ def test_the_loops_of_a_group_go_over_the_tiles_of_a_layer_or_of_all_layers():
     assert loops.phase("update").layer.tolist() == list(range(12))
     assert "update/mlp, after the layers: fetches params" not in str(
         schedule
-    )  # masters take the parameters' place
+    )  # masters replace the parameters
     assert (
         "update/mlp, after the layers: fetches grads, opt_state; writes opt_state, params"
         in str(schedule)

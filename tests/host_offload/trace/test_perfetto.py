@@ -1,5 +1,6 @@
-"""A trace holds each transfer and each wait once, in a form that Perfetto opens; of a long one the
-end is kept.
+"""A trace holds each transfer and each wait once, in a form that Perfetto opens.
+
+The end of a long trace is kept.
 """
 
 import functools
@@ -36,8 +37,9 @@ MOVES = tuple(Move("p", layer, writes) for layer in range(LAYERS) for writes in 
 
 @st.composite
 def transfers(draw):
-    """Reads and writes of two kinds on two devices; their times are sums of 1/1024 s, so that many
-    coincide.
+    """Reads and writes of two kinds on two devices.
+
+    Their times are sums of 1/1024 s, so that many coincide.
     """
     found = []
     for number in range(draw(st.integers(0, 40))):
@@ -80,7 +82,7 @@ def test_transfers_that_overlap_have_lanes_of_their_own(events):
     lanes = {(s["pid"], s["cat"]): set() for s in drawn}
     for s in drawn:
         lanes[s["pid"], s["cat"]].add(s["tid"])
-    for (pid, track), tids in lanes.items():  # no more lanes than transfers at one moment
+    for (pid, track), tids in lanes.items():  # no more lanes than concurrent transfers
         own = [s for s in drawn if (s["pid"], s["cat"]) == (pid, track)]
         most = max(sum(a["ts"] <= b["ts"] < a["ts"] + a["dur"] for a in own) for b in own)
         assert len(tids) <= most
@@ -99,7 +101,7 @@ def test_transfers_that_overlap_have_lanes_of_their_own(events):
 
 
 class MemoryIo:
-    """A disk in memory, which may be slow, or broken."""
+    """A disk in memory, which may be slow or broken."""
 
     def __init__(self) -> None:
         self.records: dict[int, np.ndarray] = {}
@@ -192,7 +194,7 @@ def test_events_of_an_engine_lie_where_they_were(engine):
     engine.io.delay = 0.02
     began = time.perf_counter()
     events = step(engine, Recorder(engine.distance)).events
-    waits = {e.number: e for e in events if e.name.endswith("_wait")}  # the last for each
+    waits = {e.number: e for e in events if e.name.endswith("_wait")}  # the last one for each
     transfers = [e for e in events if e.name in ("read", "write")]
     assert sum(e.name == "read" for e in transfers) >= 2 * LAYERS
     for e in transfers:
@@ -232,7 +234,7 @@ def test_a_trace_ends_with_the_error_that_ends_its_steps(engine, tmp_path):
     engine.take_stats()
     assert (
         step(engine, recorder).num_events == after.num_events
-    )  # what the failed one moved is not in it
+    )  # the bytes of the failed transfer are not included
     with recorder.trace(tmp_path / "none.json", lambda: None, {}):
         pass
     assert traces.slices(json.loads((tmp_path / "none.json").read_text()), "steps") == []

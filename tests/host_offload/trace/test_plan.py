@@ -1,5 +1,6 @@
-"""A planned transfer starts when the plan lets it, one after the other; what was late has the cause
-that it had.
+"""A planned transfer starts when the plan lets it, one after the other.
+
+A late record has its actual cause.
 """
 
 import itertools
@@ -56,8 +57,9 @@ def made(
 
 @st.composite
 def runs_of_a_program(draw):
-    """Two or three runs of a step, perhaps with one of other moves between, whose waits and
-    transfers take any time.
+    """Two or three runs of a step, possibly with a run of other moves in between.
+
+    Waits and transfers take arbitrary times.
     """
     kinds = draw(st.sets(st.sampled_from(KINDS), min_size=1))
     schedule = build_schedule(
@@ -138,7 +140,7 @@ def test_planned_reads_start_when_the_window_lets_them(runs, distance):
             assert p.start >= p.wanted
         elif (
             p.start < p.wanted
-        ):  # it is read ahead, in its run or in the one before: the engine's window would do so
+        ):  # it is read ahead, in its run or in the previous one: the engine's window would do so
             now = p.start
             within = p.run if now >= runs[p.run].start else p.run - 1
             assert runs[within].moves == runs[p.run].moves
@@ -159,8 +161,9 @@ def test_planned_reads_start_when_the_window_lets_them(runs, distance):
 
 
 def test_planned_moves_of_a_small_step_by_hand():
-    """Two layers are read, and written back, a second after each other; a read takes half a second,
-    a write one.
+    """Two layers are read and written back, each move a second after the previous one.
+
+    A read takes half a second, a write a full second.
     """
     moves = tuple(Move("p", layer, writes) for layer in (0, 1) for writes in (False, True))
     runs, number = [], 0
@@ -169,7 +172,7 @@ def test_planned_moves_of_a_small_step_by_hand():
         for move in moves:
             number += 1
             now += 1
-            stall = 2.0 if move == Move("p", 1) else 0.0  # layer 1 is late each time
+            stall = 2.0 if move == Move("p", 1) else 0.0  # layer 1 is late in every run
             seconds = 1.0 if move.writes else 0.5
             end = now + stall + (seconds if move.writes else 0)
             events += made(number, move, now, now + stall, start=end - seconds, end=end)
@@ -194,11 +197,11 @@ def test_planned_moves_of_a_small_step_by_hand():
         22,
         23,
         24,
-    ]  # as if layer 1 had been there
+    ]  # as if layer 1 had been in memory
     assert [p.seconds for p in planned] == [0.5, 1, 0.5, 1] * 2
-    # Layer 0 of the second step may start when layer 1 was asked for (13), since its write is over
-    # then; layer 1 of a step when layer 0 was asked for, and of the second step not before its
-    # write of the first, which is long over.
+    # Layer 0 of the second step may start when layer 1 was requested (13), since its write has
+    # ended by then. Layer 1 of a step may start when layer 0 was requested, and in the second step
+    # not before its write in the first, which ended long before.
     assert [p.start for p in planned] == [10, 12, 11, 14, 13, 22, 21, 24]
 
 
@@ -217,8 +220,8 @@ def test_planned_bytes_are_those_of_all_devices_and_unmade_moves_are_planned_too
     assert [p.seconds for p in planned[:2]] == [
         2.0,
         2.0,
-    ]  # 16 KiB in the 4 seconds in which some read was under way
-    assert planned[2].seconds == 0  # nothing was written: its rate is not known
+    ]  # 16 KiB in the 4 seconds in which a read was in flight
+    assert planned[2].seconds == 0  # nothing was written, so its rate is unknown
 
 
 def test_uses_are_counted_from_the_last_where_the_first_were_not_kept():
@@ -237,18 +240,18 @@ def test_uses_are_counted_from_the_last_where_the_first_were_not_kept():
 READ, WRITE = Move("p", 3), Move("p", 3, True)
 OTHER = Move("p", 4, True)
 LATE = {
-    # wanted at 10 and there at 12, the disk having rested from 0 to 9
+    # wanted at 10 and available at 12; the disk idled from 0 to 9
     ASKED_TOO_LATE: made(1, READ, 10.0, 12.0, queued=9.0, start=9.0),
-    # the same, but the disk wrote something else from 1 to 9.5
+    # the same, but the disk wrote another record from 1 to 9.5
     DISK_BUSY: made(1, READ, 10.0, 12.0, queued=9.0, start=9.5)
     + made(2, OTHER, 1.0, start=1.0, end=9.5),
-    # its own write was over at 10.5
+    # its own write ended at 10.5
     STILL_WRITTEN: made(1, READ, 10.0, 12.0, queued=10.5, start=10.5)
     + made(2, WRITE, 1.0, start=9.0, end=10.5),
-    # a write that waited until the one before it was over
+    # a write that waited for the end of the previous one
     EARLIER_WRITES: made(1, WRITE, 10.0, 12.0, start=12.0, end=13.0)
     + made(2, OTHER, 1.0, start=9.0, end=11.9),
-    # a wait, but not for the disk: the write before was over long ago
+    # a wait, but not for the disk: the previous write ended long before
     "": made(1, WRITE, 10.0, 10.1, start=12.0, end=13.0) + made(2, OTHER, 1.0, start=5.0, end=6.0),
 }
 
@@ -265,8 +268,9 @@ def test_late_records_have_their_cause(cause):
 
 
 def test_late_records_of_another_device_or_kind_are_no_cause():
-    """A write of the same record on another device ends within the wait, and one of another kind on
-    this device.
+    """Two other writes end within the wait, and neither is the cause.
+
+    One is of the same record on another device, and one of another kind on this device.
     """
     others = made(2, WRITE, 1.0, start=9.0, end=10.5, rank=1) + made(
         3, Move("q", 3, True), 1.0, start=9.0, end=10.5

@@ -1,5 +1,6 @@
-"""matmul: every implementation equals numpy in float64, in value and gradient; bad input; which
-implementation runs.
+"""matmul: every implementation equals numpy in float64, in value and gradient.
+
+Also tested are bad input, and the choice of implementation.
 """
 
 import dataclasses
@@ -37,14 +38,14 @@ class Case:
         130,
         64,
         128,
-    )  # M, N, K: 2 tiles of the smallest blocks, which use their slots again
+    )  # M, N, K: 2 tiles of the smallest blocks, which reuse their slots
     num_weights: int = 1
     activation: str | None = None
     has_bias: bool = False
     accumulate: str | None = None
     dtype: str = "bfloat16"
     out: str | None = None
-    config: Config | None = None  # of the kernel
+    config: Config | None = None  # by the kernel
 
     def arrays(self) -> tuple[Any, ...]:
         """Return dy, and (x, weights, biases, accumulates)."""
@@ -126,7 +127,8 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
             False,
             marks=pytest.mark.exhaustive,
         ),
-        (Case(shape=(70, 100, 90), dtype="float16", config=SMALL), True),  # no dim that 64 divides
+        # no dim is divisible by 64
+        (Case(shape=(70, 100, 90), dtype="float16", config=SMALL), True),
         pytest.param(
             Case(shape=(40, 128, 64), activation="gelu", has_bias=True),  # 2 tiles of columns
             False,
@@ -143,7 +145,7 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
             False,
             marks=pytest.mark.exhaustive,
         ),
-        # Clusters of two, along M: 3 groups of tiles, of which the second block has 2 rows; 3 steps
+        # Clusters of two, along M: 3 groups of tiles, the second block of which has 2 rows; 3 steps
         # in 2 slots.
         (
             Case(
@@ -151,7 +153,7 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
             ),
             False,
         ),
-        # And along N: in the third group the second block is wholly outside.
+        # And along N: in the third group, the second block is entirely outside.
         (
             Case(
                 shape=(40, 320, 128),
@@ -242,7 +244,7 @@ def test_the_race_detector_sees_a_product_of_memory_that_is_being_written(races)
             plgpu.copy_smem_to_gmem(out_smem, out_gmem)
 
     if not jax.__version__.startswith("0.10."):
-        pytest.skip("the interpreter of this jax checks no read of wgmma")
+        pytest.skip("this jax's interpreter does not check reads of wgmma")
     layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = [plgpu.SMEM(x.shape, x.dtype, transforms=layout)] * 2 + [plgpu.Barrier()]
     kernel = plgpu.kernel(

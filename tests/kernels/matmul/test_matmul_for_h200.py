@@ -1,5 +1,6 @@
-"""The matmul kernel compiled for an H200 that is not there: tensor core instructions, registers,
-memory.
+"""The matmul kernel compiled for an absent H200.
+
+Its tensor core instructions, registers and memory are checked.
 """
 
 import itertools
@@ -43,7 +44,7 @@ def terms(shape, dtype, num_weights, bias, accumulate):
     [
         ((8192, 8192, 8192), BF16, 1, None, None, None, None, None),
         ((1000, 1088, 960), F16, 1, "gelu", F16, None, None, None),
-        ((1001, 1001, 999), BF16, 1, None, None, BF16, None, None),  # no dim that 8 divides
+        ((1001, 1001, 999), BF16, 1, None, None, BF16, None, None),  # no dim is divisible by 8
         ((1004, 1024, 1024), F16, 2, "silu", F16, None, None, None),
         ((16384, 4096, 16384), BF16, 1, None, None, F32, None, None),
         ((4096, 4096, 4096), BF16, 1, "gelu", F32, F32, BF16, None),
@@ -63,10 +64,10 @@ def test_matmul_kernel_for_h200_multiplies_on_tensor_cores_without_spills(
     report = compile_for_h200(f, *terms(shape, dtype, num_weights, bias, accumulate))
     assert report.count("HGMMA") >= 4 * num_weights  # 64 of K in steps of 16
     assert report.spill_bytes() == 0
-    assert report.registers() == 168  # of 65536 a core, for 384 threads
+    assert report.registers() == 168  # of 65536 per core, for 384 threads
     assert "serialized" not in report.ptxas  # ptxas's warning that products wait for each other
     assert report.count("UTMALDG") >= 1 + num_weights  # TMA, to shared memory
-    assert report.count("UTMASTG") >= 1  # and back
+    assert report.count("UTMASTG") >= 1  # and back to global memory
 
 
 @pytest.mark.by_default("gated-along-m", "128-cores")
@@ -92,13 +93,13 @@ def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(
     shared, loads = report.count("UTMALDG.4D.MULTICAST"), report.count("UTMALDG.4D")
     each = (
         num_weights if config.cluster_m == 2 else 1
-    )  # loads of a step that are shared: of the weights, or of x
+    )  # shared loads of a step: of the weights, or of x
     if accumulate is None:
         assert shared
         assert (
             shared * (1 + num_weights) == loads * each
         )  # however often the assembler unrolls the step
-    else:  # what is accumulated is loaded, too, and shared by none
+    else:  # the accumulated array is loaded too, and not shared
         assert each <= shared < loads
     assert report.count("HGMMA") >= 4 * num_weights
     assert report.spill_bytes() == 0

@@ -1,5 +1,6 @@
-"""The table of measurements: its form, which calls a row speaks for, and what None and named
-kernels take from it.
+"""The table of measurements: its form, and the calls that a row applies to.
+
+`None` and named kernels use it differently.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ SIZES = Config(block_m=128, block_n=128, num_stages=3, num_cores=CORES, cluster_
 
 
 def row(m=1024, n=512, k=256, ratio=0.9, **changes):
-    """Return a made-up row: no measurement."""
+    """Return a made-up row, not a measurement."""
     terms = {
         "out_dtype": BF16,
         "bias_dtype": None,
@@ -206,7 +207,7 @@ def test_matmul_of_none_takes_xlas_form_under_vmap_whatever_the_table_says(monke
             jax.make_jaxpr(program(implementation))(*batch) for implementation in (None, "xla")
         ]
     assert "mpmd_map" not in str(programs[0])
-    if axes == (0, None):  # CPUs have no other product of a batch that sums bfloat16 in float32
+    if axes == (0, None):  # CPUs have no other batched product that sums bfloat16 in float32
         for result, expected in zip(
             *(jex.jaxpr_as_fun(jaxpr)(*batch) for jaxpr in programs), strict=True
         ):
