@@ -5,7 +5,7 @@ The format is for weights that are stored and never trained.
     q = quantize_nf4(w)                        # 0.516 bytes per element
     y = dequantize_nf4(q, jnp.bfloat16)
 
-Of these bytes 0.5 are codes, 1/64 are scales, and 1/2048 are scales of the scales.
+The codes take 0.5 bytes, the scales 1/64, and the scales of the scales 1/2048.
 
 NormalFloat (Dettmers et al., QLoRA, arXiv:2305.14314, section 3): an element becomes the nearest of
 16 values, quantiles of a normal distribution, times the largest magnitude of its block. These
