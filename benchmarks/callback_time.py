@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.calls import CallLog, Site
+from host_offload.calls import CallbackSite, CallLog
 from host_offload.device import Driver, GpuCopies
 from host_offload.disk import LeafFormat, RecordFormat, Store
 from host_offload.engine import Engine, Swap
@@ -127,10 +127,10 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
     moves += [
         move for i in range(ENDS) for move in (Move(f"params.{i}", 0), Move(f"params.{i}", 0, True))
     ]
-    sites = {name: Site(swap.calls, name) for name in ("fetch", "store", "one")}
+    sites = {name: CallbackSite(swap.calls, name) for name in ("fetch", "store", "one")}
     for name in ("fetch", "store"):
         sites[name].order = list(range(LAYERS))
-    sites["params"] = Site(swap.calls, "fetch params")
+    sites["params"] = CallbackSite(swap.calls, "fetch params")
     sites["params"].order = list(range(LAYERS))
     spent = [0.0]
 
@@ -190,7 +190,7 @@ def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float
                 timed("store", store)
             for i in range(ENDS):
                 for name in ("fetch", "store"):
-                    site = Site(swap.calls, name)
+                    site = CallbackSite(swap.calls, name)
                     site.order = [0]
                     if name == "fetch":
                         swap.on_fetch(

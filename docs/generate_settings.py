@@ -5,11 +5,12 @@ python docs/generate_settings.py
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import zerojax as zj
 
 MACHINES = ("l4", "rtx4090", "rtx5090", "l40s", "a100-80", "h100", "h200", "b200")
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "1.6 B": {"layers": 48, "hidden": 1600, "heads": 25, "vocab": 50304},
     "6.7 B": {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000},
     "13 B": {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 32000},

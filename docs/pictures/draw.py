@@ -17,7 +17,14 @@ from zerojax.planner.lanes import draw_step
 
 ARROW = 'fill="none" stroke="#333" stroke-width="1.5"'
 HERE = pathlib.Path(__file__).resolve().parent
-SIZES = {"layers": 6, "hidden": 6144, "heads": 48, "seq": 2048, "batch": 8, "vocab": 32000}
+SIZES: dict[str, Any] = {
+    "layers": 6,
+    "hidden": 6144,
+    "heads": 48,
+    "seq": 2048,
+    "batch": 8,
+    "vocab": 32000,
+}
 HOST = {"host_bytes": 128e9, "pinned_bytes": 120e9, "host_kernel": 50e9}
 DISK = {"disk_bytes": 2e12, "disk_read": 6e9, "disk_write": 4e9, "disk_both": 6e9}
 STREAMED = {"stage": 3, "precision": "bf16", "update": "in_backward", "prefetch_distance": 1}

@@ -121,7 +121,7 @@ class Calls:
         return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
 
 
-class Site:
+class CallbackSite:
     """One callback of a traced program.
 
     A callback receives its site through `functools.partial(callback, ..., site=site)`; `site_of`
@@ -212,7 +212,7 @@ class Site:
         )
 
 
-def site_of(callback: Callable[..., Any]) -> Site | None:
+def site_of(callback: Callable[..., Any]) -> CallbackSite | None:
     """Return the site bound to a callback by `functools.partial`, or None if there is none."""
     site = getattr(callback, "keywords", {}).get("site")
-    return site if isinstance(site, Site) else None
+    return site if isinstance(site, CallbackSite) else None

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from host_offload.calls import Calls, Site
+from host_offload.calls import CallbackSite, Calls
 from host_offload.device import Copies, copies_of
 from host_offload.disk import LeafFormat, RecordFormat, SwapError
 from host_offload.engine.engine import Engine
@@ -73,7 +73,7 @@ class Swap:
         return copies_of(list(self.mesh.devices.flat))
 
     def on_fetch(
-        self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: Site
+        self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: CallbackSite
     ) -> None:
         """Fetch a record: fill the callback's outputs with its leaves.
 
@@ -100,7 +100,14 @@ class Swap:
             self._try(lambda: self.copies.clear(context, out), kind)
 
     def on_store(
-        self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str, site: Site
+        self,
+        context: Any,
+        out: Any,
+        where: Any,
+        token: Any,
+        *values: Any,
+        kind: str,
+        site: CallbackSite,
     ) -> None:
         """Store a record: write the values of its leaves.
 
@@ -321,8 +328,10 @@ class DiskRecords:
             position, layer, token if self.lifetime == "state" else jnp.zeros_like(token)
         )
 
-    def _site(self, verb: str) -> Site:
-        return Site(self.swap.calls, f"{verb} {self.kind}", of_state=self.lifetime == "state")
+    def _site(self, verb: str) -> CallbackSite:
+        return CallbackSite(
+            self.swap.calls, f"{verb} {self.kind}", of_state=self.lifetime == "state"
+        )
 
     def _positions(self) -> Array:
         # Sharded over all axes, so that each device's single element is its own position.

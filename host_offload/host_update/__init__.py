@@ -2,7 +2,7 @@
 
 from host_offload.host_update.delayed import DelayedStep as DelayedStep
 from host_offload.host_update.gpu_worker import LAG as LAG
-from host_offload.host_update.gpu_worker import PartSpec as PartSpec
+from host_offload.host_update.gpu_worker import LeafGroup as LeafGroup
 from host_offload.host_update.host_leaves import HostLeaves as HostLeaves
 from host_offload.host_update.kernel import build_kernel as build_kernel
 from host_offload.host_update.leaf_kernel import LeafKernel as LeafKernel

@@ -66,7 +66,7 @@ Spec = tuple[tuple[int, ...], np.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
-class PartSpec:
+class LeafGroup:
     """Leaves that are updated together, and their arrays that cross the link.
 
     If the leaves are stacked, all specs are for one layer.
@@ -187,7 +187,7 @@ class Job:
 class Part:
     """Memory and events of one part on one GPU, used by callbacks and by the worker."""
 
-    def __init__(self, spec: PartSpec, driver: Driver, device: Any) -> None:
+    def __init__(self, spec: LeafGroup, driver: Driver, device: Any) -> None:
         """Allocate a part's memory and events on a GPU."""
         self.spec, self.driver, self.down, self.up = spec, driver, spec.down, spec.up
         by_slots, self._memory = spec.stacked, list[np.ndarray]()
@@ -250,7 +250,7 @@ class GpuWorker:
         driver: Driver,
         device: Any,
         rank: int,
-        specs: Sequence[PartSpec],
+        specs: Sequence[LeafGroup],
         run: Callable[[int, Job], bool],
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -291,7 +291,7 @@ class GpuWorker:
         Args:
           stream: stream of the program.
           part: part of the leaves.
-          told: buffers of the operands, in the order of `PartSpec.down`.
+          told: buffers of the operands, in the order of `LeafGroup.down`.
 
         Returns:
           The jobs to pass to `submit`, and the error if the copies could not be queued, else None.

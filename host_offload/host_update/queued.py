@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from host_offload.calls import Site
+from host_offload.calls import CallbackSite
 from host_offload.device import Driver, Views, num_bytes, pointer, stream_of
 from host_offload.engine import Mode
 from host_offload.host_update.delayed import pending_records, update_pending
-from host_offload.host_update.gpu_worker import GpuWorker, Job, PartSpec
+from host_offload.host_update.gpu_worker import GpuWorker, Job, LeafGroup
 from host_offload.host_update.host_leaves import HostLeaves
 
 
@@ -44,7 +44,7 @@ class QueuedStep:
     def __init__(
         self,
         leaves: HostLeaves,
-        specs: Sequence[PartSpec],
+        specs: Sequence[LeafGroup],
         devices: Sequence[Any],
         driver: Callable[[], Driver],
     ) -> None:
@@ -136,7 +136,14 @@ class QueuedStep:
         self._try(lambda: self._pass_on(context, after, token))
 
     def stash(
-        self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int, site: Site
+        self,
+        context: Any,
+        out: Any,
+        where: Any,
+        after: Any,
+        *grads: Any,
+        first: int,
+        site: CallbackSite,
     ) -> None:
         """Queue copies of gradients to host memory, or to the buffer of a record on disk.
 
@@ -219,7 +226,15 @@ class QueuedStep:
         self._try(lambda: self._pass_on(context, after, out))
 
     def install(
-        self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int, site: Site
+        self,
+        context: Any,
+        out: Any,
+        where: Any,
+        after: Any,
+        *,
+        first: int,
+        count: int,
+        site: CallbackSite,
     ) -> None:
         """Queue copies of one layer's new parameters from a delayed update to the device.
 

@@ -1,22 +1,22 @@
 """A step as a list of operations, and the facts derived from it: pure functions and data."""
 
-from host_offload.schedule.build import EndLeaf as EndLeaf
-from host_offload.schedule.build import EndsMove as EndsMove
 from host_offload.schedule.build import HostUpdate as HostUpdate
+from host_offload.schedule.build import UnstackedLeaf as UnstackedLeaf
+from host_offload.schedule.build import UnstackedMove as UnstackedMove
 from host_offload.schedule.build import advise as advise
-from host_offload.schedule.build import build_ends as build_ends
 from host_offload.schedule.build import build_schedule as build_schedule
+from host_offload.schedule.build import build_unstacked as build_unstacked
 from host_offload.schedule.moves import Move as Move
 from host_offload.schedule.moves import Window as Window
 from host_offload.schedule.moves import horizon_of as horizon_of
 from host_offload.schedule.moves import moves_of as moves_of
-from host_offload.schedule.ops import END_PIECES as END_PIECES
 from host_offload.schedule.ops import EVERY_LEAF as EVERY_LEAF
 from host_offload.schedule.ops import HEAD as HEAD
 from host_offload.schedule.ops import HEAD_PIECES as HEAD_PIECES
 from host_offload.schedule.ops import LANES as LANES
-from host_offload.schedule.ops import LATE_ENDS as LATE_ENDS
+from host_offload.schedule.ops import LATE_UNSTACKED as LATE_UNSTACKED
 from host_offload.schedule.ops import LAYERS as LAYERS
+from host_offload.schedule.ops import UNSTACKED_PIECES as UNSTACKED_PIECES
 from host_offload.schedule.ops import Loop as Loop
 from host_offload.schedule.ops import Op as Op
 from host_offload.schedule.ops import Record as Record

@@ -27,11 +27,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from host_offload.schedule.ops import (
-    END_PIECES,
     HEAD,
     HEAD_PIECES,
     KINDS,
-    LATE_ENDS,
+    LATE_UNSTACKED,
+    UNSTACKED_PIECES,
     Loop,
     Op,
     Record,
@@ -50,14 +50,14 @@ class HasPeak(Protocol):
         ...
 
 
-class EndsMove(NamedTuple):
+class UnstackedMove(NamedTuple):
     """Unstacked leaves that are updated during a phase with late stores.
 
     Attributes:
       leaves: HEAD: leaves whose gradients are complete before backward, as one record. HEAD_PIECES:
-        larger leaves of the head; each of the first ticks updates a piece. LATE_ENDS: leaves that
-        are updated after the last layer, in groups. END_PIECES: leaves that are updated last, one
-        after another, each in pieces.
+        larger leaves of the head; each of the first ticks updates a piece. LATE_UNSTACKED: leaves
+        that are updated after the last layer, in groups. UNSTACKED_PIECES: leaves that are updated
+        last, one after another, each in pieces.
       num_bytes: bytes per device that the update of each record, group or piece stores (and loads,
         unless `loaded` is given).
       counts: number of pieces of each leaf; all leaves of HEAD_PIECES have the same number.
@@ -71,7 +71,7 @@ class EndsMove(NamedTuple):
     loaded: tuple[int, ...] = ()
 
 
-class EndLeaf(NamedTuple):
+class UnstackedLeaf(NamedTuple):
     """An unstacked leaf, or all unstacked leaves together.
 
     Attributes:
@@ -80,7 +80,7 @@ class EndLeaf(NamedTuple):
       sizes: bytes per device by kind, as in `record_bytes` of `build_schedule`.
       frozen: whether the leaf is frozen.
       num_pieces: number of pieces in which the device updates the leaf.
-      is_beside: whether the leaf is updated during a phase with late stores (`EndsMove`).
+      is_beside: whether the leaf is updated during a phase with late stores (`UnstackedMove`).
     """
 
     name: str
@@ -119,7 +119,7 @@ def build_schedule(
     master: bool = True,
     device_layers: int = 0,
     stores_late: int = 0,
-    ends: Sequence[EndsMove] = (),
+    ends: Sequence[UnstackedMove] = (),
     host: HostUpdate | None = None,
     regathers: bool = False,
     record_bytes: Mapping[str, int] | None = None,
@@ -163,7 +163,11 @@ def build_schedule(
     _check_int("stores_late", stores_late, 0, num_layers)
     _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
-    _check_names("ends", [move.leaves for move in ends], (HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES))
+    _check_names(
+        "ends",
+        [move.leaves for move in ends],
+        (HEAD, HEAD_PIECES, LATE_UNSTACKED, UNSTACKED_PIECES),
+    )
     for move in ends:
         for count in move.counts:
             _check_int(
@@ -262,8 +266,8 @@ def advise(
     )
 
 
-def build_ends(
-    leaves: Sequence[EndLeaf],
+def build_unstacked(
+    leaves: Sequence[UnstackedLeaf],
     master: bool,
     host: HostUpdate | None = None,
     whole: Mapping[str, int] | None = None,
@@ -325,7 +329,7 @@ def build_ends(
 
 
 def _called_of_end(
-    leaf: EndLeaf, host: HostUpdate, needs: Sequence[str], updated: Sequence[str]
+    leaf: UnstackedLeaf, host: HostUpdate, needs: Sequence[str], updated: Sequence[str]
 ) -> list[Op]:
     """Return the callbacks' operations that update a leaf on the host.
 
@@ -356,7 +360,7 @@ def _size_in(lane: str, kind: str, sizes: Mapping[str, int]) -> int:
     return sizes.get(kind + ON_DISK, size) if lane in ("read", "write") else size
 
 
-def _moved_of_end(leaf: EndLeaf, kinds: Sequence[str], verb: str) -> list[Op]:
+def _moved_of_end(leaf: UnstackedLeaf, kinds: Sequence[str], verb: str) -> list[Op]:
     """Return the operations that load or store a leaf's records of some kinds."""
     ops = list[Op]()
     for kind in (kind for kind in kinds if leaf.tiers.get(kind, "device") != "device"):
@@ -422,7 +426,7 @@ class _Writer:
     master: bool
     device_layers: int
     stores_late: int
-    ends: tuple[EndsMove, ...]
+    ends: tuple[UnstackedMove, ...]
     host: HostUpdate | None
     regathers: bool
     sizes: Mapping[str, int]
@@ -549,7 +553,7 @@ class _Writer:
         return self.stores_late if is_updating else 0
 
     def _tick(
-        self, each: _Pass, tick: int, num_takes: int, is_ahead: bool, ends: Sequence[EndsMove]
+        self, each: _Pass, tick: int, num_takes: int, is_ahead: bool, ends: Sequence[UnstackedMove]
     ) -> list[Op]:
         """Return the operations of a tick, in order."""
         layer, lag, take = each.layer(tick), self._lag(each), tick + is_ahead
@@ -596,7 +600,7 @@ class _Writer:
                 ops += self._piece_stored(move, tick, lag)
         return ops
 
-    def _piece_stored(self, move: EndsMove, tick: int, lag: int) -> list[Op]:
+    def _piece_stored(self, move: UnstackedMove, tick: int, lag: int) -> list[Op]:
         """Return the store of the head's piece that was updated `lag` ticks earlier, if any."""
         piece = move.counts[0] - 1 - (tick - lag)
         return [self._store_of_ends(move, piece, lag)] if 0 <= piece < move.counts[0] else []
@@ -650,7 +654,7 @@ class _Writer:
 
     # --- unstacked leaves -------------------------------------------------------------------------
 
-    def _update_of_ends(self, move: EndsMove, number: int, makes: bool) -> list[Op]:
+    def _update_of_ends(self, move: UnstackedMove, number: int, makes: bool) -> list[Op]:
         """Return the load and the update of a record, group or piece.
 
         With `makes`, the updated record needs memory in addition to the loaded record.
@@ -663,12 +667,12 @@ class _Writer:
             Op("update", record, number, "compute", size if makes else 0),
         ]
 
-    def _store_of_ends(self, move: EndsMove, number: int, lag: int = 1) -> Op:
+    def _store_of_ends(self, move: UnstackedMove, number: int, lag: int = 1) -> Op:
         size = move.num_bytes[number if len(move.num_bytes) > 1 else 0]
         return Op("store", Record("opt_state", move.leaves), number, "down", size, lag)
 
     def _drain(
-        self, each: _Pass, lag: int, ends: Sequence[EndsMove], num_ticks: int, step: int
+        self, each: _Pass, lag: int, ends: Sequence[UnstackedMove], num_ticks: int, step: int
     ) -> Iterator[Loop]:
         """Yield the loops after the last layer, which store the records of the last `lag` layers.
 
@@ -684,14 +688,14 @@ class _Writer:
             pending = self._stores(each, each.layer(late - lag), lag)
             for move in pieces:
                 pending += self._piece_stored(move, late, lag)
-        for move in (move for move in ends if move.leaves == LATE_ENDS):
+        for move in (move for move in ends if move.leaves == LATE_UNSTACKED):
             for n in range(len(move.num_bytes)):
                 yield Loop(tick, 1, step, (*pending, *self._update_of_ends(move, n, makes=True)))
                 pending, tick = [self._store_of_ends(move, n)], tick + 1
         if pending:
             yield Loop(tick, 1, step, tuple(pending))
             tick += 1
-        for move in (move for move in ends if move.leaves == END_PIECES):
+        for move in (move for move in ends if move.leaves == UNSTACKED_PIECES):
             for n, count in enumerate(move.counts):
                 load, store = (
                     self._update_of_ends(move, n, makes=True),

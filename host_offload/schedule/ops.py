@@ -46,7 +46,12 @@ LAYERS = "layers"
 """`Record.leaves` of a layer's record."""
 EVERY_LEAF = "every_leaf"
 """`Record.leaves` of all parameters, if the optimizer updates them as one tree."""
-HEAD, HEAD_PIECES, LATE_ENDS, END_PIECES = "head", "head_pieces", "late_ends", "end_pieces"
+HEAD, HEAD_PIECES, LATE_UNSTACKED, UNSTACKED_PIECES = (
+    "head",
+    "head_pieces",
+    "late_unstacked",
+    "unstacked_pieces",
+)
 """`Record.leaves` of unstacked leaves that are updated during backward or update."""
 
 

@@ -81,13 +81,13 @@ from typing import Any
 import numpy as np
 
 from host_offload.schedule.ops import (
-    END_PIECES,
     HEAD,
     HEAD_PIECES,
     KINDS,
-    LATE_ENDS,
+    LATE_UNSTACKED,
     LAYERS,
     MOVES,
+    UNSTACKED_PIECES,
     Loop,
     Op,
 )
@@ -109,8 +109,8 @@ SIZES = (
 _ENDS = {
     HEAD: "head",
     HEAD_PIECES: "pieces of the head",
-    LATE_ENDS: "embedding and head",
-    END_PIECES: "pieces of larger leaves",
+    LATE_UNSTACKED: "embedding and head",
+    UNSTACKED_PIECES: "pieces of larger leaves",
 }
 
 
@@ -467,7 +467,7 @@ class Phase:
             loaded, stored = self.ticks_of(leaves, "load"), self.ticks_of(leaves, "store")
             if not loaded:
                 continue
-            if leaves in (HEAD_PIECES, END_PIECES):
+            if leaves in (HEAD_PIECES, UNSTACKED_PIECES):
                 texts.append(
                     f"{len(loaded)} {name}: one a tick"
                     if leaves == HEAD_PIECES

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.schedule.ops import (
-    END_PIECES,
     EVERY_LEAF,
     HEAD,
     HEAD_PIECES,
-    LATE_ENDS,
+    LATE_UNSTACKED,
     LAYERS,
+    UNSTACKED_PIECES,
     Loop,
     Op,
 )
@@ -40,8 +40,8 @@ _UNSTACKED = {
     EVERY_LEAF: "all parameters",
     HEAD: "head, small leaves",
     HEAD_PIECES: "head, in pieces",
-    LATE_ENDS: "embed, head",
-    END_PIECES: "embed, head, in pieces",
+    LATE_UNSTACKED: "embed, head",
+    UNSTACKED_PIECES: "embed, head, in pieces",
 }
 """Names of unstacked leaves in a table."""
 _BEFORE_UPDATE = ("embed", "forward", "head", "backward", "embed_backward")
@@ -63,7 +63,7 @@ class Part(NamedTuple):
     Attributes:
       phase: the phase's loops.
       name: "forward", "backward" or "update", or the name of a phase of the unstacked leaves
-        (`build_ends`).
+        (`build_unstacked`).
       stack: name of the stack of layers; None for unstacked leaves.
       group: name of the group of tiles that the phase visits, or "".
     """
@@ -80,8 +80,8 @@ class StepPlan:
 
     Attributes:
       stacks: schedule of each stack of layers by name, in order; "" is the name of the only stack.
-      ends: phases of the unstacked leaves by name (`host_offload.schedule.build_ends`).
-      ends_first: whether the unstacked leaves are updated before the layers.
+      ends: phases of the unstacked leaves by name (`host_offload.schedule.build_unstacked`).
+      unstacked_first: whether the unstacked leaves are updated before the layers.
       names: names of unstacked leaves in the table, by their name in records; a missing leaf keeps
         its name in records.
       num_microbatches: number of microbatches in each computation of a layer.
@@ -89,14 +89,14 @@ class StepPlan:
 
     stacks: Mapping[str, Schedule]
     ends: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
-    ends_first: bool = False
+    unstacked_first: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     num_microbatches: int = 1
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """All phases, in the order in which they run."""
-        update = ["ends", "update"] if self.ends_first else ["update", "ends"]
+        update = ["ends", "update"] if self.unstacked_first else ["update", "ends"]
         found = list[Part]()
         for name in (*_BEFORE_UPDATE, *update):
             found += [Part(self.ends[name], name)] if name in self.ends else []

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from host_offload.schedule import END_PIECES, HEAD_PIECES
+from host_offload.schedule import HEAD_PIECES, UNSTACKED_PIECES
 from zerojax import aot, hlo
 from zerojax.compat import GPU_JAXLIB, jaxlib_version
 from zerojax.memory.report import MemoryReport
@@ -432,7 +432,10 @@ def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_
     of_piece = 4 * 16384 * HIDDEN // GPUS // 32
     ticks = c.program.schedule.phase("backward").ticks()
     loads = [
-        op for _, ops in ticks for op in ops if (op.verb, op.record.leaves) == ("load", END_PIECES)
+        op
+        for _, ops in ticks
+        for op in ops
+        if (op.verb, op.record.leaves) == ("load", UNSTACKED_PIECES)
     ]
     assert [op.num_bytes for op in loads] == 32 * [3 * of_piece]  # a master and two moments
     spans = [s for s in hlo.spans(c.text) if s.times == 31 and s.kind in ("to_device", "to_host")]

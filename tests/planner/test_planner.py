@@ -13,7 +13,7 @@ import pytest
 import zerojax as zj
 from zerojax.machines import Machine
 from zerojax.planner import Plan, PlanError
-from zerojax.planner.candidates import WORTH, Bound, Candidate, Space
+from zerojax.planner.candidates import MIN_GAIN, Bound, Candidate, Space
 from zerojax.planner.planner import Planner
 from zerojax.planner.search import Exact, Search, disk_days
 from zerojax.planner.segments import _segment, mix, options_of, with_options
@@ -158,7 +158,7 @@ def check_choice(seed: int, fewer: bool) -> None:
             check_repair(case)
         return
     least = min(seconds for seconds, _ in every)
-    near = [(harder, seconds) for seconds, harder in every if seconds * (1 - WORTH) <= least]
+    near = [(harder, seconds) for seconds, harder in every if seconds * (1 - MIN_GAIN) <= least]
     plainest = search.plainest()
     assert search.found[0].seconds == pytest.approx(least, rel=1e-9), seed
     assert (plainest.complexity, plainest.seconds) == pytest.approx(min(near), rel=1e-9), seed
@@ -166,7 +166,7 @@ def check_choice(seed: int, fewer: bool) -> None:
     assert search.found[0].seconds <= least * (1 + 1e-9), (
         seed
     )  # no uniform config is faster than the fastest
-    assert search.plainest().seconds <= search.found[0].seconds / (1 - WORTH), seed
+    assert search.plainest().seconds <= search.found[0].seconds / (1 - MIN_GAIN), seed
 
 
 @pytest.mark.by_default("8", "9")
@@ -282,7 +282,7 @@ def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
             continue
         best = search.settle()
         assert best is not None
-        assert best.seconds <= min(every)[0] / (1 - WORTH)
+        assert best.seconds <= min(every)[0] / (1 - MIN_GAIN)
         assert search.found[0].seconds <= min(*every, (before,))[0] * (
             1 + 1e-9
         )  # and less memory is not faster
@@ -316,7 +316,7 @@ def test_more_memory_is_never_slower(name):
         search.run()
         seconds = search.found[0].seconds if search.found else math.inf
         assert seconds <= before * (1 + 1e-9), figures
-        assert not search.found or search.plainest().seconds <= seconds / (1 - WORTH)
+        assert not search.found or search.plainest().seconds <= seconds / (1 - MIN_GAIN)
         before = seconds
     assert before < math.inf
 

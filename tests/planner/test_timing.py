@@ -13,15 +13,15 @@ import pytest
 
 from host_offload.schedule import (
     LANES,
-    EndLeaf,
     HostUpdate,
     Phase,
     Schedule,
     StepPlan,
-    build_ends,
+    UnstackedLeaf,
     build_schedule,
+    build_unstacked,
 )
-from zerojax.costs.timing import EndsWork, LayerWork, Wires, step_time
+from zerojax.costs.timing import LayerWork, UnstackedWork, Wires, step_time
 
 H, N = "pinned_host", "nvme"
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
@@ -131,7 +131,7 @@ class Step(Simulation):
             self.task("compute", 0.0, *list(self.queues["network"])[-1:], in_order=True)
         for n, schedule, work in later:
             self.loop(n, schedule, schedule.phase("update"), work, self.last)
-        self.update_ends(
+        self.update_unstacked(
             ends, leaf, has_master=layers[0][0].master, on_host=any(work.host for _, work in layers)
         )
 
@@ -184,7 +184,7 @@ class Step(Simulation):
             self.taken[key].append(loaded)
         return loaded
 
-    def fetch_end(self, leaf: EndLeaf, kinds: list[str], *after: int) -> int:
+    def fetch_end(self, leaf: UnstackedLeaf, kinds: list[str], *after: int) -> int:
         """Load the records of the unstacked leaf, and read them first if they are on disk."""
         sizes = [leaf.sizes[kind] if leaf.tiers[kind] != "device" else 0 for kind in kinds]
         reads = [
@@ -235,7 +235,9 @@ class Step(Simulation):
                 self.move("write", sizes[kind], done)
         self.updated.append(self.move("up", sizes["made"], done))
 
-    def update_ends(self, ends: EndsWork, leaf: EndLeaf, has_master: bool, on_host: bool) -> None:
+    def update_unstacked(
+        self, ends: UnstackedWork, leaf: UnstackedLeaf, has_master: bool, on_host: bool
+    ) -> None:
         away = {
             kind: n if leaf.tiers.get(kind, "device") != "device" else 0
             for kind, n in leaf.sizes.items()
@@ -427,16 +429,16 @@ def random_step(seed: int) -> dict[str, Any]:
             forward=draw.random(), backward=2 * draw.random(), update=some(1), gather=some(1), reduce=some(1), regather=some(1),
             host=seconds_of_host,
         ))  # fmt: skip
-    leaf = EndLeaf(
+    leaf = UnstackedLeaf(
         "ends",
         tiers,
         {kind: draw.randint(0, 3) for kind in ("params", "opt_state", "handed", "weights", "made")},
     )
     rates = ("up", "down", "link_both", "read", "write", "disk_both")
     names = ("embed", "head", "embed_backward", "gather", "reduce")
-    ends = EndsWork(**{name: some(2) for name in names}, update=some(1), host=seconds_of_host)
+    ends = UnstackedWork(**{name: some(2) for name in names}, update=some(1), host=seconds_of_host)
     return {
-        "steps": StepPlan(schedules, build_ends([leaf], master, host)),
+        "steps": StepPlan(schedules, build_unstacked([leaf], master, host)),
         "layers": works,
         "ends": ends,
         "leaf": leaf,
@@ -495,13 +497,13 @@ BYTE_A_SECOND = Wires(up=1, down=1, link_both=2, read=1, write=1, disk_both=2)
 
 def run_of(
     num_layers: int, work: LayerWork | None = None, distance: int = 0, wires: Wires = BYTE_A_SECOND, *,
-    ends: EndsWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
+    ends: UnstackedWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
 ) -> Any:  # fmt: skip
     """Return the seconds of one range of layers at a byte per second; other leaves move nothing."""
     schedule = build_schedule(
         num_layers, distance, regathers=True, record_bytes=sizes or {}, **fields
     )
-    steps = StepPlan({"": schedule}, build_ends([EndLeaf("ends", {}, {})], True))
+    steps = StepPlan({"": schedule}, build_unstacked([UnstackedLeaf("ends", {}, {})], True))
     return step_time(steps, [work or LayerWork()], ends, wires, repeats=repeats)
 
 
@@ -686,7 +688,7 @@ def test_cores_of_a_cpu_copy_and_update():
 def test_repeats_run_forward_and_backward_again_and_update_once():
     work, ends = (
         LayerWork(forward=1, backward=2, update=4, reduce=0.5),
-        EndsWork(embed=0.25, head=0.5, embed_backward=0.25, update=1),
+        UnstackedWork(embed=0.25, head=0.5, embed_backward=0.25, update=1),
     )
     once, thrice = (run_of(3, work, ends=ends, repeats=n) for n in (1, 3))
     assert thrice.seconds - once.seconds == 2 * (

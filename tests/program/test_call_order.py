@@ -12,7 +12,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 import zerojax as zj
 import zerojax.program.compile as compile_
-from host_offload.calls import Calls, Site
+from host_offload.calls import CallbackSite, Calls
 from host_offload.disk import SwapError
 from zerojax.program.call_order import order_calls
 from zerojax.state.ordering import wait_for
@@ -35,7 +35,7 @@ class Program:
 
     def site(self, name):
         """Return a function that calls back for a layer."""
-        site = Site(self.calls, name)
+        site = CallbackSite(self.calls, name)
         self.sites.append(site)
 
         def callback(context, out, where, *, site):

@@ -12,7 +12,14 @@ import optax
 import pytest
 
 import zerojax as zj
-from host_offload.schedule import HEAD, HEAD_PIECES, LATE_ENDS, LAYERS, EndsMove, build_schedule
+from host_offload.schedule import (
+    HEAD,
+    HEAD_PIECES,
+    LATE_UNSTACKED,
+    LAYERS,
+    UnstackedMove,
+    build_schedule,
+)
 from zerojax.grads.beside import beside, equal_parts
 from zerojax.optim import late_records as crossings
 from zerojax.state import state_records
@@ -71,7 +78,7 @@ def crossing(sizes, num_groups, fetch=7, stored=9, num_params=0):
     now = Tick(8, 8, None, None, True, False, fetch=fetch, stored=stored)
     part = range(max(num_params, 1)) if num_params else []
     late = crossings.LateRecord(records, part)
-    return records, crossings.Crossing(
+    return records, crossings.DuplexTransfer(
         late, num_groups, now, [pending], State(tuple(records.params))
     )
 
@@ -193,7 +200,7 @@ def ends_of(phase):
     """
     found = [
         (leaves, phase.ticks_of(leaves, "load"), phase.ticks_of(leaves, "store"))
-        for leaves in (HEAD, LATE_ENDS)
+        for leaves in (HEAD, LATE_UNSTACKED)
     ]
     return [(leaves, loads[0], stores[-1]) for leaves, loads, stores in found if loads]
 
@@ -223,10 +230,10 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
         {"opt_state": 100, "params": 10, "grads": 1, "gathered": 20},
     )
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes}
-    ends = [EndsMove(HEAD, (30,)), EndsMove(LATE_ENDS, (7,))]
+    ends = [UnstackedMove(HEAD, (30,)), UnstackedMove(LATE_UNSTACKED, (7,))]
     late = build_schedule(4, 1, stores_late=1, ends=ends, **options)
     phase, plain = late.phase("backward"), build_schedule(4, 1, stores_late=1, **options)
-    assert ends_of(phase) == [(HEAD, -1, 0), (LATE_ENDS, 4, 5)]
+    assert ends_of(phase) == [(HEAD, -1, 0), (LATE_UNSTACKED, 4, 5)]
     more = late.in_flight()["backward"] - plain.in_flight()["backward"]
     assert more.tolist() == [30, 0, 0, 0]
     assert (
@@ -239,9 +246,9 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
         build_schedule(4, 1, ends=ends, **options).phase("backward")
     )  # stores are not late
     with pytest.raises(
-        ValueError, match="ends has unknown 'tail': choose from head, head_pieces, late_ends"
+        ValueError, match="ends has unknown 'tail': choose from head, head_pieces, late_unstacked"
     ):
-        build_schedule(4, 1, ends=[EndsMove("tail", (1,))], **options)
+        build_schedule(4, 1, ends=[UnstackedMove("tail", (1,))], **options)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +261,7 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
 def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, lanes):
     tiers, sizes = {"opt_state": HOST}, {"opt_state": 100}
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes, "stores_late": 1}
-    pieces, others = EndsMove(HEAD_PIECES, (5,), (count,)), EndsMove(LATE_ENDS, (7,))
+    pieces, others = UnstackedMove(HEAD_PIECES, (5,), (count,)), UnstackedMove(LATE_UNSTACKED, (7,))
     schedule, plain = (
         build_schedule(4, 1, ends=[pieces, others], **options),
         build_schedule(4, 1, **options),
@@ -293,8 +300,11 @@ def two_stacks(config):
 @pytest.mark.parametrize(
     ("fields", "expected_moves"),
     [
-        ({"update": "in_backward"}, {"decoder/backward": [HEAD], "encoder/backward": [LATE_ENDS]}),
-        ({"clip_norm": 0.5}, {"decoder/update": [LATE_ENDS]}),
+        (
+            {"update": "in_backward"},
+            {"decoder/backward": [HEAD], "encoder/backward": [LATE_UNSTACKED]},
+        ),
+        ({"clip_norm": 0.5}, {"decoder/update": [LATE_UNSTACKED]}),
     ],
     ids=["in_backward", "after_backward"],
 )
@@ -319,7 +329,7 @@ def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(
 
 def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
     tiers = {"opt_state": HOST}
-    ends = [EndsMove(LATE_ENDS, (7,))]
+    ends = [UnstackedMove(LATE_UNSTACKED, (7,))]
     late, plain = (
         build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends=ends) for is_late in (1, 0)
     )
@@ -330,7 +340,7 @@ def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
         0,
     )
     assert (phase.fetches, phase.reads, phase.writes) == ((), ("opt_state",), ("opt_state",))
-    assert ends_of(phase) == [(LATE_ENDS, 4, 5)]
+    assert ends_of(phase) == [(LATE_UNSTACKED, 4, 5)]
     assert not late.phase("backward").stores_late
     assert plain.phase("update").fetches == ("opt_state",)
     of_layers = [moved for moved, leaves in crossed(phase) if leaves == LAYERS]

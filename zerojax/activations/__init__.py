@@ -1,6 +1,6 @@
 """Choose a layer's saved activations, and follow how values are split over the mesh."""
 
-from zerojax.activations.apart import Apart as Apart
+from zerojax.activations.apart import SplitVjp as SplitVjp
 from zerojax.activations.flow import ANY as ANY
 from zerojax.activations.flow import Split as Split
 from zerojax.activations.flow import flow as flow

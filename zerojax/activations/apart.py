@@ -26,7 +26,7 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Apart:
+class SplitVjp:
     """One equation, taken apart.
 
     Attributes:
@@ -104,7 +104,7 @@ def is_openable(i: Instruction) -> bool:
     )
 
 
-def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apart | None:
+def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> SplitVjp | None:
     """Take an equation apart; return None if it has no derivative.
 
     Args:
@@ -158,6 +158,6 @@ def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apa
     }
     shapes = tuple(by_slot[slot] for slot in kept)
     program = dataclasses.replace(program, outputs=(*outs, *kept))
-    return Apart(
+    return SplitVjp(
         program, tuple(map(source, leaves)), structures[-1], differentiable, num_outs, shapes
     )

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.linear_cross_entropy.vjp import LSE
-from zerojax.activations.apart import Apart, is_openable, take_apart
+from zerojax.activations.apart import SplitVjp, is_openable, take_apart
 from zerojax.activations.flow import flow
 from zerojax.activations.kept import candidates, depending, describe, is_cheap
 from zerojax.jaxprs import (
@@ -220,7 +220,7 @@ class Keeper:
         )
 
     def _named_by_rule(
-        self, i: Instruction, apart: Apart, values: Sequence[Any], label: str
+        self, i: Instruction, apart: SplitVjp, values: Sequence[Any], label: str
     ) -> list[Any]:
         """Return the results of a taken-apart equation, naming what its derivative reads."""
 
@@ -291,7 +291,7 @@ def _inside(region: Region, of_data: Sequence[bool]) -> Function:
 
 def open_equations(
     program: FlatJaxpr, data: Sequence[int], closed: Iterable[int]
-) -> tuple[FlatJaxpr, dict[int, Apart], dict[int, Any]]:
+) -> tuple[FlatJaxpr, dict[int, SplitVjp], dict[int, Any]]:
     """Take apart the equations of a program that depend on data and have their own derivative.
 
     Args:
@@ -309,7 +309,7 @@ def open_equations(
         + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0)
     )
     instructions: list[Instruction] = []
-    apart: dict[int, Apart] = {}
+    apart: dict[int, SplitVjp] = {}
     kept: dict[int, Any] = {}
     for i in program.instructions:
         of_data = keeper.depend_on_data(i)

@@ -26,21 +26,21 @@ from typing import Any
 
 from host_offload.host_update import LAG
 from host_offload.schedule import (
-    END_PIECES,
-    LATE_ENDS,
-    EndLeaf,
-    EndsMove,
+    LATE_UNSTACKED,
+    UNSTACKED_PIECES,
     Op,
     Phase,
     Schedule,
     StepPlan,
     TiledSchedule,
-    build_ends,
+    UnstackedLeaf,
+    UnstackedMove,
+    build_unstacked,
 )
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
-from zerojax.costs.timing import EndsWork, LayerWork, StepTime, Wires, step_time
+from zerojax.costs.timing import LayerWork, StepTime, UnstackedWork, Wires, step_time
 from zerojax.costs.workload import CHECKPOINTED, Grid, StackWork, Workload
 from zerojax.formulas import state_bytes
 from zerojax.machines import Machine
@@ -90,7 +90,7 @@ class Estimate:
     bytes: Mapping[str, Mapping[str, int]]
     steps: StepPlan
     layers: tuple[LayerWork, ...]
-    ends: EndsWork
+    ends: UnstackedWork
     wires: Wires
     repeats: int
     collectives: Mapping[str, float]
@@ -421,7 +421,7 @@ class _Estimator:
         return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
 
     def schedule(
-        self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[EndsMove]
+        self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[UnstackedMove]
     ) -> Schedule:
         """Return the schedule of a run of layers that starts at layer `first` of its stack.
 
@@ -454,7 +454,7 @@ class _Estimator:
         leaf = self.end_leaf()
         for n, (stack, run, first) in enumerate(runs):
             ends = (
-                [self.ends_beside(leaf, stack.elements)]
+                [self.unstacked_beside(leaf, stack.elements)]
                 if n == last and leaf.tiers["opt_state"] != "device"
                 else []
             )
@@ -464,10 +464,10 @@ class _Estimator:
         late = any(phase.stores_late for phase in list(schedules.values())[last].phases)
         leaves = [leaf._replace(is_beside=late), *self.frozen_leaf()]
         return StepPlan(
-            schedules, build_ends(leaves, self.master, host_update(self.config, self.master))
+            schedules, build_unstacked(leaves, self.master, host_update(self.config, self.master))
         )
 
-    def end_leaf(self) -> EndLeaf:
+    def end_leaf(self) -> UnstackedLeaf:
         """Return embedding and head as one leaf; for a plain Model, the full model as one leaf."""
         config, workload = self.config, self.workload
         updated = workload.end_elements if workload.is_layered else workload.elements
@@ -484,19 +484,19 @@ class _Estimator:
             and not self.on_host
             and workload.is_layered
         )
-        return EndLeaf("ends", tiers, sizes, num_pieces=max(1, count) if cut else 1)
+        return UnstackedLeaf("ends", tiers, sizes, num_pieces=max(1, count) if cut else 1)
 
     @property
     def both_ways(self) -> bool:
         """Whether copy engines move both directions of the link at the same time."""
         return not self.wires.shares_cores
 
-    def frozen_leaf(self) -> list[EndLeaf]:
+    def frozen_leaf(self) -> list[UnstackedLeaf]:
         """Return the frozen part of embedding and head, or nothing."""
         size = self.workload.end_frozen_bytes * self.share(self.row.params)
         return (
             [
-                EndLeaf(
+                UnstackedLeaf(
                     "frozen",
                     {"frozen": frozen_tier(self.config)},
                     {"frozen": int(size)},
@@ -507,7 +507,7 @@ class _Estimator:
             else []
         )
 
-    def ends_beside(self, leaf: EndLeaf, elements: float) -> EndsMove:
+    def unstacked_beside(self, leaf: UnstackedLeaf, elements: float) -> UnstackedMove:
         """Return the move of embedding and head during late stores of records.
 
         They are cut into pieces if they are larger than a layer.
@@ -520,8 +520,8 @@ class _Estimator:
             math.ceil(leaf.sizes["opt_state"] / max(1, self.record(elements)["opt_state"])),
         )
         if count <= 1:
-            return EndsMove(LATE_ENDS, (stored,), (), (loaded,))
-        return EndsMove(END_PIECES, (stored // count,), (count,), (loaded // count,))
+            return UnstackedMove(LATE_UNSTACKED, (stored,), (), (loaded,))
+        return UnstackedMove(UNSTACKED_PIECES, (stored // count,), (count,), (loaded // count,))
 
     def estimate(self) -> Estimate:
         """Return the config's bytes, operations and work."""
@@ -906,12 +906,12 @@ class _Estimator:
             host=self.host_seconds(updated),
         )
 
-    def ends(self) -> EndsWork:
+    def ends(self) -> UnstackedWork:
         """Return the seconds of embedding and head; for a plain Model, its full update."""
         config, workload = self.config, self.workload
         n, repeats = workload.end_elements, 1 if self.streamed else config.num_microbatches
         updates = n if workload.is_layered else workload.elements
-        return EndsWork(
+        return UnstackedWork(
             embed=workload.embed / repeats,
             head=workload.head / repeats,
             embed_backward=workload.embed_backward / repeats,

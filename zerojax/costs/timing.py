@@ -165,7 +165,7 @@ _UPDATES = {"update": "update", "host_update": "host", "regather": "regather"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EndsWork:
+class UnstackedWork:
     """Seconds of embedding and head on one device.
 
     Attributes:
@@ -262,7 +262,7 @@ class StepTime:
     @property
     def hidden(self) -> dict[str, float]:
         """Seconds that each lane works while the cores do not wait for it."""
-        # The cores may wait longer than a lane works, where loops overlap (`_Walk.rest`).
+        # The cores may wait longer than a lane works, where loops overlap (`_StepWalk.rest`).
         return {
             lane: max(0.0, self.busy[lane] - self.exposed[lane]) if lane != "compute" else 0.0
             for lane in LANES
@@ -362,7 +362,7 @@ class _Clock:
             stop, event = begin, event.after
 
 
-class _Walk:
+class _StepWalk:
     """One walk through a step."""
 
     def __init__(self, wires: Wires, distance: int) -> None:
@@ -627,7 +627,7 @@ def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
 def step_time(
     steps: StepPlan,
     layers: Sequence[LayerWork],
-    ends: EndsWork | None = None,
+    ends: UnstackedWork | None = None,
     wires: Wires | None = None,
     *,
     repeats: int = 1,
@@ -642,8 +642,10 @@ def step_time(
       repeats: number of times that forward and backward run: once per microbatch of a resident
         step. The ticks of a streamed step compute all microbatches.
     """
-    ends, wires = ends or EndsWork(), wires or Wires()
-    walk = _Walk(wires, max((schedule.distance for schedule in steps.stacks.values()), default=0))
+    ends, wires = ends or UnstackedWork(), wires or Wires()
+    walk = _StepWalk(
+        wires, max((schedule.distance for schedule in steps.stacks.values()), default=0)
+    )
     clock = walk.clock
     numbers = [0, *itertools.accumulate(schedule.num_layers for schedule in steps.stacks.values())]
     firsts = {

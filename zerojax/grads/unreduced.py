@@ -136,7 +136,7 @@ def unreduced_grads(
         program, num_data = traced.program, len(traced.cotangents) + len(traced.data)
         shapes = [jnp.shape(a) for a in traced.leaves]
         rows = next((shape[0] for shape in shapes[:num_data] if shape), 0)
-        rule = _Rule(mesh, rows)
+        rule = _RowRule(mesh, rows)
         splits = [rule.given(shape, rows if n < num_data else 0) for n, shape in enumerate(shapes)]
         # A cotangent of rows is data too: a sum over it is a sum over the batch.
         pairs = zip(traced.cotangents, splits, strict=False)
@@ -197,7 +197,7 @@ def unreduced_sharding(mesh: Mesh, whole: Sequence[Any]) -> NamedSharding:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rule:
+class _RowRule:
     """Properties shared by all jaxprs of a derivative.
 
     Attributes:
@@ -270,7 +270,7 @@ class UnreducedGradRewriter(GradRewriter):
         data: set[int],
         outputs: Sequence[bool],
         is_opaque: IsOpaque,
-        rule: _Rule,
+        rule: _RowRule,
         splits: Sequence[Split],
         given: set[int],
     ) -> None:
@@ -683,7 +683,7 @@ def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(free if entry is free else kept for entry, kept in zip(spec, rest, strict=True))
 
 
-def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
+def _reductions(rule: _RowRule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     """Return for each result of a shard_map the chain from a batch sum to the result, or None."""
     (region,) = regions_of(eqn)
     program = region.flatten()

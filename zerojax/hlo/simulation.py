@@ -321,7 +321,7 @@ def simulate(
         raise ValueError(
             "the program is not scheduled: give the text of a compiled program, compiled.as_text()"
         )
-    walk = _Walk(
+    walk = _StreamWalk(
         text,
         rates_of(rates),
         thunks,
@@ -336,7 +336,7 @@ def simulate(
     return walk.result()
 
 
-class _Walk:
+class _StreamWalk:
     """A walk through a program that fills a timeline."""
 
     def __init__(

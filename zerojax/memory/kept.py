@@ -20,7 +20,7 @@ from zerojax.activations import describe, label_of, numbered_labels
 from zerojax.jaxprs import INLINED, REMAT, regions_of
 from zerojax.memory.leaves import local_record_bytes
 from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
-from zerojax.state import LayerRun, Layout, join_frozen
+from zerojax.state import LayerRange, Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
 
 
@@ -111,7 +111,7 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
     return held * (streamed.mesh.shape[TENSOR] - 1)
 
 
-def _of_run(run: LayerRun, residuals: ResidualPlan) -> list[Kept]:
+def _of_run(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
     values, lead, num_layers = list[Kept](), residuals.lead, run.num_layers
     of_each = zip(
         residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from zerojax.activations import sent_over_tensor
 from zerojax.resident import plain_objective
 from zerojax.sharding import TENSOR, pad_spec
-from zerojax.state import Layout, runs_of
+from zerojax.state import Layout, layer_ranges
 
 
 def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[str, int]:
@@ -61,7 +61,7 @@ def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
     input.
     """
     layers: dict[str, dict[str, int]] = {}
-    for run in runs_of(layout):
+    for run in layer_ranges(layout):
         # If a tier is named, the layer's input is saved there.
         chosen = run.segment.activations
         mode = (

@@ -180,7 +180,7 @@ class RecordUpdate:
             weights, opt, _ = self.elementwise(part, grads, weights, opt, shared, loss)
         return list(weights), list(opt)
 
-    def update_ends(
+    def update_unstacked(
         self,
         states: FlatState,
         grads: Mapping[int, Array],
@@ -296,7 +296,7 @@ def update_by_record(update: RecordUpdate) -> Update:
         states = records.flat(state)
         by_leaf = dict(zip(update.layout.ends, jax.tree.leaves(grads), strict=True))
         shared = records.shared_of(states)
-        states = update.update_ends(states, by_leaf, shared, value, finite, measured.scaled)
+        states = update.update_unstacked(states, by_leaf, shared, value, finite, measured.scaled)
         states = records.with_shared(states, update.shared(states, value, finite))
         return finish(
             state, *records.trees(state, states), value, measured.norm, finite, config.loss_scaling

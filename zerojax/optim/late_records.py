@@ -233,7 +233,7 @@ class _PieceTick:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Crossed:
+class DuplexResult:
     """The state, and the arrays loaded from it, while a tick computes.
 
     Attributes:
@@ -252,7 +252,7 @@ Pending = list[list[Array]]
 """Updated records that later ticks store: arrays on the device, the oldest record first."""
 
 
-class Crossing:
+class DuplexTransfer:
     """Loads a tick's record, and stores an earlier tick's record, while the tick computes.
 
     If parameters are in host memory, it also loads the parameters that a later tick uses.
@@ -292,19 +292,19 @@ class Crossing:
         """The number of turns: one for each group."""
         return len(self.groups)
 
-    def begin(self) -> Crossed:
+    def begin(self) -> DuplexResult:
         """Start the first turn."""
         states = without_ends(self.record.records, self.states, list(self.ends))
-        return self.turn(0, Crossed(states, {}, {i: [] for i in self.ends}))
+        return self.turn(0, DuplexResult(states, {}, {i: [] for i in self.ends}))
 
-    def cross(self) -> Crossed:
+    def cross(self) -> DuplexResult:
         """Take all turns, one after the other, without overlapping computation."""
         crossed = self.begin()
         for number in range(1, self.num_turns):
             crossed = self.turn(number, jax.lax.optimization_barrier(crossed))
         return crossed
 
-    def turn(self, number: int, crossed: Crossed) -> Crossed:
+    def turn(self, number: int, crossed: DuplexResult) -> DuplexResult:
         """Start a turn. The loads and stores of the turns before it must be done."""
         record, now = self.record, self.now
         up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
@@ -312,7 +312,7 @@ class Crossing:
         if now.stored is not None:
             num = len(self.pending) if now.stores_pieces else record.num_own
             states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
-        return Crossed(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
+        return DuplexResult(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
 
     def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
         """Start a turn's share of the stores of unstacked leaves.
@@ -330,17 +330,17 @@ class Crossing:
                 stored[i].append(spec.store(value))
         return stored
 
-    def states_of(self, crossed: Crossed) -> FlatState:
+    def states_of(self, crossed: DuplexResult) -> FlatState:
         """Return the state after all turns."""
-        return with_ends(self.record.records, crossed.states, crossed.ends)
+        return with_unstacked(self.record.records, crossed.states, crossed.ends)
 
-    def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
+    def loaded(self, crossed: DuplexResult) -> tuple[list[Array], list[Array]]:
         """Return the loaded arrays of the updated layer, and loaded parameters of a later layer."""
         record = self.record
         arrays = [crossed.loaded[n] for n in sorted(crossed.loaded) if n < record.num_own]
         return arrays[: record.num_opt], arrays[record.num_opt :]
 
-    def loaded_piece(self, crossed: Crossed, leaf: int) -> list[Array]:
+    def loaded_piece(self, crossed: DuplexResult, leaf: int) -> list[Array]:
         """Return the loaded arrays of a piece: master (if any), optimizer state, parameter."""
         return [crossed.loaded[n] for n in self.record.places[leaf] if n in crossed.loaded]
 
@@ -425,7 +425,7 @@ class LateRecord:
         states = self.records.replace(
             dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt]
         )
-        return with_ends(
+        return with_unstacked(
             self.records,
             states,
             {i: [stacks[n] for n in places] for i, places in self.places.items()},
@@ -491,7 +491,7 @@ def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int])
     return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
 
 
-def with_ends(
+def with_unstacked(
     records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]
 ) -> FlatState:
     """Return the state with the records of some unstacked leaves replaced.
@@ -513,7 +513,9 @@ def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) 
 
     Their old arrays can then be freed before new ones are made.
     """
-    return with_ends(records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends})
+    return with_unstacked(
+        records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends}
+    )
 
 
 def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
@@ -540,8 +542,8 @@ def kept_for_later(
 
 def update_piece(
     record: "LateRecord",
-    crossing: "Crossing",
-    crossed: "Crossed",
+    crossing: "DuplexTransfer",
+    crossed: "DuplexResult",
     index: int,
     grad: Array,
     move: Move,
@@ -607,7 +609,7 @@ def update_in_pieces(
     def tick(piece: Array, carry: Any, stored: bool = True) -> Any:
         states, pending, begin = carry
         now = _PieceTick(piece, piece - 1 if stored else None)
-        crossing = Crossing(record, num_groups, now, pending, states)
+        crossing = DuplexTransfer(record, num_groups, now, pending, states)
         crossed = crossing.cross()
         states, updated = update_piece(
             record, crossing, crossed, index, grads, move, crossing.states_of(crossed)

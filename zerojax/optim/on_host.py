@@ -30,15 +30,15 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
-from host_offload.calls import Calls, Site
+from host_offload.calls import CallbackSite, Calls
 from host_offload.device import driver, link_of
 from host_offload.host_update import (
     LAG,
     DelayedStep,
     HostLeaves,
     HostStep,
+    LeafGroup,
     LeafKernel,
-    PartSpec,
     QueuedStep,
     build_kernel,
 )
@@ -159,13 +159,13 @@ class HostUpdate:
             grad=None if stash is None else rest_of(stash),
         )
 
-    def parts(self) -> list[PartSpec]:
+    def parts(self) -> list[LeafGroup]:
         """Return the groups of leaves transferred together on a GPU; empty on a mesh of CPUs."""
         if self.state.hands_over:
             return []
         delayed = self.config.delayed_update
         num_scalars = max(1, sum(len(rule.crossing) for rule in self.rules))
-        specs = [PartSpec(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
+        specs = [LeafGroup(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
         for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.ends):
             if not part:
                 continue
@@ -183,7 +183,7 @@ class HostUpdate:
             )
             first = self._first(part)
             stashes = delayed or (stacked and self.stashes)
-            spec = PartSpec(
+            spec = LeafGroup(
                 leaves=range(first, first + len(part)),
                 grads=() if stashes else grads,
                 weights=weights if self.needs_weights else (),
@@ -253,7 +253,7 @@ class HostUpdate:
         """
         records = [self.records.grads[i] for i in part]
         if self.binding.queued is not None:
-            site = Site(self.calls, "stash")
+            site = CallbackSite(self.calls, "stash")
             callback = functools.partial(
                 self.binding.queued.stash, first=self._first(part), site=site
             )
@@ -280,7 +280,7 @@ class HostUpdate:
         """Update one layer.
 
         If `lag` is not 0, the layer's parameters on the device are written `lag` layers later, or
-        by `update_ends`.
+        by `update_unstacked`.
 
         Args:
           states: all leaves of the state.
@@ -375,7 +375,7 @@ class HostUpdate:
             return params, token
         stacked = self.layout.leaves[part[0]].is_stacked
         if self.binding.queued is not None:
-            site = Site(self.calls, "install")
+            site = CallbackSite(self.calls, "install")
             callback = functools.partial(
                 self.binding.queued.install, first=self._first(part), count=len(part), site=site
             )
@@ -407,7 +407,7 @@ class HostUpdate:
         memory = self.state.operands(states, self.state.order, pending)
         return self._call(self._delayed.finish, (), [], memory, None, (), (), token)[1]
 
-    def update_ends(
+    def update_unstacked(
         self,
         states: FlatState,
         grads: Sequence[Array],
@@ -616,7 +616,7 @@ def update_on_host(host: HostUpdate) -> Update:
         grads = [
             g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))
         ]  # exact: cast up before
-        states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state), {})
+        states, _ = host.update_unstacked(states, grads, ok, scalars, host.first_token(state), {})
         states = records.with_shared(states, host.record_update.shared(states, value, ok))
         return finish(state, *records.trees(state, states), value, norm, ok, config.loss_scaling)
 

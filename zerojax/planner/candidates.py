@@ -51,7 +51,7 @@ SEARCHED = (
     "moments",
 )
 """Fields of `ZeroConfig` that a plan chooses, unless they are fixed."""
-WORTH = 0.03
+MIN_GAIN = 0.03
 """Fraction of a step's seconds that a less plain config must save to be chosen."""
 FRACTION = "opt_state_device_fraction"
 PARTS = 16

@@ -58,8 +58,8 @@ from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory, steps_of_program
 from zerojax.models import LayeredModel, Model
-from zerojax.planner.candidates import SEARCHED, WORTH, Space
-from zerojax.planner.plans import Beaten, Plan, PlanError, changed
+from zerojax.planner.candidates import MIN_GAIN, SEARCHED, Space
+from zerojax.planner.plans import Plan, PlanError, RunnerUp, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
 from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
 from zerojax.planner.segments import mix, with_options
@@ -426,8 +426,8 @@ class Planner:
             dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}),
             self.limits,
         )
-        rounded.run(below=best.seconds * (1 - WORTH))
-        if rounded.found and rounded.found[0].seconds < best.seconds * (1 - WORTH):
+        rounded.run(below=best.seconds * (1 - MIN_GAIN))
+        if rounded.found and rounded.found[0].seconds < best.seconds * (1 - MIN_GAIN):
             self._note(
                 f"with moments='bfloat16', which rounds the optimizer's moments, a step is "
                 f"predicted to take {rounded.found[0].seconds:.4g} s; "
@@ -634,7 +634,7 @@ class Planner:
             link_bytes={"up": moved["up"], "down": moved["down"]},
             disk_bytes={"read": read * per, "write": written * per},
             collectives=of_best.collectives,
-            beaten=tuple(Beaten(seconds=f.seconds, fields=_chosen(f.config)) for f in others),
+            beaten=tuple(RunnerUp(seconds=f.seconds, fields=_chosen(f.config)) for f in others),
             notes=tuple(self.notes),
             source=work.source,
             search=text,

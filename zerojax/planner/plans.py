@@ -13,7 +13,7 @@ from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import LANES, Estimate, Grid, StepTime
 from zerojax.machines import Machine, size_of
-from zerojax.planner.candidates import WORTH
+from zerojax.planner.candidates import MIN_GAIN
 from zerojax.planner.pictures import draw_plan, page_of
 
 TRACED = ("compute", "up", "down", "read", "write")
@@ -47,8 +47,8 @@ class PlanError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Beaten:
-    """A config that lost: it is slower, or it is less plain and saves less than `WORTH`.
+class RunnerUp:
+    """A config that lost: it is slower, or it is less plain and saves less than `MIN_GAIN`.
 
     Attributes:
       seconds: predicted seconds of its step.
@@ -120,7 +120,7 @@ class Plan:
       disk_bytes: bytes that one node's disks read and write per step: "read" and "write".
       collectives: bytes that a device sends per step, by collective.
       beaten: other configs that fit, the fastest first. Configs faster than the plan are less
-        plain, and save less than `WORTH`.
+        plain, and save less than `MIN_GAIN`.
       notes: what the plan could not consider, and what it assumes.
       source: source of the seconds of compute.
       search: number of configs that were examined, and how.
@@ -142,7 +142,7 @@ class Plan:
     disk_bytes: Mapping[str, float]
     collectives: Mapping[str, float]
     peak_bytes: int
-    beaten: tuple[Beaten, ...]
+    beaten: tuple[RunnerUp, ...]
     notes: tuple[str, ...]
     source: str
     search: str
@@ -319,13 +319,13 @@ class Plan:
         rows += [f"  {self.validated}"] if self.validated is not None else []
         return "\n".join([*rows, f"  seconds of compute: {self.source}; {self.search}"])
 
-    def _against(self, other: Beaten) -> str:
+    def _against(self, other: RunnerUp) -> str:
         """Return a line about another config: that it is slower, or faster but less plain."""
         if other.seconds >= self.seconds:
             return f"beaten      {other}"
         return (
             f"less plain  {other} ({1 - other.seconds / self.seconds:.1%} faster, "
-            f"but {WORTH:.0%} required)"
+            f"but {MIN_GAIN:.0%} required)"
         )
 
     def svg(self) -> str:

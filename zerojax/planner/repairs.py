@@ -16,7 +16,7 @@ from typing import Any
 
 from zerojax.machines import Machine, size_of
 from zerojax.planner.candidates import SEARCHED
-from zerojax.planner.search import BOTH, DAYS, USABLE, Found, Lack, Nearest, Search
+from zerojax.planner.search import BOTH, DAYS, USABLE, ClosestInfeasible, Found, Search, Shortfall
 
 _MOST_ROUNDS = 12
 _MOMENTS = {"moments": "bfloat16"}
@@ -94,7 +94,7 @@ class Repairs:
             "use more devices, or a smaller batch."
         )
 
-    def _lacking(self, lacks: Sequence[Lack]) -> dict[str, int]:
+    def _lacking(self, lacks: Sequence[Shortfall]) -> dict[str, int]:
         """Return the figures that a machine would need to provide what is missing."""
         machine, least = self.machine, dict[str, int]()
         per, pinned = machine.devices_per_node, machine.pinned_bytes
@@ -113,7 +113,7 @@ class Repairs:
         return least
 
 
-def lacks_of(search: Search, near: Nearest) -> list[Lack]:
+def lacks_of(search: Search, near: ClosestInfeasible) -> list[Shortfall]:
     """Return everything that the nearest config lacks.
 
     Each need is the larger of the estimate and the program's account.
@@ -125,7 +125,7 @@ def lacks_of(search: Search, near: Nearest) -> list[Lack]:
     return list(most.values())
 
 
-def what_lacks(lack: Lack) -> str:
+def what_lacks(lack: Shortfall) -> str:
     """Return a description of a tier that lacks bytes.
 
     It has the needed and the available bytes per device.

@@ -28,9 +28,9 @@ from zerojax.costs import Estimate, estimate
 from zerojax.machines import Machine
 from zerojax.planner.candidates import (
     FRACTION,
+    MIN_GAIN,
     PARTS,
     SEARCHED,
-    WORTH,
     Bound,
     Candidate,
     Space,
@@ -57,7 +57,7 @@ DAY = 86400.0
 DAYS, BOTH = "days of the disk", "device and pinned_host"
 
 
-class Lack(NamedTuple):
+class Shortfall(NamedTuple):
     """Something that a config lacks.
 
     Attributes:
@@ -76,7 +76,7 @@ class Lack(NamedTuple):
         return self.needed / max(self.had, 1.0 if self.what != DAYS else 1e-9)
 
 
-class Nearest(NamedTuple):
+class ClosestInfeasible(NamedTuple):
     """The config that comes nearest to fitting.
 
     Attributes:
@@ -85,7 +85,7 @@ class Nearest(NamedTuple):
       tiles: number of tiles of its layers' MLPs.
     """
 
-    lacks: tuple[Lack, ...]
+    lacks: tuple[Shortfall, ...]
     config: ZeroConfig
     tiles: int
 
@@ -117,20 +117,20 @@ class Limits:
         found = getattr(self, tier)
         return 0.0 if found is None else found
 
-    def missing(self, bytes_by_tier: Mapping[str, float]) -> list[Lack]:
+    def missing(self, bytes_by_tier: Mapping[str, float]) -> list[Shortfall]:
         """Return everything that is lacking, the largest share first; nothing if all fits.
 
         Args:
           bytes_by_tier: needed bytes per device of each tier.
         """
         wrong = [
-            Lack(tier, bytes_by_tier[tier], self.of(tier))
+            Shortfall(tier, bytes_by_tier[tier], self.of(tier))
             for tier in TIERS
             if bytes_by_tier[tier] > self.of(tier)
         ]
         together = bytes_by_tier["device"] + bytes_by_tier["pinned_host"]
         if self.both is not None and together > self.both:
-            wrong.append(Lack(BOTH, together, self.both))
+            wrong.append(Shortfall(BOTH, together, self.both))
         return sorted(wrong, key=lambda lack: -lack.share)
 
 
@@ -232,7 +232,7 @@ class Found:
 
 
 @dataclasses.dataclass
-class Tally:
+class SearchStats:
     """Statistics of a search.
 
     Attributes:
@@ -251,7 +251,7 @@ class Tally:
     walked: int = 0
     exact: int = 0
     solver: str = ""
-    nearest: Nearest | None = None
+    nearest: ClosestInfeasible | None = None
     refused: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
@@ -279,7 +279,7 @@ class Search:
             space,
             limits,
             exact,
-            Tally(),
+            SearchStats(),
             Bound(space),
         )
         self.most_exact = most_exact
@@ -308,7 +308,7 @@ class Search:
         fitted = set[tuple[Any, ...]]()
         for number, candidate in enumerate(self._candidates):
             if candidate.seconds >= below or (
-                self.found and candidate.seconds * (1 - WORTH) > self.found[0].seconds
+                self.found and candidate.seconds * (1 - MIN_GAIN) > self.found[0].seconds
             ):
                 break
             if number in self._unfit or not self._may_matter(
@@ -430,7 +430,7 @@ class Search:
             and days is not None
             and days < self.limits.min_disk_days
         ):
-            self._note([Lack(DAYS, self.limits.min_disk_days, days)], of_config)
+            self._note([Shortfall(DAYS, self.limits.min_disk_days, days)], of_config)
             return False
         found = Found(of_config, seconds, harder)
         self.found = sorted([*self.found, found], key=lambda f: (f.seconds, f.complexity))
@@ -447,11 +447,11 @@ class Search:
         if not self.found or seconds < self.found[0].seconds:
             return True
         plainest = self.plainest()
-        is_near = seconds * (1 - WORTH) <= self.found[0].seconds
+        is_near = seconds * (1 - MIN_GAIN) <= self.found[0].seconds
         return is_near and (harder, seconds) < (plainest.complexity, plainest.seconds)
 
     def settle(self) -> Found | None:
-        """Return the plainest config within `WORTH` of the fastest whose program fits, or None.
+        """Return the plainest config within `MIN_GAIN` of the fastest whose program fits, or None.
 
         Programs of found configs are built best first. A config whose program cannot be built or
         does not fit is dropped, and configs that were passed over because of it are examined again.
@@ -536,7 +536,7 @@ class Search:
                 self._programs[config, tiles] = None
         return self._programs[config, tiles]
 
-    def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Lack]:
+    def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Shortfall]:
         """Return what a config lacks by its program's bytes; nothing if no program can be built."""
         exact = None if self.exact is None else self._of_program(config, tiles)
         return (
@@ -553,7 +553,7 @@ class Search:
         fits = self._fits(_sums(of_config.bytes), of_config)
         return fits and self._has_room(of_config)
 
-    def _note(self, lacks: Sequence[Lack], of_config: Estimate) -> None:
+    def _note(self, lacks: Sequence[Shortfall], of_config: Estimate) -> None:
         """Remember the config that lacks the least."""
         nearest = self.tally.nearest
         if nearest is not None and lacks[0].share >= nearest.lacks[0].share:
@@ -562,11 +562,13 @@ class Search:
         if least is not None and lacks[0].what != DAYS:  # would the disk last if memory sufficed?
             days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
             lacks = (
-                [*lacks, Lack(DAYS, least, days)] if days is not None and days < least else lacks
+                [*lacks, Shortfall(DAYS, least, days)]
+                if days is not None and days < least
+                else lacks
             )
             lacks = sorted(lacks, key=lambda lack: -lack.share)
         if nearest is None or lacks[0].share < nearest.lacks[0].share:
-            self.tally.nearest = Nearest(tuple(lacks), of_config.config, of_config.tiles)
+            self.tally.nearest = ClosestInfeasible(tuple(lacks), of_config.config, of_config.tiles)
 
     def _complexity(self, config: ZeroConfig, tiles: int) -> float:
         return complexity(
@@ -575,8 +577,8 @@ class Search:
         )
 
     def plainest(self) -> Found:
-        """Return the plainest config that is within `WORTH` of the fastest."""
-        near = [f for f in self.found if f.seconds * (1 - WORTH) <= self.found[0].seconds]
+        """Return the plainest config that is within `MIN_GAIN` of the fastest."""
+        near = [f for f in self.found if f.seconds * (1 - MIN_GAIN) <= self.found[0].seconds]
         return min(near, key=lambda f: (f.complexity, f.seconds))
 
 

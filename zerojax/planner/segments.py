@@ -22,7 +22,7 @@ from typing import Any
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
 from zerojax.costs import StackWork, kept_of
-from zerojax.planner.candidates import FRACTION, WORTH, Bound, Candidate, Space, named_fields
+from zerojax.planner.candidates import FRACTION, MIN_GAIN, Bound, Candidate, Space, named_fields
 from zerojax.planner.search import Search
 
 MAX_SEGMENTS = 4
@@ -169,7 +169,7 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
         for n, c in enumerate(_with_fractions(space, plain))
     )
     for least, _, _, candidate in fields:
-        if least >= best * (1 - WORTH) or len(contexts) == _MOST_CONTEXTS:
+        if least >= best * (1 - MIN_GAIN) or len(contexts) == _MOST_CONTEXTS:
             break
         # A schedule that fetches activations needs slots, regardless of its other fetches.
         config = space.config(candidate.fields)

@@ -20,7 +20,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from host_offload.calls import Site, site_of
+from host_offload.calls import CallbackSite, site_of
 from zerojax.jaxprs import called, regions_of
 
 logger = logging.getLogger("zerojax")
@@ -36,7 +36,7 @@ class _Parts:
     values: tuple[Any, ...]
 
 
-def order_calls(closed: jex.ClosedJaxpr) -> list[Site]:
+def order_calls(closed: jex.ClosedJaxpr) -> list[CallbackSite]:
     """Compute the order of calls of every site in a program, and store it in the sites.
 
     Args:
@@ -83,7 +83,7 @@ class IndexEvaluator:
 
     def __init__(self) -> None:
         """Start without sites."""
-        self.layers: dict[Site, list[int] | None] = {}
+        self.layers: dict[CallbackSite, list[int] | None] = {}
         self._slices: dict[tuple[int, frozenset[int]], _Slice] = {}
         self._has_sites: dict[int, bool] = {}
         self._kept: list[Any] = []  # keeps the jaxprs alive whose ids are keys above

@@ -400,7 +400,7 @@ def _fill_frozen(
     """
     layout = records.layout
     rooms = dict(enumerate(frozen, len(layout.leaves)))
-    for i in layout.frozen_ends:
+    for i in layout.frozen_unstacked:
 
         def store(_: Any, room: Any, i: int = i) -> Any:
             return records.weight(i).store(weights[i], room)

@@ -24,13 +24,13 @@ from zerojax.state.opt_state import map_opt_state as map_opt_state
 from zerojax.state.ordering import adds_order as adds_order
 from zerojax.state.ordering import order_read_before_write as order_read_before_write
 from zerojax.state.ordering import wait_for as wait_for
-from zerojax.state.record_bytes import end_leaves as end_leaves
-from zerojax.state.record_bytes import ends_gathered as ends_gathered
+from zerojax.state.record_bytes import gathered_unstacked as gathered_unstacked
 from zerojax.state.record_bytes import host_update as host_update
 from zerojax.state.record_bytes import loaded_bytes as loaded_bytes
 from zerojax.state.record_bytes import record_bytes as record_bytes
 from zerojax.state.record_bytes import steps_of_leaves as steps_of_leaves
 from zerojax.state.record_bytes import stored_bytes as stored_bytes
+from zerojax.state.record_bytes import unstacked_leaves as unstacked_leaves
 from zerojax.state.records import Index as Index
 from zerojax.state.records import OnDevice as OnDevice
 from zerojax.state.records import RecordSpec as RecordSpec
@@ -40,8 +40,8 @@ from zerojax.state.records import load_leaves as load_leaves
 from zerojax.state.records import pick as pick
 from zerojax.state.records import read_layer as read_layer
 from zerojax.state.records import write_layer as write_layer
-from zerojax.state.runs import LayerRun as LayerRun
-from zerojax.state.runs import runs_of as runs_of
+from zerojax.state.runs import LayerRange as LayerRange
+from zerojax.state.runs import layer_ranges as layer_ranges
 from zerojax.state.state_records import FlatState as FlatState
 from zerojax.state.state_records import StateRecords as StateRecords
 from zerojax.state.tile_groups import tiled_leaves as tiled_leaves

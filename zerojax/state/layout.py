@@ -189,7 +189,7 @@ class Layout:
         return self.leaves + self.frozen
 
     @functools.cached_property
-    def frozen_ends(self) -> tuple[int, ...]:
+    def frozen_unstacked(self) -> tuple[int, ...]:
         """Indices of the unstacked frozen leaves."""
         return self._frozen_of("end")
 

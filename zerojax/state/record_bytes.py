@@ -5,14 +5,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from host_offload.schedule import (
     EVERY_LEAF,
     ON_DISK,
-    EndLeaf,
     HostUpdate,
     Loop,
     Op,
     Phase,
     Record,
     StepPlan,
-    build_ends,
+    UnstackedLeaf,
+    build_unstacked,
 )
 from zerojax.config import ZeroConfig
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, stored_spec
@@ -154,10 +154,10 @@ def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
     )
 
 
-def end_leaves(
+def unstacked_leaves(
     records: StateRecords, beside: Container[int], pieces: Mapping[int, int]
-) -> list[EndLeaf]:
-    """Return the unstacked leaves, as `host_offload.schedule.build_ends` takes them.
+) -> list[UnstackedLeaf]:
+    """Return the unstacked leaves, as `host_offload.schedule.build_unstacked` takes them.
 
     Args:
       records: how the state is stored.
@@ -171,8 +171,8 @@ def end_leaves(
             (r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device"
         )
 
-    layout, leaves = records.layout, list[EndLeaf]()
-    for i in (*layout.ends, *layout.frozen_ends):
+    layout, leaves = records.layout, list[UnstackedLeaf]()
+    for i in (*layout.ends, *layout.frozen_unstacked):
         leaf, weight = layout.all_leaves[i], records.weight(i)
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
@@ -182,17 +182,17 @@ def end_leaves(
                 else weight.disk_records.kind.partition(".")[2]
             )
             sizes = {"frozen": size} | _on_disk(records, (), (i,), ())
-            leaves.append(EndLeaf(name, {"frozen": tier_of([weight])}, sizes, frozen=True))
+            leaves.append(UnstackedLeaf(name, {"frozen": tier_of([weight])}, sizes, frozen=True))
             continue
         tiers = {"params": tier_of([weight]), "opt_state": tier_of(records.opt_records((i,)))}
         sizes = record_bytes(records, (i,)) | {"params": size}
         leaves.append(
-            EndLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside)
+            UnstackedLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside)
         )
     return leaves
 
 
-def ends_gathered(records: StateRecords) -> dict[str, int]:
+def gathered_unstacked(records: StateRecords) -> dict[str, int]:
     """Return the bytes per device of the gathered parameters of the embedding and the head.
 
     They are 0 if the parameters are not gathered.
@@ -200,7 +200,7 @@ def ends_gathered(records: StateRecords) -> dict[str, int]:
     layout, sizes = records.layout, {"embed": 0, "head": 0}
     for unit in sizes:
         trained = [i for i in layout.ends if layout.all_leaves[i].path[0].key == unit]
-        frozen = [i for i in layout.frozen_ends if layout.all_leaves[i].path[0].key == unit]
+        frozen = [i for i in layout.frozen_unstacked if layout.all_leaves[i].path[0].key == unit]
         sizes[unit] = record_bytes(records, trained, frozen)["gathered"]
     return sizes
 
@@ -235,7 +235,7 @@ def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int] | None) -> 
     layout = records.layout
     host = host_update(layout.config, layout.has_master)
     names = {str(i): leaf.name for i, leaf in enumerate(layout.all_leaves)}
-    phases = build_ends(end_leaves(records, (), pieces or {}), layout.has_master, host)
+    phases = build_unstacked(unstacked_leaves(records, (), pieces or {}), layout.has_master, host)
     if pieces is None:
         tree = Op("update", Record("opt_state", EVERY_LEAF), 0, "compute")
         phases["ends"] = Phase(name="ends", loops=(Loop(0, 1, 1, (tree,)),))

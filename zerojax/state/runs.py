@@ -23,7 +23,7 @@ from zerojax.state.layout import Layout, StackLeaves
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerRun:
+class LayerRange:
     """One range of layers.
 
     Attributes:
@@ -82,7 +82,7 @@ class LayerRun:
         return most if most > self.first else 0
 
 
-def runs_of(layout: Layout) -> tuple[LayerRun, ...]:
+def layer_ranges(layout: Layout) -> tuple[LayerRange, ...]:
     """Return the ranges of a model's layers, first layer first.
 
     Args:
@@ -101,11 +101,14 @@ def runs_of(layout: Layout) -> tuple[LayerRun, ...]:
         "offloaded_names": config.offloaded_names,
     }
     return tuple(
-        LayerRun(stack, 0, Segment(stack.num_layers, **kept), is_segment=False) for stack in stacks
+        LayerRange(stack, 0, Segment(stack.num_layers, **kept), is_segment=False)
+        for stack in stacks
     )
 
 
-def _segmented(segments: Sequence[Segment], stacks: Sequence[StackLeaves]) -> tuple[LayerRun, ...]:
+def _segmented(
+    segments: Sequence[Segment], stacks: Sequence[StackLeaves]
+) -> tuple[LayerRange, ...]:
     given, there = (sum(one.num_layers for one in some) for some in (segments, stacks))
     if given != there:
         raise ValueError(
@@ -113,7 +116,7 @@ def _segmented(segments: Sequence[Segment], stacks: Sequence[StackLeaves]) -> tu
             f"{' + '.join(str(s.num_layers) for s in segments)} = {given} layers, and the model "
             f"has {there}: the segments must cover all of its layers, first layer first"
         )
-    runs, stop = list[LayerRun](), 0
+    runs, stop = list[LayerRange](), 0
     firsts = list(itertools.accumulate((stack.num_layers for stack in stacks), initial=0))
     for number, segment in enumerate(segments):
         start, stop = stop, stop + segment.num_layers
@@ -126,5 +129,5 @@ def _segmented(segments: Sequence[Segment], stacks: Sequence[StackLeaves]) -> tu
                 f"stack {stack.name!r} ends with layer {end - 1}: a segment cannot cross stacks; "
                 f"give {end - start} layers up to there, and {stop - end} after it"
             )
-        runs.append(LayerRun(stack, start - first, segment, is_segment=True))
+        runs.append(LayerRange(stack, start - first, segment, is_segment=True))
     return tuple(runs)

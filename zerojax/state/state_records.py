@@ -220,7 +220,7 @@ class StateRecords:
             declare(stack.kind("frozen"), stack.num_layers, stack.frozen_blocks)
             for group in stack.groups:
                 declare(group.kind("frozen"), stack.num_layers * group.num_tiles, group.frozen)
-        for i in self.layout.frozen_ends:
+        for i in self.layout.frozen_unstacked:
             declare(f"frozen.{i}", 1, (i,))
 
     def _weight(self, specs: list[Any], index: int, dtype: Any) -> _Member:

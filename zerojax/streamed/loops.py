@@ -13,15 +13,15 @@ import jax.numpy as jnp
 
 from zerojax.grads import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
-from zerojax.optim import Crossed, Crossing
+from zerojax.optim import DuplexResult, DuplexTransfer
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
-from zerojax.streamed.endings.interface import GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
 from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
+from zerojax.streamed.update_policies.interface import GradientSink, RecordGrads, loss_scale
 
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
@@ -185,7 +185,7 @@ class StackLoops:
 
     def backward(
         self,
-        taker: GradsTaker[Any],
+        sink: GradientSink[Any],
         state: TrainState,
         inputs: LayerInputs,
         begin: Array,
@@ -198,7 +198,7 @@ class StackLoops:
         """Run the layers' derivatives, last layer first.
 
         Args:
-          taker: consumer of the gradients.
+          sink: consumer of the gradients.
           state: the state before the step.
           inputs: the other inputs of all layers.
           begin: i32[] zero, known when the loops may begin.
@@ -207,7 +207,7 @@ class StackLoops:
           dy: cotangent of the last layer's output.
           d_context: float32 cotangent of the context from the layers of this stack that follow this
             run; None if there are none.
-          carried: the value that the taker carries through backward.
+          carried: the value that the sink carries through backward.
 
         Returns:
           The cotangent of the first layer's input; the float32 cotangents of the context's floating
@@ -220,7 +220,7 @@ class StackLoops:
         frozen, stores_late = plan.frozen_stacks(state), phase.stores_late
 
         def params(carried: Any) -> list[Any]:
-            return [*taker.params(state, carried), *frozen]
+            return [*sink.params(state, carried), *frozen]
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             # The loop does not carry the stacks of residuals, since this phase only reads them.
@@ -253,8 +253,8 @@ class StackLoops:
             crossing = crossed = None
             if residuals.tiled is None:
                 if stores_late:
-                    crossing = taker.crossing(
-                        carried, now, stack.blocks, ends if now.stores_ends else {}
+                    crossing = sink.crossing(
+                        carried, now, stack.blocks, ends if now.stores_unstacked else {}
                     )
                 if (
                     now.fetch is not None
@@ -267,7 +267,7 @@ class StackLoops:
             else:
                 tiles, use = (
                     TileRunner(plan, stack, self.microbatches, begin, now, params, carried),
-                    partial(taker.use, state),
+                    partial(sink.use, state),
                 )
                 grads, dx, of_context = self._derive_tiles(
                     residuals, full, values, inputs, dx, d_added, tiles, use
@@ -276,7 +276,7 @@ class StackLoops:
             # All layers read the same context, so its cotangents are summed over layers in float32.
             d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
             trained = full[: len(stack.blocks)]
-            carried, landing = taker.use(
+            carried, landing = sink.use(
                 state,
                 carried,
                 RecordGrads(now, stack.blocks, grads, trained, landing, crossing, crossed),
@@ -284,10 +284,10 @@ class StackLoops:
             return (dx, d_context, next_full, next_fetched, carried), landing
 
         def drain(number: int, layer: Array, carry: Any) -> Any:
-            return (*carry[:-1], taker.drain(stack, number, layer, carry[-1]))
+            return (*carry[:-1], sink.drain(stack, number, layer, carry[-1]))
 
         # The loops do not carry `ends`, since only the first tick uses them.
-        carried, ends = taker.split_ends(carried)
+        carried, ends = sink.split_unstacked(carried)
         # The layers' addition is part of the loss, so its derivative is the loss scale.
         d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
@@ -319,7 +319,7 @@ class StackLoops:
             fetch=fetch,
             device_layers=on_device,
             drain=drain,
-            drains_last=not stack.drains_beside_ends,
+            drains_last=not stack.drains_beside_unstacked,
         )
         return dx, d_context, carried
 
@@ -333,8 +333,8 @@ class StackLoops:
         d_added: Any,
         now: Tick,
         next_full: Any,
-        crossing: Crossing | None,
-    ) -> tuple[list[Array], Any, Any, Any, Any, Crossed | None]:
+        crossing: DuplexTransfer | None,
+    ) -> tuple[list[Array], Any, Any, Any, Any, DuplexResult | None]:
         """Derive one layer, overlapped with the next layer's gather and all transfers.
 
         Returns (gradients, the input's cotangent, the context's cotangent, next layer gathered,
@@ -441,7 +441,7 @@ class StackLoops:
         return full, (self.plan.gather(take(), self.stack.layer) if now.takes_record else full)
 
 
-def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
+def _turn(crossing: DuplexTransfer, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
     """Move one group of arrays across the host link before a product.
 
     The last turn also waits for the next layer's gather and the record in flight.

@@ -36,8 +36,8 @@ class Tick:
         None.
       stored: i32[], the layer that an earlier tick updated and this tick stores
         (`Phase.stores_late`); else None.
-      stores_ends: whether the tick stores the records of unstacked leaves whose gradients the head
-        completed.
+      stores_unstacked: whether the tick stores the records of unstacked leaves whose gradients the
+        head completed.
       loads_pieces: whether the tick loads and updates one piece of the larger leaves of the head.
       stores_pieces: whether the tick stores the piece that the same earlier tick updated.
     """
@@ -51,7 +51,7 @@ class Tick:
     lands_first: bool = False
     fetch: Array | None = None
     stored: Array | None = None
-    stores_ends: bool = False
+    stores_unstacked: bool = False
     loads_pieces: bool = False
     stores_pieces: bool = False
 
@@ -151,7 +151,7 @@ def run_phase(
                 lands_first,
                 fetched,
                 stored,
-                kind.stores_ends,
+                kind.stores_unstacked,
                 kind.loads_pieces,
                 kind.stores_pieces,
             )
@@ -267,7 +267,7 @@ class _TickKind:
       from_ring: whether the record taken was fetched in an earlier tick.
       on_device: whether the layer's optimizer state stays on the device.
       stores: whether a record is stored.
-      stores_ends: whether the leaves that the head completed are stored.
+      stores_unstacked: whether the leaves that the head completed are stored.
       loads_pieces: whether one piece of the larger leaves of the head is loaded and updated.
       stores_pieces: whether a piece that an earlier tick updated is stored.
     """
@@ -277,7 +277,7 @@ class _TickKind:
     from_ring: bool
     on_device: bool
     stores: bool
-    stores_ends: bool
+    stores_unstacked: bool
     loads_pieces: bool
     stores_pieces: bool
 
@@ -328,7 +328,7 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
             # If records are not stored late, each tick of a phase stores one, or the record is on
             # the device together with its state.
             stores=not phase.stores_late or any(_moves(op, LAYERS, "store") for op in ops),
-            stores_ends=any(_moves(op, HEAD, "store") for op in ops),
+            stores_unstacked=any(_moves(op, HEAD, "store") for op in ops),
             loads_pieces=any(_moves(op, HEAD_PIECES, "load") for op in ops),
             stores_pieces=any(_moves(op, HEAD_PIECES, "store") for op in ops),
         )

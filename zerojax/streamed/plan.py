@@ -3,9 +3,9 @@
 A plan holds the specs, tiers and dtypes of every leaf, and lists the disk moves for read-ahead.
 
 A layer's record of a kind is its shards of that kind on one device. The loops
-(`zerojax.streamed.loops`) and the endings (`zerojax.streamed.endings`) both read a `StreamedPlan`,
-and the `StackPlan` of each run of layers (`zerojax.state.runs`). A plan does little computation: it
-gathers records, and computes means and squares of gradients.
+(`zerojax.streamed.loops`) and the update policies (`zerojax.streamed.update_policies`) both read a
+`StreamedPlan`, and the `StackPlan` of each run of layers (`zerojax.state.runs`). A plan does little
+computation: it gathers records, and computes means and squares of gradients.
 
 The schedule (`zerojax.streamed.schedules`) covers the records of layers. The plan adds two things
 to it: the unstacked leaves (`ends`), and the loops over tiles inside a tick, which are known once
@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import (
-    END_PIECES,
-    LATE_ENDS,
+    LATE_UNSTACKED,
+    UNSTACKED_PIECES,
     Move,
     Schedule,
     StepPlan,
     TiledSchedule,
     TileLoops,
     advise,
-    build_ends,
+    build_unstacked,
     moves_of,
     stacked_schedule,
 )
@@ -48,23 +48,29 @@ from zerojax.sharding import (
 from zerojax.state import (
     DiskArgument,
     Index,
-    LayerRun,
+    LayerRange,
     Layout,
     RecordSpec,
     StackLeaves,
     StateRecords,
     TileGroup,
     TrainState,
-    end_leaves,
-    ends_gathered,
+    gathered_unstacked,
     host_update,
     is_encoded,
     is_stored,
+    layer_ranges,
     pick,
     read_layer,
-    runs_of,
+    unstacked_leaves,
 )
-from zerojax.streamed.schedules import cut_ends, early_ends, end_groups, head_pieces, plan_schedules
+from zerojax.streamed.schedules import (
+    chunked_unstacked,
+    early_unstacked,
+    head_pieces,
+    plan_schedules,
+    unstacked_groups,
+)
 from zerojax.tiling import marked
 
 Array = jax.Array
@@ -91,7 +97,7 @@ class StackPlan:
     """
 
     stack: StackModel
-    run: LayerRun
+    run: LayerRange
     schedule: Schedule
     operands: tuple[int, ...]
     tree: Any
@@ -141,9 +147,9 @@ class StackPlan:
         )
 
     @property
-    def drains_beside_ends(self) -> bool:
+    def drains_beside_unstacked(self) -> bool:
         """Whether the record that is updated last is stored while unstacked leaves are loaded."""
-        return any(phase.ticks_of(LATE_ENDS, "load") for phase in self.schedule.phases)
+        return any(phase.ticks_of(LATE_UNSTACKED, "load") for phase in self.schedule.phases)
 
     def number(self, layer: Any) -> Any:
         """Return the number of one of its layers among all stacks' layers, used for random keys."""
@@ -175,13 +181,13 @@ class StreamedPlan:
       schedule: schedule of the step.
       stacked: indices of the trainable leaves of all stacks of layers, in order.
       ends: indices of the trainable unstacked leaves.
-      early_ends: unstacked leaves updated before the layers' backward and written back in its first
-        tick.
+      early_unstacked: unstacked leaves updated before the layers' backward and written back in its
+        first tick.
       head_pieces: unstacked leaves updated in pieces during the ticks of backward, and how they are
         cut.
-      late_ends: the remaining unstacked leaves.
-      cut_ends: late_ends larger than a layer's record, and their number of pieces.
-      drained: the run whose last record is stored while late_ends are loaded, or None.
+      late_unstacked: the remaining unstacked leaves.
+      chunked_unstacked: late_unstacked larger than a layer's record, and their number of pieces.
+      drained: the run whose last record is stored while late_unstacked are loaded, or None.
       stacks: indices of all stacked parameters: `stacked`, then frozen ones.
       params: how each parameter is stored.
       grads: how each gradient is stored from backward to update.
@@ -222,10 +228,10 @@ class StreamedPlan:
             "device" if on_host else config.grads
         )  # The loops keep gradients on the device; callbacks stash them.
         self.grads = self._store_grads(grads_tier)
-        runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
+        runs, models = layer_ranges(layout), {stack.name: stack for stack in stacks_of(model)}
         self._runs = runs
         self.head_pieces = head_pieces(state_records, runs, update)
-        self.cut_ends = cut_ends(state_records, runs, update, self.head_pieces)
+        self.chunked_unstacked = chunked_unstacked(state_records, runs, update, self.head_pieces)
         planned = self._plan_schedules(config.prefetch_distance, config.gather_ahead)
         schedules = {
             name: dataclasses.replace(schedule, stream=str(self.stream))
@@ -235,10 +241,12 @@ class StreamedPlan:
             _stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs
         )
         self.schedule = stacked_schedule(schedules)
-        self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
-        self.early_ends = early_ends(state_records, runs)
-        self.late_ends = tuple(
-            i for i in self.ends if i not in (*self.early_ends, *self.head_pieces)
+        self.drained = next(
+            (stack for stack in self.of_stacks if stack.drains_beside_unstacked), None
+        )
+        self.early_unstacked = early_unstacked(state_records, runs)
+        self.late_unstacked = tuple(
+            i for i in self.ends if i not in (*self.early_unstacked, *self.head_pieces)
         )
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)
@@ -306,7 +314,7 @@ class StreamedPlan:
         return plan_schedules(
             self.state_records,
             self._runs,
-            self.cut_ends,
+            self.chunked_unstacked,
             self.head_pieces,
             self.grads,
             distance,
@@ -332,7 +340,7 @@ class StreamedPlan:
 
         def build(distance: int, ahead: bool) -> StepPlan:
             return self._step_plan(
-                self._plan_schedules(distance, ahead, kept), loops, ends_first=False
+                self._plan_schedules(distance, ahead, kept), loops, unstacked_first=False
             )
 
         phase, peak = build(distance, ahead).peak
@@ -347,12 +355,12 @@ class StreamedPlan:
                 f"{peak - budget} over the budget; " + advise(build, distance, choices, budget)
             )
 
-    def steps(self, loops: Loops, ends_first: bool, kept: Kept | None = None) -> StepPlan:
+    def steps(self, loops: Loops, unstacked_first: bool, kept: Kept | None = None) -> StepPlan:
         """Return all operations of a step.
 
         Args:
           loops: loops over tiles, for each run of layers.
-          ends_first: whether the unstacked leaves are updated before the layers.
+          unstacked_first: whether the unstacked leaves are updated before the layers.
           kept: bytes that one layer of each run saves for backward, if known.
 
         Raises:
@@ -363,10 +371,10 @@ class StreamedPlan:
         schedules = self._plan_schedules(
             self.config.prefetch_distance, self.config.gather_ahead, kept
         )
-        return self._step_plan(schedules, loops, ends_first)
+        return self._step_plan(schedules, loops, unstacked_first)
 
     def _step_plan(
-        self, schedules: Mapping[str, Schedule], loops: Loops | None, ends_first: bool
+        self, schedules: Mapping[str, Schedule], loops: Loops | None, unstacked_first: bool
     ) -> StepPlan:
         """Return all operations of a step, given the schedules of its layers.
 
@@ -376,19 +384,23 @@ class StreamedPlan:
             pairs = zip(schedules.items(), loops, strict=True)
             schedules = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
         phases = [phase for schedule in schedules.values() for phase in schedule.phases]
-        beside = {*self.early_ends, *self.head_pieces}
+        beside = {*self.early_unstacked, *self.head_pieces}
         if any(
-            phase.ticks_of(name, "load") for phase in phases for name in (LATE_ENDS, END_PIECES)
+            phase.ticks_of(name, "load")
+            for phase in phases
+            for name in (LATE_UNSTACKED, UNSTACKED_PIECES)
         ):
-            beside |= set(self.late_ends)
+            beside |= set(self.late_unstacked)
         pieces = {} if self.update is None else self.update.num_pieces()
         leaves, host = (
-            end_leaves(self.state_records, beside, pieces),
+            unstacked_leaves(self.state_records, beside, pieces),
             host_update(self.config, self.layout.has_master),
         )
-        ends = build_ends(leaves, self.layout.has_master, host, ends_gathered(self.state_records))
+        ends = build_unstacked(
+            leaves, self.layout.has_master, host, gathered_unstacked(self.state_records)
+        )
         names = {str(i): leaf.name for i, leaf in enumerate(self.leaves)}
-        return StepPlan(schedules, ends, ends_first, names, self.count)
+        return StepPlan(schedules, ends, unstacked_first, names, self.count)
 
     def link_groups(self, part: Sequence[int]) -> int:
         """Return the number of groups into which a record's arrays are split in backward.
@@ -412,14 +424,17 @@ class StreamedPlan:
         """
         return self.config.link_groups or num_update_groups()
 
-    def end_groups(self) -> list[list[int]]:
-        """Bin the uncut `late_ends`, largest first, into groups no larger than a layer's record.
+    def unstacked_groups(self) -> list[list[int]]:
+        """Bin the uncut `late_unstacked`, largest first, into groups no larger than a layer's
+        record.
 
         A single leaf may be larger.
         """
         assert self.drained is not None
-        return end_groups(
-            self.layout, [i for i in self.late_ends if i not in self.cut_ends], self.drained.blocks
+        return unstacked_groups(
+            self.layout,
+            [i for i in self.late_unstacked if i not in self.chunked_unstacked],
+            self.drained.blocks,
         )
 
     def derivative(self, derivative: Derivative) -> Derivative:
@@ -636,7 +651,9 @@ class StreamedPlan:
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 
-def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: Layout) -> StackPlan:
+def _stack_plan(
+    stack: StackModel, run: LayerRange, schedule: Schedule, layout: Layout
+) -> StackPlan:
     tree = layout.block_tree(stack.name)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, run.stack.in_tree), is_leaf=is_encoded)
     operands = tuple(jax.tree.leaves(node)[0] for node in nodes)

@@ -24,7 +24,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.activations import (
-    Apart,
+    SplitVjp,
     attention_inner,
     candidates,
     depending,
@@ -127,12 +127,12 @@ class _Trace:
         self._data = self.program.inputs[num_params:]  # slots of x, key and given
 
     @functools.cached_property
-    def opened(self) -> tuple[FlatJaxpr, dict[int, Apart]]:
+    def opened(self) -> tuple[FlatJaxpr, dict[int, SplitVjp]]:
         """The program with equations taken apart, and these equations."""
         return self._opened[:2]
 
     @functools.cached_property
-    def _opened(self) -> tuple[FlatJaxpr, dict[int, Apart], dict[int, Any]]:
+    def _opened(self) -> tuple[FlatJaxpr, dict[int, SplitVjp], dict[int, Any]]:
         return open_equations(self.program, self._data, self.loops)
 
     @functools.cached_property

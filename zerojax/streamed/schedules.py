@@ -2,9 +2,9 @@
 
 It also says which unstacked leaves (`ends`) move during these ticks. These leaves are updated
 during backward as far as their gradients are known. Leaves that the head completes are updated
-before backward's first tick (`early_ends`); large ones in pieces, one piece per tick
+before backward's first tick (`early_unstacked`); large ones in pieces, one piece per tick
 (`head_pieces`). The remaining unstacked leaves are updated after backward's last tick; large ones
-in pieces (`cut_ends`).
+in pieces (`chunked_unstacked`).
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from typing import Any
 import jax
 
 from host_offload.schedule import (
-    END_PIECES,
     HEAD,
     HEAD_PIECES,
-    LATE_ENDS,
-    EndsMove,
+    LATE_UNSTACKED,
+    UNSTACKED_PIECES,
     Schedule,
+    UnstackedMove,
     build_schedule,
     build_tiled_schedule,
 )
@@ -29,7 +29,7 @@ from zerojax.config import ZeroConfig
 from zerojax.optim import Pieces, RecordUpdate
 from zerojax.sharding import FSDP, STAGES
 from zerojax.state import (
-    LayerRun,
+    LayerRange,
     Layout,
     RecordSpec,
     StateRecords,
@@ -42,7 +42,7 @@ from zerojax.state import (
 
 def plan_schedules(
     records: StateRecords,
-    runs: Sequence[LayerRun],
+    runs: Sequence[LayerRange],
     cut: Mapping[int, int],
     pieces: Mapping[int, Pieces],
     grads: Sequence[RecordSpec],
@@ -80,7 +80,7 @@ def plan_schedules(
                 )
                 for group in stack.groups
             ],
-            ends=_ends_beside(records, runs, run, cut, pieces),
+            ends=_unstacked_beside(records, runs, run, cut, pieces),
             distance=distance,
             gather_ahead=gather_ahead,
         )
@@ -176,7 +176,7 @@ def run_schedule(
     record_bytes: Mapping[str, int],
     *,
     tile_bytes: Sequence[Mapping[str, int]] = (),
-    ends: Sequence[EndsMove] = (),
+    ends: Sequence[UnstackedMove] = (),
     distance: int | None = None,
     gather_ahead: bool | None = None,
 ) -> Schedule:
@@ -218,7 +218,7 @@ def run_schedule(
     )
 
 
-def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
+def facts_of(records: StateRecords, run: LayerRange) -> RunFacts:
     """Return the facts of a run of layers of a program."""
     layout, stack, segment = records.layout, run.stack, run.segment
     # Values that the user's names keep in host memory are fetched with their layer, like a layer's
@@ -244,20 +244,20 @@ def facts_of(records: StateRecords, run: LayerRun) -> RunFacts:
     )
 
 
-def _stores_late(records: StateRecords, run: LayerRun) -> int:
+def _stores_late(records: StateRecords, run: LayerRange) -> int:
     return facts_of(records, run).stores_late(records.layout.config)
 
 
-def _ends_beside(
+def _unstacked_beside(
     records: StateRecords,
-    runs: Sequence[LayerRun],
-    run: LayerRun,
+    runs: Sequence[LayerRange],
+    run: LayerRange,
     cut: Mapping[int, int],
     pieces: Mapping[int, Pieces],
-) -> list[EndsMove]:
+) -> list[UnstackedMove]:
     """Return the unstacked leaves that are updated during one of the runs, if it stores late."""
     layout = records.layout
-    moved: list[EndsMove] = []
+    moved: list[UnstackedMove] = []
 
     def add(leaves: str, parts: Sequence[Sequence[int]], counts: Sequence[int] = ()) -> None:
         pairs = list(zip(parts, counts or [1] * len(parts), strict=True))
@@ -267,10 +267,10 @@ def _ends_beside(
         loaded = tuple(
             sum(loaded_bytes(records, (i,)) // count for i in part) for part, count in pairs
         )
-        moved.append(EndsMove(leaves, stored, tuple(counts), loaded))
+        moved.append(UnstackedMove(leaves, stored, tuple(counts), loaded))
 
     # Backward begins with the last run, which stores the leaves that the head completed.
-    early = early_ends(records, runs)
+    early = early_unstacked(records, runs)
     if run is runs[-1] and early:
         add(HEAD, [early])
     if run is runs[-1] and pieces:
@@ -279,13 +279,13 @@ def _ends_beside(
     others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
     if run is runs[0 if layout.config.update == "in_backward" else -1]:
         if others:
-            add(LATE_ENDS, end_groups(layout, others, run.stack.blocks))
+            add(LATE_UNSTACKED, unstacked_groups(layout, others, run.stack.blocks))
         if cut:
-            add(END_PIECES, [[i] for i in cut], list(cut.values()))
+            add(UNSTACKED_PIECES, [[i] for i in cut], list(cut.values()))
     return moved
 
 
-def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+def unstacked_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
     """Bin leaves, largest first, into groups no larger than a layer's record.
 
     A single leaf may be larger.
@@ -305,7 +305,7 @@ def end_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> li
     return groups
 
 
-def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
+def early_unstacked(records: StateRecords, runs: Sequence[LayerRange]) -> tuple[int, ...]:
     """Return leaves that only the head uses, together no larger than a layer's record.
 
     Their gradients are complete before the layers' backward. In the first tick of an update in
@@ -329,9 +329,9 @@ def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ..
 
 
 def head_pieces(
-    records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None
+    records: StateRecords, runs: Sequence[LayerRange], update: RecordUpdate | None
 ) -> dict[int, Pieces]:
-    """Return how the leaves that only the head uses, except `early_ends`, are cut into pieces.
+    """Return how the leaves that only the head uses, except `early_unstacked`, are cut into pieces.
 
     All have the same number of pieces. Each of the first ticks of backward updates one piece during
     its layer, and the next tick stores it. So there are at most as many pieces as layers, and no
@@ -346,7 +346,7 @@ def head_pieces(
       The pieces of each leaf, by its index; empty unless the last run updates in backward and
       stores late.
     """
-    early = early_ends(records, runs)
+    early = early_unstacked(records, runs)
     if (
         update is None
         or records.layout.config.update != "in_backward"
@@ -374,9 +374,9 @@ def _head_leaves(layout: Layout) -> list[int]:
     return jax.tree.leaves(tree["head"])
 
 
-def cut_ends(
+def chunked_unstacked(
     records: StateRecords,
-    runs: Sequence[LayerRun],
+    runs: Sequence[LayerRange],
     update: RecordUpdate | None,
     pieces: Mapping[int, Pieces],
 ) -> dict[int, int]:
@@ -402,7 +402,7 @@ def cut_ends(
     most, cut, early = (
         stored_bytes(records, run.stack.blocks),
         dict[int, int](),
-        early_ends(records, runs),
+        early_unstacked(records, runs),
     )
     for i in (i for i in layout.ends if i not in (*early, *pieces)):
         some = update.pieces(i)

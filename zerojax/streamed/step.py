@@ -59,22 +59,22 @@ from zerojax.models import (
 from zerojax.optim import RecordUpdate
 from zerojax.state import StateRecords, TrainState, wait_for, with_loss_scale, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
-from zerojax.streamed.endings.in_backward import InBackward
-from zerojax.streamed.endings.interface import (
-    BackwardResult,
-    Ending,
-    GradsTaker,
-    HeadDone,
-    loss_scale,
-)
-from zerojax.streamed.endings.on_host import Delayed, HostInBackward, OnHost
-from zerojax.streamed.endings.stored import ByLayers, GradsAlone, WholeTree
 from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.plan import StreamedPlan, moves
 from zerojax.streamed.residuals import check_names
 from zerojax.streamed.traced_block import TracedBlock
+from zerojax.streamed.update_policies.in_backward import UpdateInBackward
+from zerojax.streamed.update_policies.interface import (
+    BackwardResult,
+    GradientSink,
+    HeadDone,
+    UpdatePolicy,
+    loss_scale,
+)
+from zerojax.streamed.update_policies.on_host import Delayed, HostUpdateInBackward, OnHost
+from zerojax.streamed.update_policies.stored import GradsAlone, UpdateByLayer, UpdateWholeTree
 
 Array = jax.Array
 
@@ -102,7 +102,7 @@ class _Derived(NamedTuple):
     """Results of forward and backward of a step.
 
     Attributes:
-      backward: the result for the ending.
+      backward: the result for the update policy.
       own: the model's own metrics, not divided yet.
       ends_state: state of embedding and head after the step.
       scratch: the stacks in host memory to return.
@@ -122,7 +122,7 @@ class StreamedStep:
       plan: the records, their tiers, and the schedule.
       microbatches: microbatches of a step; an evaluation has one.
       ends: embedding and head.
-      ending: consumer of the gradients.
+      policy: consumer of the gradients.
       loops: loops over each run of layers, in order.
     """
 
@@ -154,7 +154,7 @@ class StreamedStep:
         self.ends_of_eval = Ends(
             self.plan.layout.decoding(model), self.plan, Microbatches(self.mesh, 1), gather
         )
-        self.ending: Ending[Any] = ending_of(self.plan, tx)
+        self.policy: UpdatePolicy[Any] = build_policy(self.plan, tx)
         self.loops = tuple(
             StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks
         )
@@ -232,7 +232,7 @@ class StreamedStep:
     def steps(self, kept: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
         """Return all operations of a step, in order; see `StreamedPlan.steps`."""
         return self.plan.steps(
-            [loops.tracer.tile_loops() for loops in self.loops], self.ending.ends_first, kept
+            [loops.tracer.tile_loops() for loops in self.loops], self.policy.unstacked_first, kept
         )
 
     def moves(self) -> tuple[Move, ...]:
@@ -245,7 +245,7 @@ class StreamedStep:
         An evaluation reads parameters alone. A step's forward also writes activations.
         """
         steps = self.plan.steps(
-            [loops.tracer.eval_loops() for loops in self.loops], self.ending.ends_first
+            [loops.tracer.eval_loops() for loops in self.loops], self.policy.unstacked_first
         )
         found = moves(self.plan, steps, ("embed", "forward"))
         return tuple(move for move in found if move.kind.split(".")[0] in ("params", "frozen"))
@@ -273,8 +273,8 @@ class StreamedStep:
           ((state after the step, scratch), metrics).
         """
         batch, keys = self._split(state, batch)
-        run = self._derive(state, batch, keys, scratch, self.ending, self._first_token(state))
-        after, metrics = self.ending.end(run.backward)
+        run = self._derive(state, batch, keys, scratch, self.policy, self._first_token(state))
+        after, metrics = self.policy.end(run.backward)
         after = with_loss_scale(state, after, any_fault(run.own))
         if state.model_state is not None:
             after = with_model_state(state, after, {**state.model_state, **run.ends_state})
@@ -294,12 +294,12 @@ class StreamedStep:
           ((loss, gradients), scratch). The loss has the form that `eval` returns; the gradients are
           unscaled and float32.
         """
-        ending = GradsAlone(self.plan)
+        policy = GradsAlone(self.plan)
         batch, keys = self._split(state, batch)
-        run = self._derive(state, batch, keys, scratch, ending, jnp.int32(0))
+        run = self._derive(state, batch, keys, scratch, policy, jnp.int32(0))
         return (
             evaluation(run.backward.loss, divided(run.own)),
-            ending.tree(run.backward),
+            policy.tree(run.backward),
         ), run.scratch
 
     def check_grads(self) -> None:
@@ -329,10 +329,10 @@ class StreamedStep:
         batch: Any,
         keys: Any,
         scratch: Scratch,
-        taker: GradsTaker[Any],
+        sink: GradientSink[Any],
         token: Array,
     ) -> "_Derived":
-        """Run forward, head and backward, and pass the gradients to `taker`.
+        """Run forward, head and backward, and pass the gradients to `sink`.
 
         Its callbacks wait for `token`.
         """
@@ -367,17 +367,17 @@ class StreamedStep:
             all_added.append(added)
         # Backward's first fetches may overlap the head, but not the layers.
         begin, y = wait_for(begin, y, self.mesh)
-        y, loaded = taker.load_ends(state, y)
+        y, loaded = sink.load_unstacked(state, y)
         head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
         loss, own = _with_added(head.loss, head.metrics, together(all_added))
-        carried = taker.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
+        carried = sink.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
         dx, g_ends, d_context = head.dy, head.grads, None
         for done in reversed(passes):
             if done is not passes[-1]:
                 begin, dx = wait_for(begin, dx, self.mesh)
             stack = done.loops.stack
             dx, d_context, carried = done.loops.backward(
-                taker,
+                sink,
                 state,
                 done.inputs,
                 begin,
@@ -396,7 +396,7 @@ class StreamedStep:
         # Scratch is returned in the order in which it was passed in, so that the next step gets the
         # same host memory.
         in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
-        scratch = {"grads": taker.grads(carried), "residuals": in_memory}
+        scratch = {"grads": sink.grads(carried), "residuals": in_memory}
         return _Derived(
             BackwardResult(state, loss, carried, g_ends, begin), own, head.state, scratch
         )
@@ -468,17 +468,19 @@ def _with_added(loss: Array, metrics: Any, added: Loss | None) -> tuple[Array, A
     return loss + added.total, joined(metrics, dict(added.metrics))
 
 
-def ending_of(plan: StreamedPlan, tx: optax.GradientTransformation) -> Ending[Any]:
-    """Return the ending that a config asks for."""
+def build_policy(plan: StreamedPlan, tx: optax.GradientTransformation) -> UpdatePolicy[Any]:
+    """Return the update policy that a config asks for."""
     in_backward = plan.config.update == "in_backward"
     if plan.update is None:
-        return WholeTree(plan, tx)
+        return UpdateWholeTree(plan, tx)
     if plan.host is None:
-        return InBackward(plan, plan.update) if in_backward else ByLayers(plan, plan.update)
+        return (
+            UpdateInBackward(plan, plan.update) if in_backward else UpdateByLayer(plan, plan.update)
+        )
     if plan.config.delayed_update:
         return Delayed(plan, plan.update, plan.host)
     return (
-        HostInBackward(plan, plan.update, plan.host)
+        HostUpdateInBackward(plan, plan.update, plan.host)
         if in_backward
         else OnHost(plan, plan.update, plan.host)
     )

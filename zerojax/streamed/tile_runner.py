@@ -18,17 +18,17 @@ import jax.numpy as jnp
 from host_offload.schedule import TileLoops
 from zerojax.grads import beside
 from zerojax.state import Tile, TileGroup, wait_for
-from zerojax.streamed.endings.interface import RecordGrads
 from zerojax.streamed.microbatches import Microbatches
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
+from zerojax.streamed.update_policies.interface import RecordGrads
 
 Array = jax.Array
 OnRecordGrads = Callable[[Any, RecordGrads], tuple[Any, Any]]
 """Consumes a tile's gradient: (carried, record) -> (carried, landing).
 
-`carried` is the value that the ending carries through backward.
+`carried` is the value that the update policy carries through backward.
 """
 
 
@@ -36,7 +36,7 @@ class TileRunner:
     """Runs the loops over tiles of one tick.
 
     Attributes:
-      carried: the value that the ending carries, after the loops so far.
+      carried: the value that the update policy carries, after the loops so far.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TileRunner:
           begin: i32[] zero, known when the loops may begin.
           now: the tick.
           stacks: function from the carried value to the stacks of parameters.
-          carried: the value that the ending carries through backward; None in forward.
+          carried: the value that the update policy carries through backward; None in forward.
         """
         self.plan, self.stack, self.microbatches, self.begin, self.now = (
             plan,
@@ -200,8 +200,8 @@ class TileRunner:
             grads = self.plan.reduced(grads, group.leaves)
             # As for a layer, consumers of the gradients wait for the cotangents.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
-            # An ending reads and writes records. Here the record is a tile, whose index consists of
-            # the layer and the tile.
+            # An update policy reads and writes records. Here the record is a tile, whose index
+            # consists of the layer and the tile.
             now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
             if group.leaves:  # otherwise all of the group is frozen
                 by_index = dict(zip(self._in_tree(group), full, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.activations import Apart
+from zerojax.activations import SplitVjp
 from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, bind, read
 from zerojax.models import Given, Loss, floating, merged
@@ -74,7 +74,7 @@ class TracedBlock:
     offloaded: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: Mapping[int, TileLoop]
-    apart: Mapping[int, Apart]
+    apart: Mapping[int, SplitVjp]
     frozen: tuple[bool, ...]
     of_context: bool = False
     marked: frozenset[str] = frozenset()
@@ -203,7 +203,7 @@ class TracedBlock:
 
     def _run_apart(
         self,
-        apart: Apart,
+        apart: SplitVjp,
         slots: Sequence[int],
         values: list[Any],
         residuals: dict[int, jax.Array] | None,

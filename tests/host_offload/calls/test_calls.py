@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from simulated_cuda import SimulatedCuda
 
-from host_offload.calls import CallLog, Calls, Site, site_of
+from host_offload.calls import CallbackSite, CallLog, Calls, site_of
 from host_offload.device.cuda_driver import Driver
 from host_offload.disk import SwapError
 
@@ -54,7 +54,7 @@ class Gpus:
 
 def test_layers_are_known_before_the_program_has_come_to_the_call():
     gpus = Gpus()
-    site = Site(gpus.calls, "fetch params")
+    site = CallbackSite(gpus.calls, "fetch params")
     site.order = [2, 1]
     for _ in range(2):
         gpus.calls.begin()
@@ -78,7 +78,7 @@ def test_layers_are_known_before_the_program_has_come_to_the_call():
 )
 def test_a_call_for_another_record_than_assumed_is_an_error_of_the_step(sent, message):
     gpus = Gpus()
-    site = Site(gpus.calls, "fetch params")
+    site = CallbackSite(gpus.calls, "fetch params")
     site.order = [2]
     gpus.calls.begin()
     assert gpus.ask(site, 0, *sent) == (0, 2, 5)
@@ -89,7 +89,7 @@ def test_a_call_for_another_record_than_assumed_is_an_error_of_the_step(sent, me
 
 def test_records_of_a_step_belong_to_no_state():
     gpus = Gpus()
-    site = Site(gpus.calls, "store grads", of_state=False)
+    site = CallbackSite(gpus.calls, "store grads", of_state=False)
     site.order = [0]
     gpus.calls.begin()
     assert gpus.ask(site, 0, 0, 0, 0) == (0, 0, 0)
@@ -99,7 +99,7 @@ def test_records_of_a_step_belong_to_no_state():
 
 def test_a_step_that_was_left_in_the_middle_leaves_no_count():
     gpus = Gpus()
-    site = Site(gpus.calls, "fetch params")
+    site = CallbackSite(gpus.calls, "fetch params")
     site.order = [0, 1]
     gpus.late.set()
     gpus.calls.begin()
@@ -113,7 +113,7 @@ def test_a_step_that_was_left_in_the_middle_leaves_no_count():
 
 def test_a_site_without_an_order_waits_for_what_it_is_sent():
     gpus = Gpus()
-    site = Site(gpus.calls, "store params")
+    site = CallbackSite(gpus.calls, "store params")
     gpus.calls.begin()
     gpus.late.set()
     assert gpus.ask(site, 1, 1, 7, 5) == (1, 7, 5)
@@ -122,7 +122,7 @@ def test_a_site_without_an_order_waits_for_what_it_is_sent():
 
 def test_more_calls_than_the_log_was_made_for_are_compared_too():
     gpus = Gpus()
-    site = Site(gpus.calls, "fetch params")
+    site = CallbackSite(gpus.calls, "fetch params")
     site.order = list(range(5000))
     gpus.late.set()
     gpus.calls.begin()
@@ -143,7 +143,7 @@ def test_memory_of_the_log_is_unlocked_with_it():
 
 def test_on_a_cpu_each_call_is_compared_at_once():
     calls = Calls([CPU])
-    site = Site(calls, "fetch params")
+    site = CallbackSite(calls, "fetch params")
     calls.begin()
     assert site.ask(None, np.array([1, 9, 5])) == (
         1,

@@ -13,7 +13,7 @@ from simulated_cuda import SimulatedCuda
 from host_offload.device import link
 from host_offload.device.cuda_driver import Driver
 from host_offload.host_update import gpu_worker, queued
-from host_offload.host_update.gpu_worker import LAG, Part, PartSpec
+from host_offload.host_update.gpu_worker import LAG, LeafGroup, Part
 from host_offload.host_update.host_leaves import HostLeaves
 
 F32 = np.dtype(np.float32)
@@ -62,7 +62,7 @@ class Leaves(HostLeaves):
 class Replay:
     """A program's step on its own stream, in which all layers reuse the place of each array."""
 
-    specs: tuple[PartSpec, ...] = (PartSpec(range(2), CROSSING, (), CROSSING, 2, stacked=True),)
+    specs: tuple[LeafGroup, ...] = (LeafGroup(range(2), CROSSING, (), CROSSING, 2, stacked=True),)
 
     def __init__(self, monkeypatch):
         self.cuda = Late()
@@ -129,8 +129,8 @@ class Delayed(Replay):
     """
 
     specs = (
-        PartSpec(range(0), (), (), (), 2, stacked=False),
-        PartSpec(range(2), CROSSING, (), CROSSING, 0, stacked=True, stashes=True),
+        LeafGroup(range(0), (), (), (), 2, stacked=False),
+        LeafGroup(range(2), CROSSING, (), CROSSING, 0, stacked=True, stashes=True),
     )
 
     def __init__(self, monkeypatch):

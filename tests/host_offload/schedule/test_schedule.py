@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import host_offload
-from host_offload.schedule.build import EndsMove, build_schedule
+from host_offload.schedule.build import UnstackedMove, build_schedule
 from host_offload.schedule.moves import moves_of
-from host_offload.schedule.ops import END_PIECES, KINDS
+from host_offload.schedule.ops import KINDS, UNSTACKED_PIECES
 from host_offload.schedule.stacks import StepPlan
 
 COLUMNS = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload")
@@ -330,7 +330,7 @@ def test_schedule_counts_the_pieces_that_are_updated_after_the_last_layer():
         "opt_state": "pinned_host",
         "activations": "device",
     }
-    pieces = EndsMove(END_PIECES, num_bytes=(100,), counts=(2,))
+    pieces = UnstackedMove(UNSTACKED_PIECES, num_bytes=(100,), counts=(2,))
     phase = build_schedule(
         4, 1, tiers=tiers, update="in_backward", stores_late=1, ends=[pieces], record_bytes=sizes
     ).phase("backward")

@@ -1,4 +1,4 @@
-"""The endings that store gradients until all are known, and then update on the device."""
+"""The update policies that store gradients until all are known, and then update on the device."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import optax
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import (
-    Crossing,
+    DuplexTransfer,
     LateRecord,
     Pending,
     RecordUpdate,
@@ -32,10 +32,16 @@ from zerojax.state import (
     wait_for,
     write_layer,
 )
-from zerojax.streamed.endings.beside_drain import end_beside_drain
-from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.update_policies.beside_drain import end_beside_drain
+from zerojax.streamed.update_policies.interface import (
+    BackwardResult,
+    HeadDone,
+    RecordGrads,
+    Result,
+    closed,
+)
 
 Array = jax.Array
 
@@ -61,20 +67,20 @@ class GradStacks:
 
 
 class StoredGrads:
-    """Base of the endings that store gradients until all are known."""
+    """Base of the update policies that store gradients until all are known."""
 
-    ends_first = False
+    unstacked_first = False
 
     def __init__(self, plan: StreamedPlan) -> None:
         """Store gradients as `plan` says."""
         self.plan, self.config = plan, plan.config
 
-    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+    def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         """Load no records during the head."""
         del state
         return y, {}
 
-    def split_ends(self, carried: GradStacks) -> tuple[GradStacks, dict[int, list[Array]]]:
+    def split_unstacked(self, carried: GradStacks) -> tuple[GradStacks, dict[int, list[Array]]]:
         """Return no records to store in the first tick."""
         return carried, {}
 
@@ -113,7 +119,7 @@ class StoredGrads:
 
     def crossing(
         self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
-    ) -> Crossing | None:
+    ) -> DuplexTransfer | None:
         """Return None: only `landing` is in flight during a tick's products."""
         del carried, now, part, ends
         return None
@@ -159,7 +165,7 @@ class GradsAlone(StoredGrads):
         return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
 
 
-class WholeTree(StoredGrads):
+class UpdateWholeTree(StoredGrads):
     """Ending that runs any optimizer once, on full trees.
 
     Everything that the optimizer reads is on the device.
@@ -184,7 +190,7 @@ class WholeTree(StoredGrads):
         return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
 
 
-class ByLayers(StoredGrads):
+class UpdateByLayer(StoredGrads):
     """Ending that updates in a loop over layers, and over each group's tiles.
 
     Each record is loaded from its tier and stored back.
@@ -196,7 +202,7 @@ class ByLayers(StoredGrads):
         self.record_update, self.records = update, update.records
         # The layer updated first is the layer whose gradient was stored last. On disk, that write
         # finishes while the unstacked leaves are updated.
-        self.ends_first = plan.layout.disk is not None
+        self.unstacked_first = plan.layout.disk is not None
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Update the records of all layers and the unstacked leaves, and finish the step."""
@@ -219,8 +225,8 @@ class ByLayers(StoredGrads):
         # once.
         shared = records.shared_of(states)
         ends = dict(zip(plan.ends, result.ends, strict=True))
-        if self.ends_first:
-            states = update.update_ends(states, ends, shared, result.loss, ok, ready)
+        if self.unstacked_first:
+            states = update.update_unstacked(states, ends, shared, result.loss, ok, ready)
             # The engine's read-ahead expects the layers' records after the unstacked leaves
             # (`zerojax.streamed.plan.moves`).
             if (token := records.end_token(states)) is not None:
@@ -254,8 +260,8 @@ class ByLayers(StoredGrads):
             states = end_beside_drain(
                 plan, update, states, late, pending, ends, ready, result.loss, ok
             )
-        elif not self.ends_first:
-            states = update.update_ends(states, ends, shared, result.loss, ok, ready)
+        elif not self.unstacked_first:
+            states = update.update_unstacked(states, ends, shared, result.loss, ok, ready)
         return closed(update, result, states, norm)
 
     def _after(
@@ -349,7 +355,7 @@ class ByLayers(StoredGrads):
 
         Returns the states, and the arrays that `update` reads.
         """
-        crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
+        crossing = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.cross()
         states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
         old = (
@@ -362,10 +368,10 @@ class _Ring:
     """Splits a record's arrays into fetched-ahead arrays and arrays read in the record's tick."""
 
     def __init__(
-        self, ending: ByLayers, carried: GradStacks, loop: "UpdateLoop", states: FlatState
+        self, policy: UpdateByLayer, carried: GradStacks, loop: "UpdateLoop", states: FlatState
     ) -> None:
-        plan = ending.plan
-        self.ending, self.records, self.carried, self.loop = ending, ending.records, carried, loop
+        plan = policy.plan
+        self.policy, self.records, self.carried, self.loop = policy, policy.records, carried, loop
         self.grads_away = plan.grads_away
         self.old_away = states.master is None and plan.params_away
         # A ring holds records of one form. If some layers fetch gradients or parameters but have
@@ -377,7 +383,7 @@ class _Ring:
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
         part, at = self.loop.part, self.loop.at(number)
-        record = self.ending.read_grads(self.carried, part, at) if self.grads_away else []
+        record = self.policy.read_grads(self.carried, part, at) if self.grads_away else []
         record += self.records.read_params(states, part, at) if self.old_away else []
         return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
 
@@ -391,7 +397,7 @@ class _Ring:
         if self.grads_away:
             grads, record = record[:num], record[num:]
         else:
-            grads = self.ending.read_grads(self.carried, part, here)
+            grads = self.policy.read_grads(self.carried, part, here)
         if self.old_away:
             old, record = record[:num], record[num:]
         elif states.master is None:

@@ -1,4 +1,4 @@
-"""The ending that updates a layer in the tick that computes its gradient."""
+"""The update policy that updates a layer in the tick that computes its gradient."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.optim import (
-    Crossing,
+    DuplexTransfer,
     Handed,
     LateRecord,
     Pending,
@@ -19,10 +19,16 @@ from zerojax.optim import (
     with_pieces,
 )
 from zerojax.state import FlatState, TrainState
-from zerojax.streamed.endings.beside_drain import end_beside_drain
-from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.update_policies.beside_drain import end_beside_drain
+from zerojax.streamed.update_policies.interface import (
+    BackwardResult,
+    HeadDone,
+    RecordGrads,
+    Result,
+    closed,
+)
 
 Array = jax.Array
 
@@ -71,27 +77,27 @@ class _HeadPieces:
     ok: Array
 
 
-class InBackward:
+class UpdateInBackward:
     """Ending that updates a layer in the tick that computes its gradient, which is never stored.
 
     A gradient that is not finite stops the updates from its layer on, but later layers are already
     updated. Loss scaling is therefore not possible.
     """
 
-    ends_first = False
+    unstacked_first = False
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         """Update with `update` by the records of `plan`."""
         self.plan, self.record_update, self.records = plan, update, update.records
 
-    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
-        """Load the records of `early_ends` during the head."""
+    def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        """Load the records of `early_unstacked` during the head."""
         states = self.records.flat(state)
         loaded = dict[int, list[Array]]()
-        if self.plan.early_ends:
+        if self.plan.early_unstacked:
             # They cross the link during the head, and not during the layers before it.
             y, states = jax.lax.optimization_barrier((y, states))
-            loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_ends}
+            loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_unstacked}
         return y, loaded
 
     def begin(
@@ -101,14 +107,14 @@ class InBackward:
         del grads
         plan, states = self.plan, self.records.flat(state)
         complete = dict(zip(plan.ends, head.grads, strict=True))
-        done = (*plan.early_ends, *plan.head_pieces)
+        done = (*plan.early_unstacked, *plan.head_pieces)
         of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
         squares, ends = (
             plan.squares(list(of_head.values()), list(of_head), state),
             dict[int, list[Array]](),
         )
         ok = jnp.isfinite(squares)
-        for i in plan.early_ends:
+        for i in plan.early_unstacked:
             states, ends[i] = self.record_update.updated_end(
                 states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok
             )
@@ -134,18 +140,18 @@ class InBackward:
         count = next(iter(plan.head_pieces.values())).count
         return LateRecord(self.records, part, plan.head_pieces, last.run.stop - count)
 
-    def split_ends(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
-        """Take the updated records of `early_ends` out of the carried value."""
+    def split_unstacked(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
+        """Take the updated records of `early_unstacked` out of the carried value."""
         return dataclasses.replace(carried, ends={}), carried.ends
 
     def crossing(
         self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
-    ) -> Crossing | None:
+    ) -> DuplexTransfer | None:
         """Return the transfers of late stores during a tick's products, or None."""
         if not part or part[0] not in carried.pending:
             return None
         pending = carried.pending[part[0]]
-        return Crossing(
+        return DuplexTransfer(
             self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends
         )
 
@@ -248,16 +254,16 @@ class InBackward:
 
     def norm(self, result: BackwardResult[UpdatedState]) -> Array:
         """Return the global norm of the gradients."""
-        ends = self._late_ends(result)
+        ends = self._late_unstacked(result)
         return jnp.sqrt(
             result.carried.squares
             + self.plan.squares(list(ends.values()), list(ends), result.state)
         )
 
-    def _late_ends(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
+    def _late_unstacked(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
         """Return the gradients of the unstacked leaves that were not updated before, by leaf."""
         grads = dict(zip(self.plan.ends, result.ends, strict=True))
-        return {i: grads[i] for i in self.plan.late_ends}
+        return {i: grads[i] for i in self.plan.late_unstacked}
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         """Update the remaining unstacked leaves and finish the step."""
@@ -267,7 +273,7 @@ class InBackward:
             result.carried.states,
             self.norm(result),
         )
-        ends, ok = self._late_ends(result), jnp.isfinite(norm)
+        ends, ok = self._late_unstacked(result), jnp.isfinite(norm)
         if plan.drained is not None:
             part = plan.drained.blocks
             pending = result.carried.pending[part[0]]
@@ -276,7 +282,7 @@ class InBackward:
             )
         else:
             shared = self.records.shared_of(states)
-            states = update.update_ends(states, ends, shared, result.loss, ok, plan.mean)
+            states = update.update_unstacked(states, ends, shared, result.loss, ok, plan.mean)
         states = with_pieces(self.records, states, plan.head_pieces, Pieces.join)
         return closed(update, result, states, norm)
 

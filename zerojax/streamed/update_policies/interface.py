@@ -1,4 +1,4 @@
-"""The interface of a streamed step's endings, and the inputs that backward gives them."""
+"""The interface of a streamed step's update policies, and the inputs that backward gives them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import Crossed, Crossing, RecordUpdate, finish
+from zerojax.optim import DuplexResult, DuplexTransfer, RecordUpdate, finish
 from zerojax.state import FlatState, Pending, TrainState
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan
@@ -16,7 +16,7 @@ Array = jax.Array
 
 Result = tuple[TrainState, dict[str, Array]]
 Carried = TypeVar("Carried")
-"""The value that backward carries for an ending: a pytree."""
+"""The value that backward carries for an update policy: a pytree."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class BackwardResult(Generic[Carried]):
     Attributes:
       state: the state before the step.
       loss: f32[], the mean over microbatches.
-      carried: the value that backward carried for the ending.
+      carried: the value that backward carried for the update policy.
       ends: summed gradients of the unstacked leaves.
       begin: i32[] zero, known when backward may begin; the update must not start before it either.
     """
@@ -45,7 +45,7 @@ class HeadDone:
     Attributes:
       loss: f32[], the mean over microbatches.
       grads: the head's contribution to the gradients of the unstacked leaves.
-      loaded: records that `GradsTaker.load_ends` loaded, by leaf.
+      loaded: records that `GradientSink.load_unstacked` loaded, by leaf.
     """
 
     loss: Array
@@ -73,14 +73,14 @@ class RecordGrads:
     grads: list[Array]
     params: list[Array]
     landing: Any
-    crossing: "Crossing | None" = None
-    crossed: "Crossed | None" = None
+    crossing: DuplexTransfer | None = None
+    crossed: DuplexResult | None = None
 
 
-class GradsTaker(Protocol[Carried]):
+class GradientSink(Protocol[Carried]):
     """Consumer of the gradients as backward computes them."""
 
-    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+    def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         """Return the head's input, and records loaded during the head, by leaf.
 
         These are records of leaves whose gradients the head completes.
@@ -102,7 +102,7 @@ class GradsTaker(Protocol[Carried]):
         """
         ...
 
-    def split_ends(self, carried: Carried) -> tuple[Carried, dict[int, list[Array]]]:
+    def split_unstacked(self, carried: Carried) -> tuple[Carried, dict[int, list[Array]]]:
         """Return the carried value, and the updated records that backward's first tick stores."""
         ...
 
@@ -122,7 +122,7 @@ class GradsTaker(Protocol[Carried]):
 
     def crossing(
         self, carried: Carried, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
-    ) -> Crossing | None:
+    ) -> DuplexTransfer | None:
         """Return the transfers during a tick's products, or None if only `landing` is in flight.
 
         Args:
@@ -149,10 +149,10 @@ class GradsTaker(Protocol[Carried]):
         ...
 
 
-class Ending(GradsTaker[Carried], Protocol[Carried]):
+class UpdatePolicy(GradientSink[Carried], Protocol[Carried]):
     """A consumer of gradients that also finishes the step."""
 
-    ends_first: bool
+    unstacked_first: bool
     """Whether the unstacked leaves are updated before the layers."""
 
     def end(self, result: BackwardResult[Carried]) -> Result:

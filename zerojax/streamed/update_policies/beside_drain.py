@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from host_offload.device import one_trip
-from zerojax.optim import LateRecord, Pending, RecordUpdate, record_specs, with_ends
+from zerojax.optim import LateRecord, Pending, RecordUpdate, record_specs, with_unstacked
 from zerojax.state import FlatState
 from zerojax.streamed.plan import StreamedPlan
 
@@ -42,7 +42,7 @@ def end_beside_drain(
     Returns:
       All leaves of the state after the update.
     """
-    records, groups, last = update.records, plan.end_groups(), plan.drained
+    records, groups, last = update.records, plan.unstacked_groups(), plan.drained
     assert last is not None
     number = [n for phase in last.schedule.phases for n in phase.drain.tolist()][-1]
 
@@ -63,11 +63,11 @@ def end_beside_drain(
                 loaded = load(following, groups[turn + 1])
             for i, values in stored.items():
                 specs = record_specs(records, (i,))
-                states = with_ends(
+                states = with_unstacked(
                     records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]}
                 )
         return states
 
     states = one_trip(number, body, states, plan.mesh)
-    in_pieces = {i: grads[i] for i in plan.cut_ends}
-    return update.update_ends(states, in_pieces, records.shared_of(states), loss, ok, ready)
+    in_pieces = {i: grads[i] for i in plan.chunked_unstacked}
+    return update.update_unstacked(states, in_pieces, records.shared_of(states), loss, ok, ready)

@@ -1,13 +1,13 @@
 """Endings that pass gradients to callbacks of `zerojax.optim.HostUpdate`, an update on the host.
 
-    HostInBackward    a layer is updated in the tick of backward that computes its gradient
+    HostUpdateInBackward    a layer is updated in the tick of backward that computes its gradient
     OnHost            gradients wait for the norm, on the device or on the host; then each layer
                       is updated
     Delayed           gradients wait on the host for the next step, and the host uses them while
                       that step computes
 
 The callbacks of a device must run in one order. Each callback takes a token and returns one, and
-the endings pass it on.
+the update policies pass it on.
 """
 
 import dataclasses
@@ -20,8 +20,10 @@ import jax.numpy as jnp
 
 from zerojax.optim import HostUpdate, RecordUpdate, clip_factor
 from zerojax.state import Pending, TrainState
-from zerojax.streamed.endings.in_backward import InBackward, UpdatedState
-from zerojax.streamed.endings.interface import (
+from zerojax.streamed.phases import Tick, run_phase
+from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.update_policies.in_backward import UpdatedState, UpdateInBackward
+from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     HeadDone,
     RecordGrads,
@@ -29,14 +31,12 @@ from zerojax.streamed.endings.interface import (
     closed,
     loss_scale,
 )
-from zerojax.streamed.endings.stored import GradStacks, StoredGrads
-from zerojax.streamed.phases import Tick, run_phase
-from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.update_policies.stored import GradStacks, StoredGrads
 
 Array = jax.Array
 
 
-class HostInBackward(InBackward):
+class HostUpdateInBackward(UpdateInBackward):
     """Ending whose host update of a layer runs in the tick that computes its gradient.
 
     Gradients are never stored.
@@ -91,7 +91,7 @@ class HostInBackward(InBackward):
         carried, norm = result.carried, self.norm(result)
         assert carried.scalars is not None
         ok = jnp.isfinite(norm)
-        states, _ = self.host.update_ends(
+        states, _ = self.host.update_unstacked(
             carried.states, result.ends, ok, carried.scalars, carried.token, carried.handed
         )
         return closed(self.record_update, result, states, norm)
@@ -172,7 +172,7 @@ class OnHost(StoredGrads):
         states, token, handed = self.of_layers(
             result, tick, (states, result.carried.token, host.nothing_handed())
         )
-        states, _ = host.update_ends(states, result.ends, ok, scalars, token, handed)
+        states, _ = host.update_unstacked(states, result.ends, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
 
 
