@@ -65,7 +65,7 @@ def link_files(app: Any, name: str, source: list[str]) -> None:
         text, target = match[1], (folder / match[2]).resolve()
         if target.is_relative_to(HERE):
             return match[0]
-        if target.is_file() and target.suffix != ".md":
+        if target.is_file():
             return "{download}`" + text.replace("`", "") + f" <{match[2]}>`"
         return text
 

@@ -28,16 +28,17 @@ This table shows what the planner chooses for one GPU with 128 GB of host memory
 AdamW. A cell says where parameters (P), gradients (G) and optimizer state (O) are stored, if not on
 the device, and the predicted tokens per second. "on CPU" means that the host runs the optimizer.
 
-These are predictions from vendors' figures, not measurements. On an H200 and an H100 such
-predictions were within 10 % of measured steps ([performance](../performance.md)). Plan with your
-own figures before you buy or rent a machine:
+These are predictions from vendors' figures, not measurements. Steps measured on an H200 took 9 to
+23 % longer than plans said ([performance](../performance.md#on-one-h200)). Plan with your own
+figures before you buy or rent a machine:
 
 ```sh no-run: plans for a machine with a measured disk
 zerojax probe --swap-dir /mnt/disk --out machine.toml
-zerojax plan --layers 32 --hidden 4096 --heads 32 --seq {SEQ} --batch {BATCH} --machine machine.toml
+zerojax plan --layers 32 --hidden 4096 --heads 32 --seq {SEQ} --batch {BATCH} --vocab 32000 \\
+    --machine machine.toml
 ```
 
-Or plan from Python, and train with the result:
+Or plan from Python. This is the cell of the table for 6.7 B on an RTX 4090:
 
 ```python
 import dataclasses
@@ -45,15 +46,26 @@ import dataclasses
 import zerojax as zj
 
 machine = dataclasses.replace(
-    zj.machine("rtx4090"), host_bytes=128e9, pinned_bytes=120e9, host_kernel=50e9
+    zj.machine("rtx4090"),
+    host_bytes=128e9,
+    pinned_bytes=120e9,
+    host_kernel=50e9,
+    disk_bytes=2e12,
+    disk_read=6e9,
+    disk_write=4e9,
+    disk_both=6e9,
 )
 sizes = zj.Sizes(layers=32, hidden=4096, heads=32, seq={SEQ}, batch={BATCH}, vocab=32000)
-plan = zj.plan(sizes, machine=machine, fixed={{"precision": "bf16"}})
+plan = zj.plan(sizes, machine=machine, fixed={{"precision": "bf16", "swap_dir": "/mnt/disk"}})
 print(plan.config)
 ```
 
 """
 TAIL = """\
+
+To train your own model with a plan, give `zj.plan` the model instead of `zj.Sizes`, and pass
+`plan.config` to `zj.build_train_step` ([planner](../planner.md)). The example scripts plan for
+themselves with `--auto True`.
 
 `python docs/generate_settings.py` writes this page.
 """

@@ -31,6 +31,7 @@ ROOMS = {
     "zerojax.metrics": ("precision",),
     "zerojax.config": ("given", "sharding", "precision"),
     "zerojax.aot": ("chips", "compat", "sharding"),
+    "zerojax.environment": (),
     # folders, from the ground up
     "zerojax.sharding": ("given",),
     "zerojax.jaxprs": (),
@@ -62,7 +63,7 @@ ROOMS = {
     "zerojax.choice": (),
     "zerojax.data": ("given", "progress"),
     "zerojax.costs": (
-        "given", "formulas", "choice", "machines", "program", "memory", "streamed", "state", "models", "activations", "tiling",
+        "given", "formulas", "choice", "machines", "program", "memory", "streamed", "optim", "state", "models", "activations", "tiling",
         "sharding", "aot", "config", "precision", "jaxprs",
     ),
     "zerojax.planner": (
@@ -73,7 +74,7 @@ ROOMS = {
     "zerojax.hlo": ("chips", "compat"),
     "zerojax.options": ("arguments", "hlo", "vocabulary"),
     "zerojax.commands": (
-        "options", "activations", "checkpoint", "weights", "hf", "memory", "planner", "sharding", "precision", "hlo",
+        "options", "environment", "activations", "checkpoint", "weights", "hf", "memory", "planner", "sharding", "precision", "hlo",
     ),
     "zerojax.cli": ("options", "commands"),
     "zerojax.__main__": ("cli",),

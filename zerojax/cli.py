@@ -1,5 +1,6 @@
 """The `zerojax` command: memory formulas, predicted steps, machine figures and checkpoints.
 
+    zerojax env --swap-dir FOLDER
     zerojax memory --params 7.5e9 --shards 64 --precision bf16
     zerojax memory --layers 48 --hidden 6144 --heads 64 --seq 2048 --shards 2 --tensor 8
         --sequence-parallel --activations selective

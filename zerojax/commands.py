@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from zerojax.activations import MODES
 from zerojax.checkpoint import CheckpointError, inspect
+from zerojax.environment import report_environment
 from zerojax.hf import export_hf, export_peft
 from zerojax.hlo import RATES, Rates, Simulation, dumped_text, module_name, read_thunks, simulate
 from zerojax.memory import (
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
       ValueError, OSError, RuntimeError: an option is wrong, or something on the machine is.
     """
     commands = {
+        "env": lambda options: print(report_environment(options.swap_dir)),
         "memory": _memory,
         "simulate": lambda options: print(_simulation(options)),
         "bench-io": _bench_io,

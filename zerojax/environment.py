@@ -14,7 +14,7 @@ import tempfile
 
 import jax
 
-from host_offload.device.limits import (
+from host_offload.device import (
     HOST_VARIABLE,
     LIMIT_VARIABLE,
     available_bytes,

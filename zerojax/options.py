@@ -57,6 +57,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class _Version(argparse.Action):
+    """Prints the version of the installed package, which takes a moment to find."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        parser.exit(0, f"zerojax {version('zerojax')}\n")
+
+
 def _parser() -> OneLineParser:
     """Return the parser of all commands; parsed options hold the command's parser."""
     parser = OneLineParser(
@@ -64,7 +73,12 @@ def _parser() -> OneLineParser:
         description="ZeRO in JAX: model states and collectives, compiled programs, disks, "
         "and checkpoints",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the installed version")
     commands = parser.add_subparsers(dest="command", required=True)
+    environment = commands.add_parser(
+        "env", help="versions, devices, limits of memory, and a folder's disk, for a bug report"
+    )
+    environment.add_argument("--swap-dir", help="an existing folder on the disk to report on")
     states = commands.add_parser(
         "memory",
         help="model states per device and elements sent per step, by ZeRO stage, and a "

@@ -10,6 +10,8 @@ from host_offload.device.cuda_driver import Driver as Driver
 from host_offload.device.cuda_driver import driver as driver
 from host_offload.device.gpu_copies import GpuCopies as GpuCopies
 from host_offload.device.gpu_copies import copies_of as copies_of
+from host_offload.device.limits import HOST_VARIABLE as HOST_VARIABLE
+from host_offload.device.limits import LIMIT_VARIABLE as LIMIT_VARIABLE
 from host_offload.device.limits import available_bytes as available_bytes
 from host_offload.device.limits import check_host_memory as check_host_memory
 from host_offload.device.limits import host_bytes as host_bytes

@@ -3,8 +3,10 @@ import subprocess
 import sys
 
 import disks
+import jax
 import pytest
 
+import zerojax as zj
 from host_offload.disk.tuning import DEFAULT
 from zerojax import cli, commands
 from zerojax.machines import disk as bench_io
@@ -260,3 +262,29 @@ def test_fault_of_the_program_shows_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(commands, "machine", lambda name: {}[name])
     with pytest.raises(KeyError):
         cli.main(["machines", "h200"])
+
+
+def test_env_reports_versions_memory_and_a_disk(tmp_path, capsys):
+    cli.main(["env", "--swap-dir", str(tmp_path)])
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    rows = {name.strip(): value.strip() for name, value in rows.items()}
+    assert rows["jax"] == jax.__version__
+    assert rows["swap_dir"] == str(tmp_path)
+    assert rows["devices"].endswith("(cpu)")
+    assert "mounted at" in rows["file system"]
+    assert rows["direct I/O"].startswith(("yes", "no ("))
+    assert not list(tmp_path.iterdir())
+
+
+def test_env_of_a_folder_that_does_not_exist_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["env", "--swap-dir", "/nowhere"])
+    assert ended.value.code == 2
+    assert "swap_dir='/nowhere' is not a folder" in capsys.readouterr().err
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code
+    assert zj.__version__ in "".join(capsys.readouterr())

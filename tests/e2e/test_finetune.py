@@ -166,7 +166,9 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
     assert "--- sample ---" not in printed
     assert list(figures(tmp_path)) == [*range(1, STOPPED + 1)]
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"holds checkpoints up to step {STOPPED}: --resume True"):
+    with pytest.raises(
+        ValueError, match=f"up to step {STOPPED}: continue from there with --resume True"
+    ):
         here(*arguments)
     with pytest.raises(
         ValueError,

@@ -44,6 +44,7 @@ from zerojax.costs.timing import LayerWork, StepTime, UnstackedWork, Wires, step
 from zerojax.costs.workload import CHECKPOINTED, Grid, StackWork, Workload
 from zerojax.formulas import state_bytes
 from zerojax.machines import Machine
+from zerojax.optim import LEAST_BYTES, MOST_PIECES
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
 from zerojax.state import host_update
@@ -60,10 +61,6 @@ _RESIDENT = {
     "delayed_update": False,
 }
 """Config fields for the schedule of a step whose layers stay on the device."""
-_MOST_PIECES, _LEAST_PIECE = 32, 1 << 20
-"""Most pieces in which embedding and head are updated, and least bytes of a piece
-(`zerojax.optim`).
-"""
 Bytes = dict[str, dict[str, int]]
 """Bytes per device by tier and kind."""
 
@@ -476,8 +473,8 @@ class _Estimator:
             "opt_state": config.opt_state if self.on_host or self.moves else "device",
         }
         sizes = self.record(updated) | {"params": self.record(workload.end_elements)["params"]}
-        # If copy engines move it, its smallest array is cut into pieces of at least `_LEAST_PIECE`.
-        count = min(_MOST_PIECES, sizes["opt_state"] * 4 // max(1, int(self.state)) // _LEAST_PIECE)
+        # If copy engines move it, its smallest array is cut into pieces of at least `LEAST_BYTES`.
+        count = min(MOST_PIECES, sizes["opt_state"] * 4 // max(1, int(self.state)) // LEAST_BYTES)
         cut = (
             self.both_ways
             and config.opt_state == "pinned_host"
@@ -516,7 +513,7 @@ class _Estimator:
         stored = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away else 0)
         loaded = leaf.sizes["opt_state"] + (leaf.sizes["params"] if away and not self.master else 0)
         count = min(
-            _MOST_PIECES,
+            MOST_PIECES,
             math.ceil(leaf.sizes["opt_state"] / max(1, self.record(elements)["opt_state"])),
         )
         if count <= 1:

@@ -8,6 +8,8 @@ from zerojax.optim.by_record import update_by_record as update_by_record
 from zerojax.optim.ema import Ema as Ema
 from zerojax.optim.ema import check_ema as check_ema
 from zerojax.optim.ema import ema_of_each as ema_of_each
+from zerojax.optim.late_records import LEAST_BYTES as LEAST_BYTES
+from zerojax.optim.late_records import MOST_PIECES as MOST_PIECES
 from zerojax.optim.late_records import DuplexResult as DuplexResult
 from zerojax.optim.late_records import DuplexTransfer as DuplexTransfer
 from zerojax.optim.late_records import LateRecord as LateRecord
