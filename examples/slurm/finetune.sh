@@ -1,12 +1,14 @@
 #!/bin/bash
-# Fine-tune all weights of an 8 B model on 2 nodes of 8 GPUs: ZeRO stage 3 inside a node, replicas across nodes (hybrid sharding).
+# Fine-tune all weights of an 8 B model on 2 nodes of 8 GPUs: ZeRO stage 3 inside each node, replicas
+# across nodes.
 #
 #     MODEL=/models/Llama-3.1-8B DATA=chats.jsonl sbatch examples/slurm/finetune.sh
 #     MODEL=... DATA=... sbatch --nodes=1 examples/slurm/finetune.sh --lora-rank 16      # adapters, on one node
 #
-# One task a node; each drives all of its node's GPUs. The model, the data, the checkpoints and the virtual environment lie on a
-# file system that every node sees. Ten minutes before its time is up the run saves, ends, and is queued again, to go on from there.
-# Runs of other options need CHECKPOINTS of their own. EXPORT names a folder that is written at the end.
+# Each node runs one task, which drives all GPUs of the node. The model, the data, the checkpoints and
+# the virtual environment must be on a file system that every node can read. Ten minutes before the
+# time limit the run saves, ends, and is queued again to continue. A run with other options needs its
+# own CHECKPOINTS. EXPORT names a folder that is written at the end.
 #SBATCH --job-name=zerojax-finetune
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,11 +1,12 @@
 #!/bin/bash
-# Train a GPT on 2 nodes of 8 GPUs: ZeRO stage 3 inside a node, replicas across nodes (hybrid sharding).
+# Train a GPT on 2 nodes of 8 GPUs: ZeRO stage 3 inside each node, replicas across nodes.
 #
 #     sbatch examples/slurm/train_gpt.sh
 #
-# One task a node; each drives all of its node's GPUs. JAX finds the coordinator and the tasks in Slurm's environment.
-# The text, the checkpoints and the virtual environment lie on a file system that every node sees. Ten minutes before its time is
-# up the run saves and ends; submitted again, it goes on from there. Runs of other options need CHECKPOINTS of their own.
+# Each node runs one task, which drives all GPUs of the node. zerojax finds the coordinator and the
+# tasks in Slurm's environment. The text, the checkpoints and the virtual environment must be on a
+# file system that every node can read. Ten minutes before the time limit the run saves and ends; if
+# you submit it again, it continues from there. A run with other options needs its own CHECKPOINTS.
 #SBATCH --job-name=zerojax-gpt
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

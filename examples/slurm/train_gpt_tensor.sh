@@ -1,12 +1,13 @@
 #!/bin/bash
-# Train a GPT of 22 B parameters on 2 nodes of 8 GPUs: tensor parallelism inside a node, ZeRO stage 3 across nodes.
+# Train a GPT of 22 B parameters on 2 nodes of 8 GPUs: tensor parallelism inside each node, ZeRO stage
+# 3 across nodes.
 #
 #     sbatch examples/slurm/train_gpt_tensor.sh
 #
-# The mesh has the tensor axis innermost, so the 8 GPUs of a node share each layer, and exchange its activations over their own
-# links: these are split over the GPUs too, in their sequence. Parameters, gradients and optimizer state of such a part of a
-# layer are split once more, over the nodes.
-# What else the script needs, and what happens when its time is up, is told in train_gpt.sh.
+# The tensor axis is the innermost axis of the mesh, so the 8 GPUs of a node share each layer and
+# exchange its activations over their own links. The activations are also split over these GPUs, along
+# the sequence. Each GPU's part of the parameters, gradients and optimizer state is split again over
+# the nodes. See train_gpt.sh for the script's requirements and its time limit.
 #SBATCH --job-name=zerojax-gpt-tensor
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
