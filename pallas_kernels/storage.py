@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.nf4 import Group, Nf4, dequantize_nf4, group_of, quantize_nf4
+from pallas_kernels.nf4 import Group, Nf4, choose_group, dequantize_nf4, quantize_nf4
 from pallas_kernels.quantize import Quantized, dequantize, quantize
 
 Format = Literal["int8", "nf4"]
@@ -231,7 +231,9 @@ def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> 
     def layout(outer: Sequence[int], size: int, **how: Any) -> Layout:
         rows = outer[-1] if outer else 1
         return Layout(
-            format=format, group=group_of(rows, size // block) if format == "nf4" else (1, 1), **how
+            format=format,
+            group=choose_group(rows, size // block) if format == "nf4" else (1, 1),
+            **how,
         )
 
     own = [size // n for size, n in zip(shape, shards, strict=True)]

@@ -449,7 +449,7 @@ def _check_names(chosen: Segment | ZeroConfig) -> None:
         )
 
 
-def activations_of(config: ZeroConfig) -> tuple[Activations, ...]:
+def resolve_activations(config: ZeroConfig) -> tuple[Activations, ...]:
     """Return what happens to the residuals: one entry per segment, or one entry for all layers."""
     chosen = config.activations
     return (
@@ -508,7 +508,7 @@ def moves_host_memory(config: ZeroConfig) -> bool:
         config.grads,
         config.opt_state,
         frozen_tier(config),
-        *activations_of(config),
+        *resolve_activations(config),
     }
     return not tiers.isdisjoint(("pinned_host", "nvme")) or any(one.offloaded_names for one in kept)
 
@@ -519,7 +519,7 @@ def uses_disk(config: ZeroConfig) -> bool:
         config.params,
         config.grads,
         config.opt_state,
-        *activations_of(config),
+        *resolve_activations(config),
         config.frozen,
     )
 
@@ -545,7 +545,7 @@ def require_built(config: ZeroConfig) -> None:
         tiers = [
             (name, getattr(config, name)) for name in ("params", "grads", "opt_state", "frozen")
         ]
-        tiers += [("activations", tier) for tier in activations_of(config)]
+        tiers += [("activations", tier) for tier in resolve_activations(config)]
         name = next(name for name, tier in tiers if tier == "nvme")
         raise NotImplementedError(
             f"delayed_update=True is not supported with {name}='nvme': use "
@@ -556,13 +556,13 @@ def require_built(config: ZeroConfig) -> None:
         name
         for one in kept
         for name in (*one.saved_names, *one.offloaded_names)
-        if number_of(name) is not None
+        if parse_name_number(name) is not None
     ]
     everything = next(
         (one for one in kept if one.activations == "everything" and one.offloaded_names), None
     )
     if everything is not None and (
-        numbers := [n for n in everything.offloaded_names if number_of(n) is not None]
+        numbers := [n for n in everything.offloaded_names if parse_name_number(n) is not None]
     ):
         raise NotImplementedError(
             f"activations='everything' is not supported with offloaded_names={numbers!r}: the "
@@ -577,7 +577,7 @@ def require_built(config: ZeroConfig) -> None:
         )
 
 
-def number_of(name: str) -> int | None:
+def parse_name_number(name: str) -> int | None:
     """Return the number in a value's name such as "#2", or None for any other name."""
     return int(name[1:]) if re.fullmatch(r"#[0-9]+", name) else None
 

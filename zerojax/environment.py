@@ -103,7 +103,7 @@ def _disk(swap_dir: str) -> list[tuple[str, str]]:
     if not os.path.isdir(folder):
         raise ValueError(f"swap_dir={swap_dir!r} is not a folder: create it, or name another")
     usage = os.statvfs(folder)
-    mount, kind = _mount_of(folder)
+    mount, kind = _find_mount(folder)
     return [
         ("swap_dir", folder),
         ("file system", f"{kind}, mounted at {mount}"),
@@ -112,7 +112,7 @@ def _disk(swap_dir: str) -> list[tuple[str, str]]:
     ]
 
 
-def _mount_of(folder: str) -> tuple[str, str]:
+def _find_mount(folder: str) -> tuple[str, str]:
     """Return the mount point that holds a folder, and its file system's type."""
     longest = ("", "unknown")
     with contextlib.suppress(OSError):

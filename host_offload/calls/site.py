@@ -124,7 +124,7 @@ class Calls:
 class CallbackSite:
     """One callback of a traced program.
 
-    A callback receives its site through `functools.partial(callback, ..., site=site)`; `site_of`
+    A callback receives its site through `functools.partial(callback, ..., site=site)`; `find_site`
     retrieves it from there.
 
     Attributes:
@@ -167,7 +167,7 @@ class CallbackSite:
             return asked
         if self.order is None:
             return Asked(*log.read(context, where))
-        rank = log.rank_of(context, where)
+        rank = log.find_rank(context, where)
         count = self._count(rank)
         assumed = Asked(rank, self._layer(count, rank), self.calls.number if self.of_state else 0)
         log.append(context, where, (self, count, assumed), rank)
@@ -212,7 +212,7 @@ class CallbackSite:
         )
 
 
-def site_of(callback: Callable[..., Any]) -> CallbackSite | None:
+def find_site(callback: Callable[..., Any]) -> CallbackSite | None:
     """Return the site bound to a callback by `functools.partial`, or None if there is none."""
     site = getattr(callback, "keywords", {}).get("site")
     return site if isinstance(site, CallbackSite) else None

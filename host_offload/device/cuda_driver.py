@@ -31,7 +31,7 @@ class Driver:
         self._api, self._success = api, api.CUresult.CUDA_SUCCESS
         self._call("cuInit", 0)
 
-    def context_of(self, ordinal: int) -> int:
+    def retain_context(self, ordinal: int) -> int:
         """Return the primary context of a GPU, which XLA uses too."""
         return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal)))
 
@@ -49,7 +49,7 @@ class Driver:
         # A buffer of a closed ring is unregistered by the thread that returns it. That may be an
         # I/O thread, which has no context.
         if not int(self._call("cuCtxGetCurrent")):
-            self.use(self.context_of(0))
+            self.use(self.retain_context(0))
 
     # --- memory -----------------------------------------------------------------------------------
 

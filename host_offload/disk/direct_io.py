@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.direct_file import DirectFile
 from host_offload.disk.errors import TruncatedError, explain
 from host_offload.disk.record_format import check_buffer
@@ -227,7 +227,7 @@ class _Transfer:
                 self._file.read(part, start)
                 return None
             if block == 0 and self._checked:  # other threads write blocks in the meantime
-                self._checksum = checksum_of(self._record)
+                self._checksum = compute_checksum(self._record)
             self._file.write(part, start)
         except BaseException as error:
             return error

@@ -209,7 +209,7 @@ def _checksum(digits: Field) -> int:
     return int(digits.value, 16)
 
 
-def format_of(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
+def build_format(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
     """Return the format of records that hold the given leaves.
 
     Args:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.device import allocate
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.direct_file import read_file, write_file
 from host_offload.disk.errors import ChecksumError, TruncatedError
 from host_offload.disk.store import Store
@@ -212,7 +212,7 @@ def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name:
     if (found := os.stat(path).st_size) != size:
         raise TruncatedError(f"{name} has {found} bytes, and the record {size}: {_ROTTEN}")
     read_file(path, buffer, size)
-    if expected and (found := checksum_of(buffer[:size])) != expected:
+    if expected and (found := compute_checksum(buffer[:size])) != expected:
         raise ChecksumError(
             f"{name}: its checksum is {found:016x}, and {expected:016x} was written: {_ROTTEN}"
         )

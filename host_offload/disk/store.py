@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.errors import ChecksumError, SwapError, explain, of_tensorstore
 from host_offload.disk.record_format import RecordFormat
 from host_offload.disk.regular_file import check_regular, open_regular
@@ -449,7 +449,7 @@ class Store:
           ChecksumError: the record differs from what was written.
         """
         expected = int(self.checksums[layer])
-        if expected and (checksum := checksum_of(record)) != expected:
+        if expected and (checksum := compute_checksum(record)) != expected:
             raise ChecksumError(f"its checksum is {checksum:016x}, and {expected:016x} was written")
 
     def _too_small(

@@ -207,7 +207,7 @@ class Engine:
         """Return the names of the kinds that were added and not removed."""
         return {kind for lane in self._lanes.values() for kind in lane.records}
 
-    def store_of(self, kind: str, rank: int) -> Store:
+    def find_store(self, kind: str, rank: int) -> Store:
         """Return the records on disk of a kind on a device.
 
         Args:

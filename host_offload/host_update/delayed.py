@@ -179,11 +179,11 @@ def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> 
       parts: indices of leaves that are updated together.
     """
     stacks = [part for part in parts if leaves.kernels[part.start].stacked]
-    ends = [(part, 0) for part in parts if part not in stacks]
+    unstacked = [(part, 0) for part in parts if part not in stacks]
     layers = [
         (part, layer) for part in stacks for layer in range(len(leaves.pending[device, part.start]))
     ]
-    return [*reversed(layers), *ends]
+    return [*reversed(layers), *unstacked]
 
 
 def update_pending(

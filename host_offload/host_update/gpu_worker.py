@@ -266,7 +266,7 @@ class GpuWorker:
           fail: function that receives the worker's errors.
         """
         self.driver, self.rank, self._run, self._fail = driver, rank, run, fail
-        self.context = driver.context_of(device.local_hardware_id or 0)
+        self.context = driver.retain_context(device.local_hardware_id or 0)
         # Streams and events belong to the context that is current in the thread that creates them.
         driver.use(self.context)
         # One stream per direction: the link carries both directions at the same time, but a stream
@@ -470,7 +470,7 @@ class GpuWorker:
         self.submit(jobs)
         return jobs
 
-    def future_of(self, event: int) -> "Future[None]":
+    def track_event(self, event: int) -> "Future[None]":
         """Return a future that is done when an event has happened.
 
         If the event is recorded again before the worker waits for it, the later record counts.

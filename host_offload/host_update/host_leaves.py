@@ -202,7 +202,7 @@ class HostLeaves:
                 yield {}
                 return
             assert self.swap is not None
-            engine = self.swap.engine_of(number)
+            engine = self.swap.find_engine(number)
             yield {
                 kind: stack.enter_context(engine.borrow(kind, device, layer, mode))
                 for kind, mode in modes.items()
@@ -219,7 +219,7 @@ class HostLeaves:
         """
         for kind, mode in modes.items():
             assert self.swap is not None
-            self.swap.engine_of(number).skip(kind, device, layer, mode)
+            self.swap.find_engine(number).skip(kind, device, layer, mode)
 
     # --- the end of a callback --------------------------------------------------------------------
 

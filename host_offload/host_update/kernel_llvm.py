@@ -90,7 +90,7 @@ def _shift(name: str) -> Any:
 
 
 @intrinsic
-def _float_of(typing: Any, x: Any) -> Any:
+def _bits_to_float(typing: Any, x: Any) -> Any:
     """Return the float32 with the bits of a uint32."""
     return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(
         args[0], F32
@@ -236,8 +236,8 @@ WORDS = {
     "select": _select,
     "shift_left": _shift("shl"),
     "shift_right": _shift("lshr"),
-    "bits_of": _of_float(numba.uint32, lambda builder, x: builder.bitcast(x, I32)),
-    "float_of": _float_of,
+    "parse_bits": _of_float(numba.uint32, lambda builder, x: builder.bitcast(x, I32)),
+    "float_of": _bits_to_float,
     "claim": _claim,
     "flush_subnormals": _flush_subnormals,
     "set_mode": _set_mode,

@@ -302,7 +302,7 @@ def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
     if dtype == "bool" and name in BOOLEANS:
         return BOOLEANS[name].format(*args)
     if name == "bitcast_convert_type" and {dtype, source} == {"float32", "uint32"}:
-        return f"{'bits_of' if dtype == 'uint32' else 'float_of'}({args[0]})"
+        return f"{'parse_bits' if dtype == 'uint32' else 'float_of'}({args[0]})"
     if dtype == "uint32" and name in UNSIGNED:
         return f"u32({UNSIGNED[name].format(*args)})"
     if dtype == "int32" and name in INTEGERS:

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from host_offload.calls import CallbackSite
-from host_offload.device import Driver, Views, num_bytes, pointer, stream_of
+from host_offload.device import Driver, Views, find_stream, num_bytes, pointer
 from host_offload.engine import Mode
 from host_offload.host_update.delayed import pending_records, update_pending
 from host_offload.host_update.gpu_worker import GpuWorker, Job, LeafGroup
@@ -99,7 +99,7 @@ class QueuedStep:
         results, token = out
 
         def update() -> None:
-            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            worker, stream = self._worker(find_stream(context)), find_stream(context)
             part = worker.parts[first]
             jobs, error = worker.bring(stream, part, (where, scalars, *operands))
             try:
@@ -129,7 +129,7 @@ class QueuedStep:
         results, token = out
 
         def take() -> None:
-            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            worker, stream = self._worker(find_stream(context)), find_stream(context)
             self.leaves.count(to_device=worker.take(stream, worker.parts[first], results))
 
         self._try(take)
@@ -159,7 +159,7 @@ class QueuedStep:
 
         def stash() -> None:
             rank, layer, number = site.ask(context, where)
-            worker, stream, leaves = self._workers[rank], stream_of(context), self.leaves
+            worker, stream, leaves = self._workers[rank], find_stream(context), self.leaves
             part = worker.stashes[first]
             rests = [leaves.kernels[leaf].grad for leaf in part.spec.leaves]
             if (rest := rests[0]) is None:
@@ -182,9 +182,9 @@ class QueuedStep:
                         with contextlib.suppress(RuntimeError):
                             worker.driver.finish_stream(worker.down)
                         raise
-                    return worker.future_of(event)
+                    return worker.track_event(event)
 
-                leaves.swap.engine_of(number).store(rest.kind, rank, layer, fill)
+                leaves.swap.find_engine(number).store(rest.kind, rank, layer, fill)
             leaves.count(to_host=sum(map(num_bytes, grads)))
 
         self._try(stash)
@@ -202,7 +202,7 @@ class QueuedStep:
         """
 
         def start() -> None:
-            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            worker, stream = self._worker(find_stream(context)), find_stream(context)
             self._started.pop(worker.rank, None)
             part = worker.parts[0]
             told, values = part.buffers[0]
@@ -262,7 +262,7 @@ class QueuedStep:
                     leaves.record(leaves.new_params[rank, leaf], leaf, layer)
                     for leaf in range(first, first + count)
                 ]
-                worker.hand_over(stream_of(context), worker.stashes[first], made, results)
+                worker.hand_over(find_stream(context), worker.stashes[first], made, results)
                 leaves.count(to_device=sum(a.nbytes for a in made))
 
         self._try(install)
@@ -280,7 +280,7 @@ class QueuedStep:
         del where
 
         def finish() -> None:
-            worker = self._worker(stream_of(context))
+            worker = self._worker(find_stream(context))
             worker.driver.use(worker.context)
             for job in self._started.get(worker.rank, {}).values():
                 job.finish()
@@ -296,7 +296,7 @@ class QueuedStep:
 
     def _pass_on(self, context: Any, after: Any, token: Any) -> None:
         # The number of the state is copied from token to token on the device.
-        self._driver().copy(pointer(token), pointer(after), num_bytes(token), stream_of(context))
+        self._driver().copy(pointer(token), pointer(after), num_bytes(token), find_stream(context))
 
     def _worker(self, stream: int) -> GpuWorker:
         """Return the worker of the device to which a program's stream belongs."""

@@ -44,7 +44,7 @@ class Move(NamedTuple):
     writes: bool = False
 
 
-def moves_of(
+def list_moves(
     steps: StepPlan,
     kinds: Collection[str],
     phases: Collection[str] | None = None,
@@ -122,7 +122,7 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
     return after
 
 
-def horizon_of(moves: Sequence[Move], distance: int) -> int:
+def compute_horizon(moves: Sequence[Move], distance: int) -> int:
     """Return how many of the next moves are searched for a finished move and for reads to start."""
     kinds = {move.kind for move in moves}
     # The moves of `distance + 2` ticks, with a read and a write per kind, and a reserve.
@@ -153,7 +153,7 @@ class Window:
         self._reads = [
             i for i in range(2 * len(self.moves)) if not self.moves[i % len(self.moves)].writes
         ]
-        self._horizon = horizon_of(self.moves, distance)
+        self._horizon = compute_horizon(self.moves, distance)
         self._done = [False] * len(self.moves)
         self.position = 0
 

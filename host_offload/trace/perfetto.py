@@ -35,9 +35,9 @@ from host_offload.trace.plan import (
     Planned,
     Run,
     Use,
+    list_uses,
+    map_transfers,
     plan,
-    transfers_of,
-    uses_of,
 )
 
 DISK, PLANNED, RANKS = 1, 2, 3
@@ -105,8 +105,8 @@ class _Builder:
         self.first = len(self.runs) - len(runs)  # index of the first run to draw
         self.distance, self.after, self.predicted = distance, after, predicted
         events = [event for run in self.runs for event in run.events] + list(after)
-        self.transfers = transfers_of(events)
-        self.uses = uses_of(self.runs)
+        self.transfers = map_transfers(events)
+        self.uses = list_uses(self.runs)
         self.use_of = {use.number: use for use in self.uses}
         self.counted_in = {
             e.number: i
@@ -409,7 +409,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "not a regular file")
         # Create the temporary file of `write_trace` instead of opening an older trace.
-        with open(part := _part_of(name), "xb"):
+        with open(part := _build_temporary_name(name), "xb"):
             pass
         os.unlink(part)
     except OSError as error:
@@ -419,7 +419,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def _part_of(name: str) -> str:
+def _build_temporary_name(name: str) -> str:
     """Return the name of the temporary file of a trace.
 
     It is random, so that nobody can have put a link of that name there.
@@ -440,7 +440,7 @@ def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
       OSError: the file cannot be written; an older file of that name is kept.
     """
     name = os.fspath(path)
-    part = _part_of(name)
+    part = _build_temporary_name(name)
     try:
         with gzip.open(part, "xt") if name.endswith(".gz") else open(part, "x") as file:
             json.dump(trace, file, separators=(",", ":"))

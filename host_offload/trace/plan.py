@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from host_offload.engine import Event
-from host_offload.schedule import Move, horizon_of
+from host_offload.schedule import Move, compute_horizon
 
 ASKED_TOO_LATE, DISK_BUSY = "asked too late", "disk busy"
 STILL_WRITTEN, EARLIER_WRITES = "still being written", "earlier writes"
@@ -167,12 +167,12 @@ class Intervals:
         return self._sums[i] - (max(0.0, self._ends[i - 1] - time) if i else 0.0)
 
 
-def transfers_of(events: Iterable[Event]) -> dict[int, Event]:
+def map_transfers(events: Iterable[Event]) -> dict[int, Event]:
     """Return the reads and writes among `events`, by transfer number."""
     return {event.number: event for event in events if event.name in ("read", "write")}
 
 
-def uses_of(runs: Sequence[Run]) -> list[Use]:
+def list_uses(runs: Sequence[Run]) -> list[Use]:
     """Return the uses of records, run by run, in order of time within each run.
 
     A device's k-th use of a record is matched with the record's k-th planned move. If the oldest
@@ -278,7 +278,7 @@ def plan(
 
     Args:
       runs: runs, in order of time.
-      uses: uses of all runs, from `uses_of`.
+      uses: uses of all runs, from `list_uses`.
       transfers: reads and writes, by number.
       distance: prefetch distance, in records of a kind.
     """
@@ -404,7 +404,7 @@ def _released(
     released: dict[tuple[int, int], float] = {}
     last_write: dict[tuple[str, int], float] = {}  # end of each record's last write so far
     for index, run in enumerate(runs):
-        n, horizon = len(run.moves), horizon_of(run.moves, distance)
+        n, horizon = len(run.moves), compute_horizon(run.moves, distance)
         # If two consecutive runs have the same moves, the second one's reads start in the first.
         first = index - 1 if index and runs[index - 1].moves == run.moves else index
         begin = runs[first].start

@@ -37,7 +37,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
-from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.dispatch import Implementation, find_target, resolve
 from pallas_kernels.linear_cross_entropy import mosaic, reference, vjp
 from pallas_kernels.linear_cross_entropy.config import Config as Config
 from pallas_kernels.linear_cross_entropy.kernel_config import KernelConfig as KernelConfig
@@ -128,7 +128,7 @@ def linear_cross_entropy(
     form = Form(
         vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap)
     )
-    target = target_of(x, w)
+    target = find_target(x, w)
     chosen = resolve(
         "linear_cross_entropy",
         implementation,

@@ -81,7 +81,7 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     """
     tokens, columns = len(x), w.shape[1]
     padded = -(-tokens // ROWS) * ROWS
-    num_parts = config.parts_of(tokens, x.shape[1], columns)
+    num_parts = config.count_parts(tokens, x.shape[1], columns)
     out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
     labels = _pad(labels, (padded - tokens,), -1)
     parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[
@@ -160,10 +160,10 @@ def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
     any of `arrays` varies.
     """
 
-    def made_of(*arrays: Array) -> Array:
+    def run_forward(*arrays: Array) -> Array:
         # A sum of one element per array varies over the axes of all arrays.
         return functools.reduce(
             jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype)
         )
 
-    return jax.eval_shape(made_of, *arrays)
+    return jax.eval_shape(run_forward, *arrays)

@@ -48,7 +48,7 @@ class Split:
     def __post_init__(self):
         """Raise ValueError if the specs do not fit the mesh or each other."""
         for name, spec in (("w", self.w), ("dw", self.grad_spec)):
-            used = [axis for entry in spec for axis in axes_of(entry)]
+            used = [axis for entry in spec for axis in parse_axes(entry)]
             if len(spec) > 2 or len(set(used)) < len(used):
                 raise ValueError(
                     f"linear_cross_entropy: the spec {spec} of {name}[D, V] must have one entry "
@@ -188,10 +188,10 @@ class Split:
         ).reshape(len(dw), -1)
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def parse_axes(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    return axes_of(spec[dim]) if dim < len(spec) else ()
+    return parse_axes(spec[dim]) if dim < len(spec) else ()

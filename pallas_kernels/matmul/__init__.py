@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Target, resolve, target_of
+from pallas_kernels.dispatch import Implementation, Target, find_target, resolve
 from pallas_kernels.matmul import measured, mosaic, reference, vjp
 from pallas_kernels.matmul.config import Config as Config
 from pallas_kernels.matmul.config import Problem, choose
@@ -123,7 +123,7 @@ def matmul(
 
 def is_measured(*arrays: Any) -> bool:
     """Return whether the table of measurements has a row for the target device of these arrays."""
-    target = target_of(*arrays)
+    target = find_target(*arrays)
     return any(
         (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()
     )
@@ -204,7 +204,7 @@ def _describe(
         bias_dtype=biases[0].dtype if biases else None,
         accumulate_dtype=accumulate_dtype,
     )
-    target = target_of(x, *weights)
+    target = find_target(x, *weights)
     return _Call(problem, target, measured.find(measured.table(), problem, activation, target))
 
 

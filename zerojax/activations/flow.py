@@ -37,7 +37,7 @@ from zerojax.jaxprs import (
     Instruction,
     manual_axes,
 )
-from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
+from zerojax.sharding import TENSOR, Spec, pad_spec, parse_axes
 
 ANY: Any = object()
 """Entry of a dim that takes the split of the values that it meets."""
@@ -66,7 +66,7 @@ def flow(
         by the slot of the first result.
     """
     given: list[Split | None] = [
-        None if spec is None else tuple(map(axes_of, spec)) for spec in inputs
+        None if spec is None else tuple(map(parse_axes, spec)) for spec in inputs
     ]
     # The additional results of an equation that is taken apart come last.
     shapes = {
@@ -75,10 +75,10 @@ def flow(
         for out, v in zip(i.outs, i.eqn.outvars, strict=False)
     }
     splits = SplitAnalysis(axis_sizes, apart).run(program, given)
-    return {slot: spec_of(split, shapes.get(slot)) for slot, split in splits.items()}
+    return {slot: split_to_spec(split, shapes.get(slot)) for slot, split in splits.items()}
 
 
-def spec_of(split: Split | None, aval: Any) -> Spec | None:
+def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
     """Return a split as a spec, or None if nothing is known about it."""
     if split is None:
         return None
@@ -107,7 +107,7 @@ def tensor_dims(split: Split) -> list[int]:
     return [d for d, entry in enumerate(split) if entry is not ANY and TENSOR in entry]
 
 
-def outs_of(
+def infer_output_splits(
     eqn: jex.JaxprEqn,
     ins: Sequence[Split | None],
     sizes: Mapping[str, int],
@@ -192,7 +192,7 @@ class SplitAnalysis(Analysis[Split | None]):
             if split is None:
                 return None
             # The axes of the shard_map come first: other axes split each of its devices' pieces.
-            pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
+            pairs = zip(map(parse_axes, pad_spec(spec, _ndim(v))), split, strict=True)
             return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
 
         triples = zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)
@@ -476,7 +476,7 @@ def _constraint(
     padded = pad_spec(spec, len(ins[0]))
     return [
         tuple(
-            b if a is PartitionSpec.UNCONSTRAINED else axes_of(a)
+            b if a is PartitionSpec.UNCONSTRAINED else parse_axes(a)
             for a, b in zip(padded, ins[0], strict=True)
         )
     ]

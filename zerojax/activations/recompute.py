@@ -35,9 +35,9 @@ from zerojax.jaxprs import (
     Region,
     bind,
     is_among,
+    list_regions,
     read,
     rebind,
-    regions_of,
     trace,
 )
 from zerojax.sharding import ActivationSpec, Spec
@@ -54,7 +54,7 @@ def keeps(prim: Any, *args: Any, **params: Any) -> bool:
     return prim.name == "name" and (params["name"].startswith(PREFIX) or params["name"] == LSE)
 
 
-def label_of(name: str) -> str:
+def find_label(name: str) -> str:
     """Return the label of a saved value.
 
     It is the description of an equation that a `Keeper` named, preceded by its count, or the name
@@ -271,7 +271,7 @@ def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list
     is_entered = i.eqn.primitive.name in _ENTERED and any(of_data)
     if not is_entered or i.eqn.effects or is_cheap(i.eqn):
         return bind(i.eqn, values)
-    return rebind(i.eqn, [_inside(region, of_data) for region in regions_of(i.eqn)], values)
+    return rebind(i.eqn, [_inside(region, of_data) for region in list_regions(i.eqn)], values)
 
 
 def _inside(region: Region, of_data: Sequence[bool]) -> Function:

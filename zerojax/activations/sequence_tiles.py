@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.activations.flow import Split, as_spec, tensor_dims
 from zerojax.activations.sequence_ops import constrain
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, product_of, read
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, find_product, read
 from zerojax.sharding import TENSOR, without_axis
 from zerojax.tiling import TileLoop, is_wide_product, loop_over, wide_product
 
@@ -97,7 +97,7 @@ class Entries:
         for i in self.unit.instructions:
             vals = [read(ref, slots) for ref in i.ins]
             _, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
-            dot = product_of(i.eqn)
+            dot = find_product(i.eqn)
             if not self.copied.isdisjoint(i.reads):
                 outs = [self._column(i, vals, w)]
             elif dot is not None and i.outs[0] in self.walked.scattered:

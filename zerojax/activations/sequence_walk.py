@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.activations.flow import ANY, Split, as_spec, outs_of, tensor_dims
+from zerojax.activations.flow import ANY, Split, as_spec, infer_output_splits, tensor_dims
 from zerojax.activations.rings import RingProduct, column_products, ring_product, row_product
 from zerojax.activations.sequence_ops import (
     constrain,
@@ -25,12 +25,12 @@ from zerojax.jaxprs import (
     Instruction,
     bind,
     checkpointed,
+    find_product,
     flatten,
-    product_of,
+    list_regions,
     read,
-    regions_of,
 )
-from zerojax.sharding import BATCH_AXES, TENSOR, Spec, axes_of, num_batch_shards, without_axis
+from zerojax.sharding import BATCH_AXES, TENSOR, Spec, num_batch_shards, parse_axes, without_axis
 from zerojax.tiling import TileLoop, parse
 
 Array = jax.Array
@@ -157,7 +157,7 @@ class SequenceInterpreter:
         """Run one equation, with the inserted operations."""
         if data.isdisjoint(i.outs):
             return self.plain(i, values, splits)
-        if (dot := product_of(i.eqn)) is not None:
+        if (dot := find_product(i.eqn)) is not None:
             return self.product(i, dot, values, splits)
         if i.eqn.primitive.name in _ENTERED:
             return self.region(i, values, splits)
@@ -197,7 +197,7 @@ class SequenceInterpreter:
             values, spec = [self.gathered(i.ins[0], values[0], spec)], without_axis(spec, TENSOR)
         # Constrain both ends, which also constrains the transform of the cotangent.
         outs, of_outs = self.plain(
-            i, [constrain(values[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
+            i, [constrain(values[0], spec, self.mesh)], [tuple(map(parse_axes, spec))]
         )
         return [constrain(outs[0], spec, self.mesh)], of_outs
 
@@ -205,7 +205,7 @@ class SequenceInterpreter:
         self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]
     ) -> tuple[Any, list[Split | None]]:
         """Run an equation unchanged; return its results and how they are split."""
-        return bind(i.eqn, values), outs_of(i.eqn, splits, self.mesh.shape)
+        return bind(i.eqn, values), infer_output_splits(i.eqn, splits, self.mesh.shape)
 
     def note(self, i: Instruction, weight: Sequence[str], kind: str, why: str) -> None:
         """Add a product to the list of the rule."""
@@ -248,7 +248,7 @@ class SequenceInterpreter:
                 self.gathered(i.ins[d], v, spec) if n == d else v for n, v in enumerate(values)
             ]
             splits = [
-                tuple(map(axes_of, without_axis(spec, TENSOR))) if n == d else s
+                tuple(map(parse_axes, without_axis(spec, TENSOR))) if n == d else s
                 for n, s in enumerate(splits)
             ]
         outs, of_outs = self.plain(i, values, splits)
@@ -267,7 +267,7 @@ class SequenceInterpreter:
             return outs, of_outs
         self.note(i, paths, kind, why)
         self.scattered.add(i.outs[0])
-        return [scatter_sequence(outs[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
+        return [scatter_sequence(outs[0], spec, self.mesh)], [tuple(map(parse_axes, spec))]
 
     def ring(
         self, i: Instruction, kind: str, w: int, values: list[Any], splits: list[Split | None]
@@ -287,7 +287,7 @@ class SequenceInterpreter:
             () if entry is not ANY and TENSOR in entry and kind == "column" else entry
             for entry in data or ()
         )
-        of_outs = outs_of(
+        of_outs = infer_output_splits(
             i.eqn, [whole if n != w else s for n, s in enumerate(splits)], self.mesh.shape
         )
         if kind == "row":
@@ -295,7 +295,7 @@ class SequenceInterpreter:
             if spec is None:
                 return None, ""
             y = constrain(row_product(values[1 - w], values[w], one, self.mesh), spec, self.mesh)
-            return ([y], [tuple(map(axes_of, spec))]), ""
+            return ([y], [tuple(map(parse_axes, spec))]), ""
         if i.outs[0] not in self.made:
             reason = self.ring_of_readers(self.canonical(i.ins[1 - w]), values[1 - w], data or ())  # pyright: ignore[reportArgumentType]
             if reason:
@@ -319,7 +319,7 @@ class SequenceInterpreter:
             ):
                 same.add(i.outs[0])
             dot, reads = (
-                product_of(i.eqn),
+                find_product(i.eqn),
                 [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same],
             )
             if dot is None or len(reads) != 1:
@@ -374,7 +374,7 @@ class SequenceInterpreter:
 
         Values gathered in it are never saved, whatever its policy saves.
         """
-        (region,) = regions_of(i.eqn)
+        (region,) = list_regions(i.eqn)
         inner = region.flatten(lambda eqn: parse(eqn) is not None)
         results: list[Any] = []
 
@@ -431,7 +431,7 @@ class SequenceInterpreter:
         ]
         specs = {n: as_spec(splits[n] or ()) for n in hoisted}
         splits = [
-            tuple(map(axes_of, without_axis(specs[n], TENSOR))) if n in specs else s
+            tuple(map(parse_axes, without_axis(specs[n], TENSOR))) if n in specs else s
             for n, s in enumerate(splits)
         ]
         walk = walked(splits)
@@ -482,7 +482,7 @@ class SequenceInterpreter:
                 else product.why
             )
             self.rule.products.append(dataclasses.replace(product, why=why))
-        return [y], [tuple(map(axes_of, spec))] if spec is not None else outs_of(
+        return [y], [tuple(map(parse_axes, spec))] if spec is not None else infer_output_splits(
             i.eqn, splits, self.mesh.shape
         )
 
@@ -505,7 +505,7 @@ class SequenceInterpreter:
         y = bind(i.eqn, values)[0]
         if spec is None:
             return [y], [None]
-        return [scatter_sequence(y, spec, self.mesh)], [tuple(map(axes_of, spec))]
+        return [scatter_sequence(y, spec, self.mesh)], [tuple(map(parse_axes, spec))]
 
 
 def split_as_batch(a: Any, mesh: Mesh) -> Split:

@@ -206,7 +206,7 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
             )
         else:
             grads = (
-                [*layout.stacked, *layout.ends]
+                [*layout.stacked, *layout.unstacked]
                 if field.name == "pending" and value is not None
                 else []
             )

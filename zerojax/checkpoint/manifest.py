@@ -30,7 +30,7 @@ from host_offload.disk import (
     ReadFile,
     SavedRecords,
     SavedStore,
-    checksum_of,
+    compute_checksum,
     described_array,
     numpy_dtype,
     sync,
@@ -116,7 +116,7 @@ def write_manifest(
 def _checksum(manifest: Mapping[str, Any]) -> str:
     # Sorted, so that a manifest that was read back produces the same text.
     text = json.dumps(manifest, sort_keys=True).encode()
-    return f"{checksum_of(np.frombuffer(text, np.uint8)):016x}"
+    return f"{compute_checksum(np.frombuffer(text, np.uint8)):016x}"
 
 
 def _encoded(value: np.ndarray) -> dict[str, Any]:

@@ -305,12 +305,12 @@ class Reblocked:
             flat = rows.reshape(-1)
             if self.index is not None:
                 out[record] = flat[self.index].reshape(self.here)[
-                    tuple(slice(*ends) for ends in rest)
+                    tuple(slice(*bounds) for bounds in rest)
                 ]
                 continue
             flat = flat[start * width - low * length : stop * width - low * length]
             out[record] = flat.reshape(stop - start, *self.here[1:])[
-                (slice(None), *(slice(*ends) for ends in rest[1:]))
+                (slice(None), *(slice(*bounds) for bounds in rest[1:]))
             ]
 
 

@@ -44,8 +44,8 @@ from host_offload.disk import (
     SavedStore,
     Snapshot,
     Store,
-    checksum_of,
-    format_of,
+    build_format,
+    compute_checksum,
     sync,
     write_file,
 )
@@ -381,7 +381,7 @@ class Saving:
         The records of all `pieces` have the same numbers.
         """
         lead = pieces[0].leaf.lead
-        form = format_of([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
+        form = build_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         scale = math.prod(dims[1:])  # records per layer
         count = math.prod(dims)
@@ -464,7 +464,7 @@ class Saving:
         try:
             store = new_store()
             for number, record in enumerate(records, first):
-                path, checksum = store.record_path(number), checksum_of(record)
+                path, checksum = store.record_path(number), compute_checksum(record)
                 if base is None or not self._base.link(base, number, checksum, path):
                     write_file(path, record, record.nbytes)
                 store.end_write(number, checksum)

@@ -76,7 +76,9 @@ class LeafSource:
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
             part = (
-                self.value[tuple(slice(*ends) for ends in box)] if self.value.shape else self.value
+                self.value[tuple(slice(*bounds) for bounds in box)]
+                if self.value.shape
+                else self.value
             )
             out[...] = part.reshape(out.shape) if part.shape else part
             return

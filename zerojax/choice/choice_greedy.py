@@ -17,7 +17,14 @@ import time
 
 import numpy as np
 
-from zerojax.choice.choice_problem import Choice, Problem, Solver, bytes_of, choice_of, seconds_of
+from zerojax.choice.choice_problem import (
+    Choice,
+    Problem,
+    Solver,
+    build_choice,
+    compute_bytes,
+    compute_seconds,
+)
 from zerojax.choice.least_bytes import least_peak
 
 _STARTS = 4
@@ -48,7 +55,7 @@ def by_greedy(problem: Problem) -> Choice:
         gap=math.inf,
         seconds=time.perf_counter() - begin,
     )
-    return choice_of(problem, best.tolist(), solver)
+    return build_choice(problem, best.tolist(), solver)
 
 
 def _starts(problem: Problem) -> list[np.ndarray]:
@@ -111,12 +118,12 @@ def _best(problem: Problem, candidates: np.ndarray) -> int:
     """
     excess = _excess(problem, candidates)
     least = np.flatnonzero(excess == excess.min())
-    return int(least[seconds_of(problem, candidates[least]).argmin()])
+    return int(least[compute_seconds(problem, candidates[least]).argmin()])
 
 
 def _excess(problem: Problem, candidates: np.ndarray) -> np.ndarray:
     """Return the bytes over the budgets of each candidate, device and host summed: [N]."""
-    peak, host = bytes_of(problem, candidates)
+    peak, host = compute_bytes(problem, candidates)
     return np.maximum(peak - problem.device_budget_bytes, 0) + np.maximum(
         host - problem.host_budget_bytes, 0
     )

@@ -194,8 +194,8 @@ class UnstackedWork:
         }
         return found | {
             ("reduce", "embed_backward"): self.reduce,
-            ("update", "ends"): self.update,
-            ("host_update", "ends"): self.host,
+            ("update", "unstacked"): self.update,
+            ("host_update", "unstacked"): self.host,
         }
 
 
@@ -498,7 +498,7 @@ class _StepWalk:
             )
             done, read, called = taken, start, [op for op in ops if _is_called(op)]
             for (verb, index, *_), group in itertools.groupby(
-                (op for op in ops if op not in called), partial(_step_of, ops)
+                (op for op in ops if op not in called), partial(_op_key, ops)
             ):
                 some = list(group)
                 if verb == "fetch" and index == take:
@@ -607,7 +607,7 @@ def _is_called(op: Op) -> bool:
     )
 
 
-def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
+def _op_key(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
     """Return the key by which a tick's operations are grouped: verb, index and lag."""
     verb = op.verb
     if verb == "read":
@@ -627,7 +627,7 @@ def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
 def step_time(
     steps: StepPlan,
     layers: Sequence[LayerWork],
-    ends: UnstackedWork | None = None,
+    unstacked: UnstackedWork | None = None,
     wires: Wires | None = None,
     *,
     repeats: int = 1,
@@ -637,12 +637,12 @@ def step_time(
     Args:
       steps: all operations of the step, with their bytes.
       layers: seconds of one layer of each stack, in order.
-      ends: seconds of embedding and head.
+      unstacked: seconds of embedding and head.
       wires: rates of host link and disk; by default, moves take no time.
       repeats: number of times that forward and backward run: once per microbatch of a resident
         step. The ticks of a streamed step compute all microbatches.
     """
-    ends, wires = ends or UnstackedWork(), wires or Wires()
+    unstacked, wires = unstacked or UnstackedWork(), wires or Wires()
     walk = _StepWalk(
         wires, max((schedule.distance for schedule in steps.stacks.values()), default=0)
     )
@@ -656,7 +656,7 @@ def step_time(
 
     def run(part: Part, begin: Event) -> Event:
         if part.stack is None:
-            return walk.run(part, ends.seconds(), begin)
+            return walk.run(part, unstacked.seconds(), begin)
         return walk.run(part, seconds[part.stack], begin, firsts[part.stack])
 
     def parts(*names: str) -> list[Part]:
@@ -680,7 +680,7 @@ def step_time(
         last = _latest(last, clock.now, clock.free["network"])
         if parts("update"):  # the global norm is known only after all gradients are reduced
             clock.wait(clock.free["network"])
-        each(parts("ends", "update"))
+        each(parts("unstacked", "update"))
         clock.wait(last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
         walk.rest()
 

@@ -32,9 +32,9 @@ from zerojax.jaxprs import (
     REDUCTIONS,
     FlatJaxpr,
     Instruction,
+    count_flops,
     dtype_of_products,
     flatten,
-    flops_of,
 )
 from zerojax.machines import Machine
 from zerojax.memory import kept_by_program
@@ -47,7 +47,7 @@ Costs = Callable[[Instruction], float]
 """Function that returns the seconds of one equation on one device."""
 
 
-def grid_of(mesh: Mesh) -> Grid:
+def build_grid(mesh: Mesh) -> Grid:
     """Return the sizes of a mesh's axes."""
     return Grid(mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR])
 
@@ -91,7 +91,7 @@ class _Tracer:
             machine,
             base,
         )
-        self.grid, self.precision = grid_of(mesh), base.precision
+        self.grid, self.precision = build_grid(mesh), base.precision
         self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
         self.rows = sizes[0][0] if sizes else 1
@@ -151,7 +151,7 @@ class _Tracer:
         memory = figures.get("memory_rate", math.inf)
 
         def seconds(i: Instruction) -> float:
-            flops, name = flops_of(i.eqn) / shards, i.eqn.primitive.name
+            flops, name = count_flops(i.eqn) / shards, i.eqn.primitive.name
             if not flops and name not in REDUCTIONS | PRODUCTS:
                 return 0.0
             dtype = "fp32" if dtype_of_products(i.eqn) == jnp.float32 else self.precision
@@ -263,7 +263,9 @@ class _LayeredTracer(_Tracer):
         assert isinstance(step, StreamedStep)
         layout, state = step.layout, step.layout.abstract_arrays
         plans = {mode: parts.step.abstract_residuals(self.shapes) for mode, parts in steps.items()}
-        entered = step.ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)
+        entered = step.embed_head.abstract_inputs(
+            layout.join(state), state.model_state, self.shapes
+        )
         stacks = []
         for n, loops in enumerate(step.loops):
             by_mode = {
@@ -273,11 +275,11 @@ class _LayeredTracer(_Tracer):
             blocks = {mode: plans[mode][n].block for mode in MODES}
             args = loops.tracer.abstract_call(entered[n][1], entered[n][2], 1)
             stacks.append(self.stack(loops, blocks, by_mode, args))
-        embed, head, embed_backward, head_working = self.ends(step)
-        ends = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
-        trained = [i for i in ends if not layout.all_leaves[i].frozen]
+        embed, head, embed_backward, head_working = self.embed_head_costs(step)
+        unstacked = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
+        trained = [i for i in unstacked if not layout.all_leaves[i].frozen]
         parts = [
-            [i for i in ends if layout.all_leaves[i].path[0].key == name]
+            [i for i in unstacked if layout.all_leaves[i].path[0].key == name]
             for name in ("embed", "head")
         ]
         of_head = [layout.all_leaves[i] for i in parts[1]]
@@ -295,13 +297,13 @@ class _LayeredTracer(_Tracer):
         return Workload(
             name=f"{layout.num_params:,} parameters, {self.model.num_layers} layers",
             stacks=tuple(stacks),
-            end_elements=self.elements(layout, trained),
-            largest_end=max(self.gathered_elements(layout, part) for part in parts),
+            unstacked_elements=self.elements(layout, trained),
+            largest_unstacked=max(self.gathered_elements(layout, part) for part in parts),
             largest_leaf=self.largest_leaf(layout),
-            end_frozen_bytes=self.frozen_bytes(
-                layout, [i for i in ends if layout.all_leaves[i].frozen]
+            unstacked_frozen_bytes=self.frozen_bytes(
+                layout, [i for i in unstacked if layout.all_leaves[i].frozen]
             ),
-            end_kept=max(0, whole - kept["remat"].num_bytes),
+            unstacked_kept=max(0, whole - kept["remat"].num_bytes),
             head_working=head_working,
             embed=embed,
             head=head,
@@ -316,14 +318,14 @@ class _LayeredTracer(_Tracer):
             tokens=self.tokens,
             flops=flops
             + 3.0 * self.head_flops
-            - self.frozen_flops(layout, parts[1] if has_own else ends, self.head_flops),
+            - self.frozen_flops(layout, parts[1] if has_own else unstacked, self.head_flops),
             forward_flops=forward_flops,
             source=self.source,
         )
 
     def flops_of_block(self, block: Any) -> float:
         """Return the FLOPs of a block's forward on all devices."""
-        return sum(flops_of(i.eqn) for i in block.program.instructions)
+        return sum(count_flops(i.eqn) for i in block.program.instructions)
 
     def stack(
         self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any
@@ -413,12 +415,12 @@ class _LayeredTracer(_Tracer):
 
     # --- embedding and head -----------------------------------------------------------------------
 
-    def ends(self, step: StreamedStep) -> tuple[float, float, float, int]:
+    def embed_head_costs(self, step: StreamedStep) -> tuple[float, float, float, int]:
         """Return the seconds of embedding, head and embedding's backward, and the head's bytes.
 
         The head's seconds include its backward; its bytes are those it needs while it runs.
         """
-        layout, state, ends = step.layout, step.layout.abstract_arrays, step.ends
+        layout, state, embed_head = step.layout, step.layout.abstract_arrays, step.embed_head
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
         key = jax.random.key(0) if self.model.stochastic else None
         before = (
@@ -428,27 +430,29 @@ class _LayeredTracer(_Tracer):
         )
 
         def embed(leaves: Any, batch: Any) -> Any:
-            return ends.embed_all(ends.load(leaves), batch, key, before)
+            return embed_head.embed_all(embed_head.load(leaves), batch, key, before)
 
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
         if before is not None:
             before = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), before)
         out = jax.eval_shape(embed, jax.tree.map(shape, leaves), self.shapes)
-        y = ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
+        y = embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
         states, after = out[1], out[2]
 
         def head(leaves: Any, y: Any, batch: Any) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
-            done = ends.head_and_grads(ends.load(leaves), y, batch, key, jnp.float32(1), read)
+            done = embed_head.head_and_grads(
+                embed_head.load(leaves), y, batch, key, jnp.float32(1), read
+            )
             return done.loss, done.dy, done.grads
 
         def forward(leaves: Any, y: Any, batch: Any) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
-            return ends.head(ends.load(leaves), y, batch, key, read)[0].total
+            return embed_head.head(embed_head.load(leaves), y, batch, key, read)[0].total
 
         def embed_backward(leaves: Any, dx: Any, grads: Any, batch: Any) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states)
-            return ends.embed_grads(ends.load(leaves), batch, key, dx, read, grads)
+            return embed_head.embed_grads(embed_head.load(leaves), batch, key, dx, read, grads)
 
         _, _dy, grads = jax.eval_shape(head, jax.tree.map(shape, leaves), y, self.shapes)
         calls = (
@@ -458,7 +462,7 @@ class _LayeredTracer(_Tracer):
         )
         programs = [_program(f, jax.tree.map(shape, args)) for f, args in calls]
         only_forward = _program(forward, jax.tree.map(shape, (leaves, y, self.batch)))
-        self.head_flops = sum(flops_of(i.eqn) for i in only_forward.instructions)
+        self.head_flops = sum(count_flops(i.eqn) for i in only_forward.instructions)
         working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
         if self.watch is None:
             first, second, third = map(self.roofline, programs)
@@ -530,13 +534,13 @@ class _PlainTracer(_Tracer):
             },
         )
         moments = self.moment_bytes(layout)
-        forward_flops = sum(flops_of(i.eqn) for i in forward_program.instructions)
+        forward_flops = sum(count_flops(i.eqn) for i in forward_program.instructions)
         return Workload(
             name=f"{layout.num_params:,} parameters",
             is_layered=False,
             stacks=(stack,),
-            end_elements=0,
-            largest_end=largest,
+            unstacked_elements=0,
+            largest_unstacked=largest,
             largest_leaf=self.largest_leaf(layout),
             head_working=0,
             embed=0.0,
@@ -587,10 +591,10 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
     for n, i in enumerate(program.instructions):
         last.update(dict.fromkeys(i.reads, n))
     last.update({ref: len(program.instructions) for ref in program.outputs if isinstance(ref, int)})
-    alive, peak, ends = 0, 0, dict[int, int]()
+    alive, peak, freed_at = 0, 0, dict[int, int]()
     for n, i in enumerate(program.instructions):
         is_fused = not (
-            i.has_jaxpr or flops_of(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS
+            i.has_jaxpr or count_flops(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS
         )
         for slot, v in zip(i.outs, i.eqn.outvars, strict=True):
             shape = getattr(v.aval, "shape", ())
@@ -599,7 +603,7 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
             size = _num_bytes(v.aval)
             alive += size
             stop = last.get(slot, n)
-            ends[stop] = ends.get(stop, 0) + size
+            freed_at[stop] = freed_at.get(stop, 0) + size
         peak = max(peak, alive)
-        alive -= ends.pop(n, 0)
+        alive -= freed_at.pop(n, 0)
     return peak

@@ -32,8 +32,8 @@ from zerojax.data.conversations import (
     Messages,
     check_contents,
     joined,
+    read_text,
     shortened,
-    text_of,
 )
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 
@@ -216,7 +216,7 @@ class Template:
             if (
                 message["role"] in lost
                 and not message.get("tool_calls")
-                and text_of(message).strip()
+                and read_text(message).strip()
             ):
                 raise lost_answer(i)
         return messages

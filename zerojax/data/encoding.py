@@ -24,9 +24,9 @@ from zerojax.data.conversations import (
     Messages,
     check_text,
     read_conversation,
+    read_text,
+    read_texts,
     shortened,
-    text_of,
-    texts_of,
 )
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
@@ -123,7 +123,7 @@ class Encoder:
         Raises:
           ValueError: the record has no known form, a value has a wrong type, or no token counts.
         """
-        form = self._form_of(record)
+        form = self._detect_form(record)
         values = [record[key] for key in KEYS[form]]
         if form == "messages":
             yield from self._conversation(values[0], 0, record.get("tools"))
@@ -144,7 +144,7 @@ class Encoder:
                 check_text(value, repr(key))
             yield _checked(self._of_text("".join(values), len(values[-1])))
 
-    def _form_of(self, record: Mapping[str, Any]) -> str:
+    def _detect_form(self, record: Mapping[str, Any]) -> str:
         forms = [form for form in KEYS if self._form in (None, form)]
         found = [form for form in forms if all(record.get(key) is not None for key in KEYS[form])]
         if len(found) == 1:
@@ -280,7 +280,7 @@ class Encoder:
         Raises:
           ValueError: the text is missing.
         """
-        if _keeps(answer, text_of(message)):
+        if _keeps(answer, read_text(message)):
             return
         if not message.get("tool_calls"):
             raise lost_answer(i)
@@ -319,7 +319,7 @@ class Encoder:
         source = self._template.source(conversation.tools)
         for i, message in enumerate(messages):
             if message["role"] in _ASKING and not all(
-                piece.strip() in text for piece in texts_of(message)
+                piece.strip() in text for piece in read_texts(message)
             ):
                 self.notices.add(
                     f"the chat template does not write message {i}, of the role "

@@ -44,8 +44,8 @@ from zerojax.jaxprs import (
     Ref,
     Region,
     bind,
+    list_regions,
     rebind,
-    regions_of,
 )
 
 _LAYOUT = frozenset(
@@ -204,13 +204,13 @@ class Float32GradRewriter(GradRewriter):
         # is visited.
         for i in reversed(program.instructions):
             if any(self.wanted.get(out) for out in i.outs):
-                for slot, is_followed in self._made_of(i):
+                for slot, is_followed in self._list_wanted_operands(i):
                     self.wanted[slot] = self.wanted.get(slot, False) or is_followed
         self.rewritten = self.wanted.keys()
 
     # --- which slots ------------------------------------------------------------------------------
 
-    def _made_of(self, i: Instruction) -> list[tuple[int, bool]]:
+    def _list_wanted_operands(self, i: Instruction) -> list[tuple[int, bool]]:
         """Return the operands wanted in float32 for a result, each with whether it is followed."""
         name, of_cotangents = (
             i.eqn.primitive.name,
@@ -374,7 +374,7 @@ class Float32GradRewriter(GradRewriter):
 
         A loop carries sums over its iterations in float32.
         """
-        regions = regions_of(i.eqn)
+        regions = list_regions(i.eqn)
         values = [self.plain(ref) for ref in i.ins]
         for position, out in zip(regions[0].carried, i.outs, strict=False):
             if out in self.wanted:

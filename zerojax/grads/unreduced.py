@@ -38,7 +38,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.activations import ANY, Split, describe, outs_of
+from zerojax.activations import ANY, Split, describe, infer_output_splits
 from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, Rules, TracedDerivative
 from zerojax.jaxprs import (
     ENTERED,
@@ -51,20 +51,20 @@ from zerojax.jaxprs import (
     bind,
     evaluate,
     is_among,
+    list_regions,
     read,
     rebind,
     rebind_scan,
     rebind_shard_map,
-    regions_of,
 )
 from zerojax.sharding import (
     BATCH_AXES,
     DATA,
     FSDP,
     TENSOR,
-    axes_of,
     num_batch_shards,
     pad_spec,
+    parse_axes,
     without_axis,
 )
 
@@ -294,8 +294,8 @@ class UnreducedGradRewriter(GradRewriter):
             if i.eqn.primitive.name in _ENTERED:
                 self._look_into(i)
             else:
-                self.splits.update(zip(i.outs, self._splits_of(i), strict=True))
-                self.sums.update(out for out in self._sums_of(i) if out in cotangents)
+                self.splits.update(zip(i.outs, self._infer_splits(i), strict=True))
+                self.sums.update(out for out in self._list_sums(i) if out in cotangents)
             self.lost.update(out for out in i.outs if out in cotangents and self._is_lost(i, out))
         pairs = zip(program.outputs, outputs, strict=True)
         self.own = {
@@ -307,7 +307,9 @@ class UnreducedGradRewriter(GradRewriter):
         # is visited.
         for i in reversed(program.instructions):
             if not self.own.isdisjoint(i.outs):
-                self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
+                self.own.update(
+                    slot for slot in self._list_operands_with_rows(i) if slot in self.sums
+                )
         self.rewritten = self.own
 
     # --- which slots ------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ class UnreducedGradRewriter(GradRewriter):
 
     def _look_into(self, i: Instruction) -> None:
         """Find how the results of an instruction with jaxprs are split, and which are sums."""
-        regions = regions_of(i.eqn)
+        regions = list_regions(i.eqn)
         carry = regions[0].carried
         # The carry starts as split as its initial value, until the body's results are known.
         self.splits |= {
@@ -356,9 +358,9 @@ class UnreducedGradRewriter(GradRewriter):
             if not again:
                 return
 
-    def _splits_of(self, i: Instruction) -> list[Split]:
+    def _infer_splits(self, i: Instruction) -> list[Split]:
         """Return how the results of an instruction are split."""
-        found = outs_of(
+        found = infer_output_splits(
             i.eqn,
             [self._split(ref, v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)],
             self.rule.mesh.shape,
@@ -366,7 +368,7 @@ class UnreducedGradRewriter(GradRewriter):
         if i.eqn.primitive.name == "shard_map":
             triples = zip(found, i.eqn.params["out_specs"], i.eqn.outvars, strict=True)
             return [
-                tuple(map(axes_of, pad_spec(spec, _ndim(v)))) if s is None else s
+                tuple(map(parse_axes, pad_spec(spec, _ndim(v)))) if s is None else s
                 for s, spec, v in triples
             ]
         # If the table leaves it open, a value made from data is assumed to have its rows in dim 0
@@ -386,7 +388,7 @@ class UnreducedGradRewriter(GradRewriter):
     def _dim(self, i: Instruction, operand: int) -> int:
         return self.rule.dim(self._split(i.ins[operand], i.eqn.invars[operand]))
 
-    def _sums_of(self, i: Instruction) -> Sequence[int]:
+    def _list_sums(self, i: Instruction) -> Sequence[int]:
         """Return the results of an instruction that can have rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
@@ -412,7 +414,7 @@ class UnreducedGradRewriter(GradRewriter):
             return ()
         return i.outs
 
-    def _made_of(self, i: Instruction) -> list[int]:
+    def _list_operands_with_rows(self, i: Instruction) -> list[int]:
         """Return the operands that have rows if a result has rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
@@ -422,7 +424,7 @@ class UnreducedGradRewriter(GradRewriter):
                 if out in self.own and isinstance(ref, int)
             ]
         if name in _ENTERED:  # inputs are unchanged, except carried sums
-            pairs = zip((i.ins[p] for p in regions_of(i.eqn)[0].carried), i.outs, strict=False)
+            pairs = zip((i.ins[p] for p in list_regions(i.eqn)[0].carried), i.outs, strict=False)
             return [ref for ref, out in pairs if out in self.own and isinstance(ref, int)]
         return [] if name == "shard_map" else list(i.reads)
 
@@ -594,7 +596,7 @@ class UnreducedGradRewriter(GradRewriter):
 
         A loop carries sums over its iterations with rows.
         """
-        regions, is_own = regions_of(i.eqn), [out in self.own for out in i.outs]
+        regions, is_own = list_regions(i.eqn), [out in self.own for out in i.outs]
         inner = [self.inside(i, region, is_own) for region in regions]
         carried = regions[0].carried
         own_carry = {n for n, own in zip(carried, is_own, strict=False) if own}
@@ -621,18 +623,18 @@ class UnreducedGradRewriter(GradRewriter):
 
     def shard_map(self, i: Instruction) -> list[Any]:
         """Apply a shard_map; its results in `own` skip the sums over the batch's axes."""
-        (region,) = regions_of(i.eqn)
+        (region,) = list_regions(i.eqn)
         program, chains = region.flatten(), _reductions(self.rule, i.eqn)
         pairs = zip(i.outs, chains, strict=True)
         chains = [chain if out in self.own else None for out, chain in pairs]
 
-        def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
+        def drop_batch_sums(chain: _Chain, slots: dict[int, Any]) -> Any:
             """Return a result without the sums over the batch's axes."""
             value = read(chain[0][1], slots)
             for eqn, _ in chain:
                 if eqn.primitive.name not in _REDUCED:
                     (value,) = bind(eqn, [value])
-                elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
+                elif rest := tuple(sorted(_list_summed_axes(eqn) - set(BATCH_AXES))):
                     value = jax.lax.psum(value, rest)
             return jnp.asarray(value)[None]
 
@@ -640,7 +642,7 @@ class UnreducedGradRewriter(GradRewriter):
             slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
             evaluate(program.instructions, slots)
             outs = zip(program.results(slots), chains, strict=True)
-            return [out if chain is None else value_of(chain, slots) for out, chain in outs]
+            return [out if chain is None else drop_batch_sums(chain, slots) for out, chain in outs]
 
         def with_rows(spec: PartitionSpec, v: Any) -> PartitionSpec:
             return PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
@@ -685,7 +687,7 @@ def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 def _reductions(rule: _RowRule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     """Return for each result of a shard_map the chain from a batch sum to the result, or None."""
-    (region,) = regions_of(eqn)
+    (region,) = list_regions(eqn)
     program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
     batch = {axis for axis in BATCH_AXES if rule.mesh.shape[axis] > 1}
@@ -704,14 +706,14 @@ def _reductions(rule: _RowRule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
                     or i.eqn.params.get("axis_index_groups") is not None
                 ):
                     break
-                over |= _axes_of(i.eqn)
+                over |= _list_summed_axes(i.eqn)
             ref = i.ins[i.outs.index(ref)]
             chain.append((i.eqn, ref))
         found.append(chain[::-1] if batch <= over else None)
     return found
 
 
-def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
+def _list_summed_axes(eqn: jex.JaxprEqn) -> set[str]:
     """Return the axes over which a reduction in a shard_map sums."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    return set(axes_of(axes))
+    return set(parse_axes(axes))

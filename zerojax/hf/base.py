@@ -37,7 +37,7 @@ from host_offload.disk import Box
 from pallas_kernels import storage
 from pallas_kernels.nf4 import NOT_FINITE
 from zerojax.checkpoint import CheckpointError, SavedState, first_few
-from zerojax.hf.sources import Source, front_of, pieces_of, read_weight
+from zerojax.hf.sources import Source, build_layer_box, cut_rows, read_weight
 from zerojax.weights import DTYPES, WeightFile, open_weights, read_part
 
 ROUNDING = 2.0**-8
@@ -100,8 +100,7 @@ def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, who
         return _is_encoded_same(saved, base, name, source, whole)
     if whole:
         boxes = [
-            ((start, stop), *((0, n) for n in shape[1:]))
-            for start, stop in pieces_of(shape, _PIECE)
+            ((start, stop), *((0, n) for n in shape[1:])) for start, stop in cut_rows(shape, _PIECE)
         ]
     else:
         boxes = [tuple(_middle(n, _SAMPLE) for n in shape)]
@@ -148,7 +147,7 @@ def _is_encoded_same(
     unit = block // math.gcd(block, shape[1])
     every = (0, shape[1])
     if whole:
-        boxes = [(rows, every) for rows in pieces_of(shape, _PIECE, unit)]
+        boxes = [(rows, every) for rows in cut_rows(shape, _PIECE, unit)]
     elif unit == 1:  # a part of one row, because a full row of a transposed tensor reads all of it
         length = max(block, _SAMPLE)
         start = (shape[1] - length) // 2 // block * block
@@ -211,7 +210,9 @@ class _Codes:
             box = (((a * columns + c) // per, ((b - 1) * columns + d) // per),)
         else:
             box = ((a, b), (c // per, d // per))
-        whole = front_of(self._source) + tuple((int(start), int(stop)) for start, stop in box)
+        whole = build_layer_box(self._source) + tuple(
+            (int(start), int(stop)) for start, stop in box
+        )
         out = np.empty([stop - start for start, stop in whole], np.dtype(array.dtype))
         read_part(self._saved, leaf, whole, out)
         return out.reshape(-1)[groups] if groups.shape else out.reshape(-1)

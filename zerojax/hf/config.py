@@ -16,7 +16,7 @@ from typing import Any
 
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, check_keys
-from zerojax.hf.rope import Rope, rope_of
+from zerojax.hf.rope import Rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, read_kinds, values
 
 CONFIG = "config.json"
@@ -215,7 +215,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return raw
 
 
-def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
+def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
     """Return the family of a config by its `model_type`.
 
     Args:
@@ -464,7 +464,7 @@ def _ropes(
         SLIDING: value["rope_local_base_freq"] or value["rope_theta"],
     }
     common = {"head_dim": head_dim, "max_positions": value["max_position_embeddings"]}
-    ropes = {kind: rope_of(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
+    ropes = {kind: parse_rope(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
     return tuple(ropes[kind] for kind in kinds)
 
 

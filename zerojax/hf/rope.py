@@ -23,7 +23,7 @@ import numpy as np
 
 from host_offload.fields import Field
 from zerojax.hf.keys import is_same
-from zerojax.hf.schema import THETA, Key, flag, integer, number, read_object, value_of
+from zerojax.hf.schema import THETA, Key, flag, integer, number, parse_value, read_object
 
 _FACTOR = Key(number(least=1, most=1e6), is_needed=True)
 _FREQUENCY_FACTOR = Key(number(above=0, most=1e6), is_needed=True)
@@ -70,7 +70,7 @@ class Rope:
         return hash((self.frequencies[:2], self.frequencies[-1], self.factor))
 
 
-def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) -> Rope:
+def parse_rope(field: Field, *, theta: float, head_dim: int, max_positions: int) -> Rope:
     """Return the rotations that an object of `config.json` describes.
 
     Args:
@@ -86,7 +86,7 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
         of range.
     """
     given = read_object(field)
-    kind = _type_of(field)
+    kind = _parse_type(field)
     if given.get("rope_theta") is not None:
         theta = THETA.read(Field(given["rope_theta"], f"{field.name}.rope_theta"))
     if (
@@ -108,7 +108,9 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
             f"{field.name}: rope of type {kind!r} has the unknown keys {unknown}: it takes "
             f"{sorted(_KEYS[kind])}"
         )
-    read = {name: value_of(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()}
+    read = {
+        name: parse_value(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()
+    }
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if kind == "default":
         return Rope(tuple(plain.tolist()))
@@ -122,7 +124,7 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     return _yarn(plain, theta, head_dim, read, field.name)
 
 
-def _type_of(field: Field) -> str:
+def _parse_type(field: Field) -> str:
     """Return the type of rotations from `rope_type`, or from `type` in older files."""
     named = {
         key: field.value[key] for key in ("rope_type", "type") if field.value.get(key) is not None
@@ -161,11 +163,11 @@ def _yarn(
     if fast < slow:
         raise ValueError(f"{where}: beta_fast={fast} is below beta_slow={slow}")
 
-    def dim_of(rotations: float) -> float:
+    def find_dim(rotations: float) -> float:
         """Return the pair of dims that rotates this many times over the trained length."""
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(fast), dim_of(slow)
+    low, high = find_dim(fast), find_dim(slow)
     if read["truncate"] is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

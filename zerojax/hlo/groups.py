@@ -134,7 +134,7 @@ class Devices:
         return "+".join(names) if is_product or not is_group else OTHER
 
 
-def devices_of(text: str, mesh: Any) -> Devices:
+def read_devices(text: str, mesh: Any) -> Devices:
     """Return the devices of a compiled program.
 
     Args:

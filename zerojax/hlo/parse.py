@@ -55,12 +55,12 @@ class Array:
     @property
     def num_bytes(self) -> int:
         """Bytes of the array."""
-        return math.prod(self.dims) * bits_of(self.dtype) // 8
+        return math.prod(self.dims) * parse_bits(self.dtype) // 8
 
     @property
     def integers(self) -> range | None:
         """The range of integers that an element can hold; None if elements are not integers."""
-        bits = bits_of(self.dtype)
+        bits = parse_bits(self.dtype)
         if self.dtype == "pred":
             return range(2)
         return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(
@@ -70,7 +70,7 @@ class Array:
     def stride(self, dim: int) -> int:
         """Return the number of bytes from one index of `dim` to the next."""
         faster = self.minor_to_major[: self.minor_to_major.index(dim)]
-        return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
+        return math.prod(self.dims[d] for d in faster) * parse_bits(self.dtype) // 8
 
 
 _TOO_LONG = re.compile(r"\d{1000}\d*")
@@ -313,7 +313,7 @@ def parse_ints(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"-?\d+", text))
 
 
-def bits_of(dtype: str) -> int:
+def parse_bits(dtype: str) -> int:
     """Return the number of bits in one element of an HLO dtype."""
     if dtype in _ITEM_BITS:
         return _ITEM_BITS[dtype]

@@ -143,7 +143,7 @@ RATES: Mapping[str, Rates] = MappingProxyType(
 """Assumed rates by the chip's name in `zerojax.chips`; see `Rates`."""
 
 
-def rates_of(rates: Rates | str) -> Rates:
+def find_rates(rates: Rates | str) -> Rates:
     """Return `rates` itself, or the rates with that name.
 
     Raises:

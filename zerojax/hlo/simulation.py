@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from zerojax.compat import streams_of
+from zerojax.compat import find_stream_assignment
 from zerojax.hlo.callbacks import (
     CALLBACKS,
     CORES,
@@ -60,7 +60,7 @@ from zerojax.hlo.check import MOST_TRIPS, checked_module
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.costs import Cost, Costs
 from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
-from zerojax.hlo.rates import Rates, rates_of
+from zerojax.hlo.rates import Rates, find_rates
 from zerojax.hlo.thunks import Thunks
 from zerojax.hlo.timeline import Timeline
 from zerojax.hlo.traffic import COPY, KERNEL, HostMove, HostTraffic, host_traffic
@@ -323,7 +323,7 @@ def simulate(
         )
     walk = _StreamWalk(
         text,
-        rates_of(rates),
+        find_rates(rates),
         thunks,
         streams,
         kernels == "exclusive",
@@ -382,7 +382,7 @@ class _StreamWalk:
             lanes = {name: in_graph.get(name, stream) for name, stream in thunks.streams.items()}
             return lanes, "as the program's thunks name them"
         installed = importlib.metadata.version("jaxlib")
-        rule = streams or streams_of(installed)
+        rule = streams or find_stream_assignment(installed)
         starts = [
             (c, i)
             for c in self._scheduled()

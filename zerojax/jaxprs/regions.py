@@ -4,7 +4,7 @@ An interpreter that enters an equation needs to know which operands each of its 
 loop carries, and how to apply the equation again around other functions. This is the same for all
 interpreters:
 
-    regions_of(eqn)                  the jaxprs, each with the operands it takes: a `Region`
+    list_regions(eqn)                  the jaxprs, each with the operands it takes: a `Region`
     rebind(eqn, functions, values)   the equation with functions in place of its regions
 
     scan         region(*consts, *carry, *slices) -> (*carry, *slices of the stacked results)
@@ -91,7 +91,7 @@ class Region:
             starts = after
 
 
-def regions_of(eqn: jex.JaxprEqn) -> list[Region]:
+def list_regions(eqn: jex.JaxprEqn) -> list[Region]:
     """Return the jaxprs that an equation runs on its operands; none for a `while` or a kernel.
 
     Call it only for equations that the interpreter enters (`zerojax.jaxprs.ENTERED`): the function
@@ -113,7 +113,7 @@ def rebind(eqn: jex.JaxprEqn, functions: Sequence[Function], values: Sequence[An
 
     Args:
       eqn: the equation.
-      functions: replacements of the regions, in the order of `regions_of(eqn)`.
+      functions: replacements of the regions, in the order of `list_regions(eqn)`.
       values: operands of the equation.
     """
     name = eqn.primitive.name
@@ -138,7 +138,7 @@ def rebind_scan(
       values: operands of the scan. Constants may be anything.
       around: transformation of the body, such as `jax.checkpoint`.
     """
-    (region,) = regions_of(eqn)
+    (region,) = list_regions(eqn)
     consts, carry, xs = region.split(values)
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -319,7 +319,7 @@ class Machine:
         return "\n".join(rows)
 
 
-def size_of(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes as text in decimal units, such as "1.5 GB"."""
     for unit, name in _DECIMAL:
         if num_bytes >= unit:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, chip_of
+from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, find_chip
 from zerojax.hlo import RATES
 from zerojax.machines.machine_files import read
 from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
@@ -121,7 +121,7 @@ NAMED: Mapping[str, Machine] = MappingProxyType(
 
 def machine_of(device_kind: str) -> str | None:
     """Return the machine's name for a JAX device kind such as "NVIDIA H200"; None if unknown."""
-    chip = chip_of(device_kind)
+    chip = find_chip(device_kind)
     return None if chip is None else chip.name
 
 

@@ -196,7 +196,7 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
         if sheet is None
         else {f"peak_flops.{name}": sheet.source[f"peak_flops.{name}"] for name in peak}
     )
-    memories, told = memories_of(devices)
+    memories, told = probe_memories(devices)
     return Machine(
         name=kind.lower().replace(" ", "-"),
         devices_per_node=len(devices),
@@ -209,7 +209,7 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     )
 
 
-def memories_of(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def probe_memories(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the bytes of each memory of one node, by figure name, and the source of each figure.
 
     Args:

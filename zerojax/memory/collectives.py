@@ -16,7 +16,7 @@ import math
 
 from zerojax.formulas import collective_elements
 from zerojax.memory.leaves import reduced_itemsize
-from zerojax.sharding import DATA, FSDP, STAGES, axes_of, local_elements
+from zerojax.sharding import DATA, FSDP, STAGES, local_elements, parse_axes
 from zerojax.state import Layout, OwnedTransformation
 from zerojax.streamed import StreamedStep
 
@@ -72,7 +72,9 @@ def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float
     """Return the additional bytes that an optimizer sends if it needs full leaves of a layer."""
     sent = {"all_to_all": 0.0, "all_gather": 0.0}
     for leaf, (there, back) in zip(layout.leaves, tx.moved, strict=True):
-        axes = [layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in axes_of(entry)]
+        axes = [
+            layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in parse_axes(entry)
+        ]
         devices = math.prod(axes)
         layers = leaf.shape[0] if leaf.is_stacked else 1
         if layout.updates_by_record:

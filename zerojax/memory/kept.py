@@ -16,10 +16,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.activations import describe, label_of, numbered_labels
-from zerojax.jaxprs import INLINED, REMAT, regions_of
+from zerojax.activations import describe, find_label, numbered_labels
+from zerojax.jaxprs import INLINED, REMAT, list_regions
 from zerojax.memory.leaves import local_record_bytes
-from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
+from zerojax.sharding import TENSOR, ActivationSpec, Spec, local_elements, pad_spec, parse_axes
 from zerojax.state import LayerRange, Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
 
@@ -55,7 +55,7 @@ class Kept:
 
     def __str__(self) -> str:
         """Return the value as one line of a table."""
-        split = ", ".join("+".join(axes_of(entry)) or "-" for entry in self.spec)
+        split = ", ".join("+".join(parse_axes(entry)) or "-" for entry in self.spec)
         shape = f"{jnp.dtype(self.dtype).name}{list(self.shape)}"
         why = f" (whole: {self.replicated})" if self.replicated else ""
         return (
@@ -211,11 +211,15 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
         eqn, position = makers[v]
         primitive = eqn.primitive.name
         if primitive == "name":
-            return label_of(eqn.params["name"]), spec or _constrained(makers, eqn.invars[0]), loops
+            return (
+                find_label(eqn.params["name"]),
+                spec or _constrained(makers, eqn.invars[0]),
+                loops,
+            )
         if primitive == "sharding_constraint":
-            spec = spec or _spec_of(eqn)
+            spec = spec or _read_constraint(eqn)
         elif primitive in _ENTERED:
-            (region,) = regions_of(eqn)
+            (region,) = list_regions(eqn)
             is_stacked = region.is_loop and position >= len(region.carried)
             return _source(region.jaxpr.outvars[position], region.jaxpr, loops + is_stacked)
         elif primitive not in _PASSED_ON:
@@ -228,11 +232,13 @@ def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
     """Return the spec of a variable that is the result of a constraint, or None."""
     eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
     return (
-        _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
+        _read_constraint(eqn)
+        if eqn is not None and eqn.primitive.name == "sharding_constraint"
+        else None
     )
 
 
-def _spec_of(eqn: jex.JaxprEqn) -> Spec:
+def _read_constraint(eqn: jex.JaxprEqn) -> Spec:
     """Return the spec of a constraint; None for dims that are left to the partitioner."""
     entries = (
         None if entry is PartitionSpec.UNCONSTRAINED else entry

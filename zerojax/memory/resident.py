@@ -34,7 +34,7 @@ def resident_bytes(
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
         # The device updates one leaf, or a piece of it, at a time. Callbacks bring all leaves at
         # the same time.
-        "in_flight": steps.peak_of("ends"),
+        "in_flight": steps.find_peak("unstacked"),
     }
     link, called = (
         {

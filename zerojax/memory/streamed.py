@@ -121,7 +121,7 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
     The first result is on the device, the second in host memory by kind.
     """
     config = layout.config
-    ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
+    unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
     layers = (
         0
         if config.update == "in_backward"
@@ -144,5 +144,8 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
         else {}
     )
     if config.delayed_update:  # every leaf's gradient, and new parameters next to the old ones
-        host |= {"stashed": layers + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
-    return ends + (layers if tier == "device" else 0), host
+        host |= {
+            "stashed": layers + unstacked,
+            "made": grad_elements(layout) * compute_itemsize(layout),
+        }
+    return unstacked + (layers if tier == "device" else 0), host

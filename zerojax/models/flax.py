@@ -74,7 +74,7 @@ class Part(Protocol):
         """Return keyword arguments for a call of the module."""
         ...
 
-    def state_of(self, module: Any) -> Any:
+    def read_state(self, module: Any) -> Any:
         """Return the state of a bound module after it was called."""
         ...
 
@@ -217,7 +217,7 @@ def _whole(
         with calls.run(key is not None):
             bound = part.bind(params, key, *state)
             out = without_variables(call(bound, batch, key))
-            return (out, part.state_of(bound)) if state else out
+            return (out, part.read_state(bound)) if state else out
 
     def run_predict(params: Any, batch: Any, *state: Any) -> Any:
         assert predict is not None
@@ -268,7 +268,7 @@ def _layered(
             with calls.run(key is not None):
                 bound = part.bind(p, key, *state)
                 out = without_variables(bound(*args, **part.arguments(key)))
-                return (out, part.state_of(bound)) if state else out
+                return (out, part.read_state(bound)) if state else out
 
         return run_with_context if part is not first and has_context else run
 
@@ -308,14 +308,14 @@ def _layered(
             out = without_variables(
                 call_loss(bound, first.bind(p_embed, of_embed, of.get("embed")), x, batch, key)
             )
-            return (out, last.state_of(bound)) if state else out
+            return (out, last.read_state(bound)) if state else out
 
     def run_predict(p: Any, p_embed: Any, x: Any, batch: Any, *state: Any) -> Any:
         assert predict is not None
         of = state[0] if state else {}
         with calls.run(is_training=False):
-            ends = last.bind(p, None, of.get("head")), first.bind(p_embed, None, of.get("embed"))
-            return without_variables(predict(*ends, x, batch))
+            modules = last.bind(p, None, of.get("head")), first.bind(p_embed, None, of.get("embed"))
+            return without_variables(predict(*modules, x, batch))
 
     init_state = {
         name: part.init_state for name, part in parts.items() if part.init_state is not None

@@ -128,7 +128,7 @@ class LinenPart:
             {"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable
         )
 
-    def state_of(self, module: nn.Module) -> Any:
+    def read_state(self, module: nn.Module) -> Any:
         """Return the state of a module after it was called."""
         return flax.core.unfreeze({c: module.variables[c] for c in self.collections})
 

@@ -79,7 +79,7 @@ class NnxPart:
         self.specs = jax.tree.unflatten(
             tree, [self._spec(path, variable) for path, variable in flat]
         )
-        self.tiles = jax.tree.unflatten(tree, [_tiles_of(v) for _, v in flat])
+        self.tiles = jax.tree.unflatten(tree, [_read_tiles(v) for _, v in flat])
         self.frozen = (
             False
             if calls.trainable is None
@@ -165,7 +165,7 @@ class NnxPart:
             graph, params, self._streams(key), state, jax.tree.map(jnp.asarray, self.constants)
         )
 
-    def state_of(self, module: nnx.Module) -> Any:
+    def read_state(self, module: nnx.Module) -> Any:
         """Return the state of a module after it was called."""
         return nnx.to_pure_dict(nnx.state(module, lambda path, _: path in self._state_paths))
 
@@ -202,7 +202,7 @@ def _takes_rngs(call: Callable[..., Any], needs_some: bool) -> bool:
     return argument is not None and (argument.default is argument.empty or needs_some)
 
 
-def _tiles_of(variable: Any) -> bool | int:
+def _read_tiles(variable: Any) -> bool | int:
     """Return the value of `Model.tiles` for a parameter.
 
     A stack of modules, as `nnx.vmap` creates it, is not a stack of tiles.

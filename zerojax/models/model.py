@@ -397,7 +397,7 @@ class StackModel:
         return tree if not self.name or tree is None else tree.get(self.name)
 
 
-def stacks_of(model: LayeredModel) -> tuple[StackModel, ...]:
+def list_stacks(model: LayeredModel) -> tuple[StackModel, ...]:
     """Return the stacks of a model, in order."""
     if not model.stacks:
         return (StackModel("", model),)
@@ -411,7 +411,7 @@ def stacks_of(model: LayeredModel) -> tuple[StackModel, ...]:
 
 def by_stack(model: LayeredModel, of_each: Callable[[StackModel], Any]) -> Any:
     """Return `of_each(stack)` by name, or only its value if the model has a single stack."""
-    parts = {stack.name: of_each(stack) for stack in stacks_of(model)}
+    parts = {stack.name: of_each(stack) for stack in list_stacks(model)}
     return parts if model.stacks else parts[""]
 
 

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.models.model import LayeredModel, Model, by_stack, of_every_stack
-from zerojax.sharding import FSDP, axes_of, broadcast_specs
+from zerojax.sharding import FSDP, broadcast_specs, parse_axes
 
 _SHOWN = 24
 """Maximum number of paths shown in an error."""
@@ -161,7 +161,7 @@ def _check(told: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) ->
     if len(spec) > len(shape) - lead:
         of_tiles = ", whose first dim counts tiles and is never split" if lead else ""
         raise ValueError(f"{told}, which has {len(spec)} entries for shape {shape}{of_tiles}")
-    named = [axis for entry in spec for axis in axes_of(entry)]
+    named = [axis for entry in spec for axis in parse_axes(entry)]
     if len(set(named)) < len(named):
         raise ValueError(f"{told}, which names an axis twice")
     if FSDP in named:

@@ -21,7 +21,7 @@ import optax
 
 from zerojax.config import reason
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
-from zerojax.optim.late_records import MOST_PIECES, Pieces, pieces_of, update_in_pieces
+from zerojax.optim.late_records import MOST_PIECES, Pieces, cut_leaf, update_in_pieces
 from zerojax.optim.layer_wise import (
     Gathered,
     LayerTransformation,
@@ -83,7 +83,7 @@ class RecordUpdate:
           most: maximum number of pieces.
         """
         return (
-            pieces_of(self.records, index, most)
+            cut_leaf(self.records, index, most)
             if isinstance(self.rule, ElementwiseUpdate)
             else None
         )
@@ -96,7 +96,7 @@ class RecordUpdate:
         """
         if self.layout.config.update_on == "host":
             return {}
-        pieces = {i: self.pieces(i) for i in self.layout.ends}
+        pieces = {i: self.pieces(i) for i in self.layout.unstacked}
         return {i: 1 if some is None else some.count for i, some in pieces.items()}
 
     def first_states(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
@@ -116,7 +116,7 @@ class RecordUpdate:
 
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
-        before = self.records.shared_of(states)
+        before = self.records.list_shared(states)
         if isinstance(self.rule, LeafRule):
             after = self.rule.shared_after(before, loss)
         else:  # an update of no leaves advances only the shared scalars
@@ -193,7 +193,7 @@ class RecordUpdate:
 
         Args:
           states: all leaves of the state.
-          grads: sharded gradients of some of `Layout.ends`, by leaf index.
+          grads: sharded gradients of some of `Layout.unstacked`, by leaf index.
           shared: the scalars of the optimizer state before the step.
           loss: f32[], the loss of the step.
           ok: bool[], whether to update at all.
@@ -248,7 +248,7 @@ class RecordUpdate:
         """
         records = self.records
         weights, after, _ = self.update(
-            (index,), [grad], loaded, records.shared_of(states), loss, ok
+            (index,), [grad], loaded, records.list_shared(states), loss, ok
         )
         values, param = (
             [*(weights if states.master is not None else ()), *after],
@@ -294,8 +294,8 @@ def update_by_record(update: RecordUpdate) -> Update:
         measured = measure_grads(config, state, grads, update.unused)
         finite = measured.finite
         states = records.flat(state)
-        by_leaf = dict(zip(update.layout.ends, jax.tree.leaves(grads), strict=True))
-        shared = records.shared_of(states)
+        by_leaf = dict(zip(update.layout.unstacked, jax.tree.leaves(grads), strict=True))
+        shared = records.list_shared(states)
         states = update.update_unstacked(states, by_leaf, shared, value, finite, measured.scaled)
         states = records.with_shared(states, update.shared(states, value, finite))
         return finish(

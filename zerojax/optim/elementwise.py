@@ -61,7 +61,8 @@ class ElementwiseUpdate:
           grads: float32 gradients, one for each leaf of `part`: a stack, a layer, a tile, or some
             rows.
           params: float32 weights, with the shapes of `grads`.
-          states: one array for each of `opt_map.states_of(part)`, with the shape of its parameter.
+          states: one array, shaped like its parameter, for each of
+            `opt_map.list_state_leaves(part)`.
           shared: one scalar for each of `opt_map.shared`, before the step.
           loss: f32[], the loss of the step.
 
@@ -86,7 +87,7 @@ class ElementwiseUpdate:
         The arguments are the arguments of `__call__`.
         """
         program, num_params = self.update.program, len(self._leaves)
-        mirrors, everyone = self.opt_map.states_of(part), self.opt_map.shared
+        mirrors, everyone = self.opt_map.list_state_leaves(part), self.opt_map.shared
         at_states = num_params
         at_params = num_params + len(self.opt_map.owners)
         inputs = {program.inputs[-1]: loss}
@@ -119,7 +120,7 @@ class ElementwiseUpdate:
           part: indices of parameter leaves.
           params: float32 weights, one for each leaf of `part`.
         """
-        program, mirrors = self.init.program, self.opt_map.states_of(part)
+        program, mirrors = self.init.program, self.opt_map.list_state_leaves(part)
         inputs = {program.inputs[i]: value for i, value in zip(part, params, strict=True)}
         shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
         wanted = [program.outputs[j] for j in mirrors]
@@ -156,7 +157,7 @@ def elementwise_transformation(
     """Return the rule of `tx` as an optimizer of the full tree."""
     opt_map, tree = rule.opt_map, jax.tree.structure(rule.opt_map.abstract)
     every = range(len(jax.tree.leaves(rule.params)))
-    owned, everyone = opt_map.states_of(every), opt_map.shared
+    owned, everyone = opt_map.list_state_leaves(every), opt_map.shared
 
     def ordered(states: Sequence[jax.Array], shared: Sequence[jax.Array]) -> Any:
         leaves = dict(zip((*owned, *everyone), (*states, *shared), strict=True))

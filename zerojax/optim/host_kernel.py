@@ -36,7 +36,7 @@ class HostRule:
         """
         layout, leaf, opt_map = update.layout, update.layout.leaves[index], update.layout.opt_map
         config, state = layout.config, opt_map.leaves
-        self.states = opt_map.states_of((index,))
+        self.states = opt_map.list_state_leaves((index,))
         shape = leaf.record_shape
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
         scalars = [*(state[j] for j in opt_map.shared), f32, f32, f32]

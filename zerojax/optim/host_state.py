@@ -57,7 +57,7 @@ class HostState:
             records.layout.config,
         )
         self.stashes, self.on_disk = stashes, on_disk
-        self.order = (*self.layout.blocks, *self.layout.ends)
+        self.order = (*self.layout.blocks, *self.layout.unstacked)
         self.params_away = self.config.params != "device"
         self.needs_weights = not self.layout.has_master and not self.params_away
         self.hands_over = self.mesh.devices.flat[0].platform == "cpu"
@@ -92,7 +92,7 @@ class HostState:
             else []
         )
         cast = params[index : index + 1] if self.layout.has_master and self.params_away else []
-        return [*weight, *(opt[j] for j in self.layout.opt_map.states_of((index,))), *cast]
+        return [*weight, *(opt[j] for j in self.layout.opt_map.list_state_leaves((index,))), *cast]
 
     def operands(
         self, states: FlatState, part: Sequence[int], pending: Pending | None
@@ -280,6 +280,6 @@ class HostBinding:
         self._together.do(check)
 
 
-def rest_of(record: RecordSpec) -> Rest:
+def find_rest(record: RecordSpec) -> Rest:
     """Return where a leaf of the state is stored for the host update; None means host memory."""
     return None if record.disk_records is None else OnRecord(record.disk_records.kind, record.leaf)

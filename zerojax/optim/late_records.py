@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.device import one_trip, run_loop
-from zerojax.sharding import axes_of, local_elements, place
+from zerojax.sharding import local_elements, parse_axes, place
 from zerojax.state import FlatState, RecordSpec, StateRecords, read_layer, write_layer
 
 Array = jax.Array
@@ -124,7 +124,7 @@ class Pieces:
         return place(record.mesh, spec, tier)
 
 
-def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
+def cut_leaf(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
     """Return how an unstacked leaf is cut into pieces, or None if it is moved in full.
 
     It is moved in full in three cases: the link cannot load and store at the same time; there is
@@ -139,7 +139,7 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
     leaf, layout = records.leaves[index], records.layout
     specs, param = records.opt_records((index,)), records.params[index]
     itemsizes = [
-        layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.states_of((index,))
+        layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.list_state_leaves((index,))
     ]
     if layout.has_master:
         itemsizes = [4, *itemsizes]
@@ -149,7 +149,7 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
     on_disk = any(r.disk_records is not None for r in (param, *specs))
     if not records.both_ways or len(loaded) < 2 or on_disk or not leaf.shape:
         return None
-    splits = {axes_of(r.spec[0]) for r, _ in loaded}
+    splits = {parse_axes(r.spec[0]) for r, _ in loaded}
     shards = math.prod(records.mesh.shape[axis] for axis in next(iter(splits)))
     if len(splits) > 1 or leaf.shape[0] % shards:
         return None
@@ -184,11 +184,11 @@ def _turns(sizes: Sequence[int]) -> list[list[int]]:
     A turn takes as long as the larger of its load and its store.
     """
 
-    def bytes_of(groups: list[list[int]]) -> int:
+    def sum_bytes(groups: list[list[int]]) -> int:
         filled = [sum(sizes[n] for n in group) for group in groups]
         return sum(max(up, down) for up, down in zip(filled, [*filled[1:], filled[0]], strict=True))
 
-    return min((dealt(sizes, num) for num in range(2, len(sizes) + 1)), key=bytes_of)
+    return min((dealt(sizes, num) for num in range(2, len(sizes) + 1)), key=sum_bytes)
 
 
 class LateTick(Protocol):
@@ -239,13 +239,13 @@ class DuplexResult:
     Attributes:
       states: all leaves of the state; the stacks in host memory are written turn by turn.
       loaded: arrays loaded so far, by position in the record.
-      ends: records of unstacked leaves that the tick stores, by leaf index; `states` lacks them
-        meanwhile.
+      unstacked: records of unstacked leaves that the tick stores, by leaf index; `states` lacks
+        them meanwhile.
     """
 
     states: FlatState
     loaded: dict[int, Array]
-    ends: dict[int, list[Any]]
+    unstacked: dict[int, list[Any]]
 
 
 Pending = list[list[Array]]
@@ -265,7 +265,7 @@ class DuplexTransfer:
         now: LateTick,
         pending: "Pending",
         states: FlatState,
-        ends: Mapping[int, list[Array]] | None = None,
+        unstacked: Mapping[int, list[Array]] | None = None,
     ) -> None:
         """Plan the turns of a tick.
 
@@ -275,15 +275,15 @@ class DuplexTransfer:
           now: the tick.
           pending: records that earlier ticks updated, on the device.
           states: all leaves of the state.
-          ends: updated records of unstacked leaves, on the device, by leaf index; this tick stores
-            them.
+          unstacked: updated records of unstacked leaves, on the device, by leaf index; this tick
+            stores them.
         """
-        self.record, self.now, self.pending, self.states, self.ends = (
+        self.record, self.now, self.pending, self.states, self.unstacked = (
             record,
             now,
             pending[0],
             states,
-            ends or {},
+            unstacked or {},
         )
         self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
 
@@ -294,8 +294,8 @@ class DuplexTransfer:
 
     def begin(self) -> DuplexResult:
         """Start the first turn."""
-        states = without_ends(self.record.records, self.states, list(self.ends))
-        return self.turn(0, DuplexResult(states, {}, {i: [] for i in self.ends}))
+        states = without_unstacked(self.record.records, self.states, list(self.unstacked))
+        return self.turn(0, DuplexResult(states, {}, {i: [] for i in self.unstacked}))
 
     def cross(self) -> DuplexResult:
         """Take all turns, one after the other, without overlapping computation."""
@@ -312,16 +312,18 @@ class DuplexTransfer:
         if now.stored is not None:
             num = len(self.pending) if now.stores_pieces else record.num_own
             states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
-        return DuplexResult(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
+        return DuplexResult(
+            states, crossed.loaded | loaded, self._start_stores(number, crossed.unstacked)
+        )
 
-    def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    def _start_stores(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
         """Start a turn's share of the stores of unstacked leaves.
 
         XLA starts a store as late as its turn allows.
         """
         each = [
             (i, spec, a)
-            for i, some in self.ends.items()
+            for i, some in self.unstacked.items()
             for spec, a in zip(record_specs(self.record.records, (i,)), some, strict=True)
         ]
         stored = {i: list(arrays) for i, arrays in stored.items()}
@@ -330,9 +332,9 @@ class DuplexTransfer:
                 stored[i].append(spec.store(value))
         return stored
 
-    def states_of(self, crossed: DuplexResult) -> FlatState:
+    def finish_states(self, crossed: DuplexResult) -> FlatState:
         """Return the state after all turns."""
-        return with_unstacked(self.record.records, crossed.states, crossed.ends)
+        return with_unstacked(self.record.records, crossed.states, crossed.unstacked)
 
     def loaded(self, crossed: DuplexResult) -> tuple[list[Array], list[Array]]:
         """Return the loaded arrays of the updated layer, and loaded parameters of a later layer."""
@@ -436,8 +438,8 @@ class LateRecord:
 
         A parameter that has a master is not loaded.
         """
-        ends = [len(self.records.opt_records((i,))) for i in self.pieces]
-        return sum(ends) if states.master is not None else len(self._specs)
+        unstacked = [len(self.records.opt_records((i,))) for i in self.pieces]
+        return sum(unstacked) if states.master is not None else len(self._specs)
 
     def piece(self, layer: Array) -> Array:
         """Return the number of the pieces that belong to the tick of a layer."""
@@ -492,29 +494,31 @@ def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int])
 
 
 def with_unstacked(
-    records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]
+    records: StateRecords, states: FlatState, unstacked: Mapping[int, Sequence[Any]]
 ) -> FlatState:
     """Return the state with the records of some unstacked leaves replaced.
 
     Args:
       records: where the state is stored.
       states: all leaves of the state.
-      ends: new arrays in their tiers, by leaf index, in the order of `record_specs`.
+      unstacked: new arrays in their tiers, by leaf index, in the order of `record_specs`.
     """
-    for i, arrays in ends.items():
+    for i, arrays in unstacked.items():
         num_opt, params = len(records.opt_records((i,))), list(states.params)
         params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
         states = records.replace(dataclasses.replace(states, params=params), (i,), arrays[:num_opt])
     return states
 
 
-def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
+def without_unstacked(
+    records: StateRecords, states: FlatState, unstacked: Sequence[int]
+) -> FlatState:
     """Return the state without the records of some leaves.
 
     Their old arrays can then be freed before new ones are made.
     """
     return with_unstacked(
-        records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends}
+        records, states, {i: [None] * len(record_specs(records, (i,))) for i in unstacked}
     )
 
 
@@ -612,7 +616,7 @@ def update_in_pieces(
         crossing = DuplexTransfer(record, num_groups, now, pending, states)
         crossed = crossing.cross()
         states, updated = update_piece(
-            record, crossing, crossed, index, grads, move, crossing.states_of(crossed)
+            record, crossing, crossed, index, grads, move, crossing.finish_states(crossed)
         )
         return states, [*pending[1:], updated], begin
 
@@ -637,7 +641,9 @@ def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
 
     master = None if states.master is None else only(states.master, [index])
     return FlatState(
-        only(states.params, [index]), master, only(states.opt, records.opt_map.states_of((index,)))
+        only(states.params, [index]),
+        master,
+        only(states.opt, records.opt_map.list_state_leaves((index,))),
     )
 
 

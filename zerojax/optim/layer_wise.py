@@ -45,7 +45,7 @@ from zerojax.optim.leaf_rule import (
     owner_by_path,
     without_branches,
 )
-from zerojax.sharding import STAGES, Spec, axes_of, named
+from zerojax.sharding import STAGES, Spec, named, parse_axes
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
 
 logger = logging.getLogger("zerojax")
@@ -362,7 +362,7 @@ class Gathered:
 
 def _axes(spec: Spec) -> list[str]:
     """Return the mesh axes of a spec, in order."""
-    return [axis for entry in spec for axis in axes_of(entry)]
+    return [axis for entry in spec for axis in parse_axes(entry)]
 
 
 def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec | None:
@@ -401,7 +401,7 @@ def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
     for axis in reversed(axes):
         moved = [*moved, axis]
         for d, entry in enumerate(here[1:], 1):
-            rest = tuple(a for a in axes_of(entry) if a != axis)
+            rest = tuple(a for a in parse_axes(entry) if a != axis)
             here[d] = rest[0] if len(rest) == 1 else (rest or None)
         here[0] = tuple(moved) if len(moved) > 1 else moved[0]
         path.append(tuple(here))

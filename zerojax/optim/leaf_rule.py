@@ -43,8 +43,8 @@ from zerojax.jaxprs import (
     Ref,
     evaluate,
     flatten,
+    list_regions,
     read,
-    regions_of,
 )
 
 Array = jax.Array
@@ -179,7 +179,7 @@ class LeafRule:
             shapes.update(zip(i.outs, (a.shape for a in avals), strict=True))
         return shapes
 
-    def states_of(self, index: int) -> tuple[int, ...]:
+    def list_state_leaves(self, index: int) -> tuple[int, ...]:
         """Return the indices of the state leaves that belong to a parameter leaf."""
         return tuple(j for j, owner in enumerate(self.owners) if owner == index)
 
@@ -194,7 +194,7 @@ class LeafRule:
           layers: number of layers in the stack; None for one layer or an unstacked leaf.
         """
         program = self.init
-        outputs = [program.outputs[j] for j in self.states_of(index)]
+        outputs = [program.outputs[j] for j in self.list_state_leaves(index)]
         given = {program.inputs[index]: weight}
         return _run(program.live(outputs), given, {}, outputs, layers)
 
@@ -246,7 +246,7 @@ class LeafRule:
           index: index of the parameter leaf.
           grad: float32 gradient of one layer or of a stack.
           weight: float32 weight of one layer or of a stack.
-          states: one array for each of `states_of(index)`, for one layer or for a stack.
+          states: one array for each of `list_state_leaves(index)`, for one layer or for a stack.
           scalars: values returned by `scalars`.
           layers: number of layers in the stack; None for one layer or an unstacked leaf.
           move: how values reach the devices that hold full leaves.
@@ -255,7 +255,8 @@ class LeafRule:
         at_grads, at_states, at_params = (self._inputs(k) for k in range(3))
         values = {at_grads[index]: grad, at_params[index]: weight}
         values |= {
-            at_states[j]: value for j, value in zip(self.states_of(index), states, strict=True)
+            at_states[j]: value
+            for j, value in zip(self.list_state_leaves(index), states, strict=True)
         }
         values = _advance(phases.before, values, scalars, layers)
         if phases.middle:
@@ -289,7 +290,10 @@ class LeafRule:
             if (leaf := self.leaf_of.get(i.outs[0])) is not None:
                 own[leaf].append(i)
         outputs = [
-            (self.update.outputs[i], *(self.update.outputs[num + j] for j in self.states_of(i)))
+            (
+                self.update.outputs[i],
+                *(self.update.outputs[num + j] for j in self.list_state_leaves(i)),
+            )
             for i in range(num)
         ]
         return tuple(_divided(own[i], out, self.leaf_of) for i, out in enumerate(outputs))
@@ -303,7 +307,7 @@ class LeafRule:
             zip(jax.tree.leaves(params), self.stacked, strict=True)
         ):
             own = self.first_states(i, weight, weight.shape[0] if stacked else None)
-            for j, value in zip(self.states_of(i), own, strict=True):
+            for j, value in zip(self.list_state_leaves(i), own, strict=True):
                 leaves[j] = value
         for j, value in zip(self.shared, self.first_shared(), strict=True):
             leaves[j] = value
@@ -327,7 +331,7 @@ class LeafRule:
         for i, (grad, weight, stacked) in enumerate(
             zip(jax.tree.leaves(grads), weights, self.stacked, strict=True)
         ):
-            own, layers = self.states_of(i), weight.shape[0] if stacked else None
+            own, layers = self.list_state_leaves(i), weight.shape[0] if stacked else None
             update, states = self.update_leaf(
                 i, grad, weight, [before[j] for j in own], scalars, layers, move
             )
@@ -368,7 +372,7 @@ class LeafRule:
         before, after, weights = dict(zip(owned, states, strict=True)), {}, []
         scalars = self.scalars(shared, loss)
         for i, grad, weight in zip(part, grads, params, strict=True):
-            own = self.states_of(i)
+            own = self.list_state_leaves(i)
             update, new = self.update_leaf(
                 i, grad, weight, [before[j] for j in own], scalars, None, move
             )
@@ -380,7 +384,9 @@ class LeafRule:
         """Return the initial states of one record, in the order of the state."""
         after: dict[int, Array] = {}
         for i, weight in zip(part, weights, strict=True):
-            after.update(zip(self.states_of(i), self.first_states(i, weight, None), strict=True))
+            after.update(
+                zip(self.list_state_leaves(i), self.first_states(i, weight, None), strict=True)
+            )
         return [after[j] for j in sorted(after)]
 
 
@@ -503,7 +509,7 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         slots: Slots = dict(zip(program.inputs, args, strict=True))
         for i in program.instructions:
-            regions = regions_of(i.eqn) if i.eqn.primitive.name == "cond" else []
+            regions = list_regions(i.eqn) if i.eqn.primitive.name == "cond" else []
             branches = [region.flatten() for region in regions]
             if not branches or not all(
                 _runs_on_shards(one) for branch in branches for one in branch.instructions

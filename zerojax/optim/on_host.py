@@ -31,7 +31,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
 from host_offload.calls import CallbackSite, Calls
-from host_offload.device import driver, link_of
+from host_offload.device import driver, find_link
 from host_offload.host_update import (
     LAG,
     DelayedStep,
@@ -44,7 +44,7 @@ from host_offload.host_update import (
 )
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
-from zerojax.optim.host_state import HostBinding, HostState, rest_of
+from zerojax.optim.host_state import HostBinding, HostState, find_rest
 from zerojax.optim.whole_tree import Update, clip_factor, finish, measure_grads
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
 
@@ -123,7 +123,9 @@ class HostUpdate:
             leaves.append(self._leaf(rule, index, scalars))
         disk = self.layout.disk
         self.host = HostLeaves(
-            leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap
+            leaves,
+            find_link(self.mesh.devices.flat[0].platform),
+            None if disk is None else disk.swap,
         )
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
@@ -149,14 +151,14 @@ class HostUpdate:
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
-            arrays=tuple(rest_of(record) for record in self.state.specs(index)),
+            arrays=tuple(find_rest(record) for record in self.state.specs(index)),
             num_states=states,
             stacked=index in self.layout.blocks,
             weight_on_device=weight_on_device,
             casts=self.layout.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
-            grad=None if stash is None else rest_of(stash),
+            grad=None if stash is None else find_rest(stash),
         )
 
     def parts(self) -> list[LeafGroup]:
@@ -166,7 +168,7 @@ class HostUpdate:
         delayed = self.config.delayed_update
         num_scalars = max(1, sum(len(rule.crossing) for rule in self.rules))
         specs = [LeafGroup(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
-        for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.ends):
+        for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked):
             if not part:
                 continue
             stacked = part[0] in self.layout.blocks
@@ -203,7 +205,7 @@ class HostUpdate:
 
     def _ranges(self) -> list[range]:
         """Return the numbers of the kernels of each stack, then of the unstacked leaves."""
-        parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.ends)
+        parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked)
         return [range(self._first(part), self._first(part) + len(part)) for part in parts if part]
 
     def close(self) -> None:
@@ -341,14 +343,14 @@ class HostUpdate:
             self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True
         )[1]
 
-    def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
+    def stash_unstacked(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the unstacked leaves in host memory, and return the next token.
 
         Args:
           grads: gradients of the unstacked leaves.
           token: i32[devices], from the previous callback.
         """
-        return self.stash(self.layout.ends, jnp.int32(0), grads, token)
+        return self.stash(self.layout.unstacked, jnp.int32(0), grads, token)
 
     def install(
         self,
@@ -431,15 +433,15 @@ class HostUpdate:
         Returns:
           The states, and the next token.
         """
-        ends = self.layout.ends
-        old = [states.params[i] for i in ends] if self.needs_weights else []
+        unstacked = self.layout.unstacked
+        old = [states.params[i] for i in unstacked] if self.needs_weights else []
         # Each device passes on the shard that it updates: below stage 3 it has the unsharded
         # weight.
         old = [
             jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding)
-            for v, i in zip(old, ends, strict=False)
+            for v, i in zip(old, unstacked, strict=False)
         ]
-        new, token = self._update(states, ends, jnp.int32(0), grads, old, go, scalars, token)
+        new, token = self._update(states, unstacked, jnp.int32(0), grads, old, go, scalars, token)
         for stack in self.layout.stacks:
             if handed and stack.blocks:
                 last = handed[stack.blocks[0]]
@@ -448,10 +450,10 @@ class HostUpdate:
                     states = self._write_layer(
                         states, stack.blocks, last.layers[n], of_layer, last.goes[n]
                     )
-        if self.lag and ends:
-            new, token = self._take(ends, token)
+        if self.lag and unstacked:
+            new, token = self._take(unstacked, token)
         params = list(states.params)
-        for i, value in zip(ends, new, strict=False):
+        for i, value in zip(unstacked, new, strict=False):
             params[i] = self.records.params[i].store(jnp.where(go, value, params[i]))
         return FlatState(params, states.master, states.opt), token
 
@@ -612,7 +614,7 @@ def update_on_host(host: HostUpdate) -> Update:
         norm, ok = measured.norm, measured.finite
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
-        scalars = host.scalars(records.shared_of(states), value, factor, scale)
+        scalars = host.scalars(records.list_shared(states), value, factor, scale)
         grads = [
             g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))
         ]  # exact: cast up before

@@ -90,7 +90,7 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
       tx: the optimizer.
       layout: layout of the program's state.
     """
-    config, stage, apply = layout.config, STAGES[layout.config.stage], _update_of(tx, layout)
+    config, stage, apply = layout.config, STAGES[layout.config.stage], _build_update(tx, layout)
     grads_at, unused = (
         layout.param_shardings(stage.opt_state),
         unused_grads(layout.update_jaxpr, len(layout.leaves)),
@@ -134,7 +134,9 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     return update
 
 
-def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[..., tuple[Any, Any]]:
+def _build_update(
+    tx: optax.GradientTransformation, layout: Layout
+) -> Callable[..., tuple[Any, Any]]:
     """Return `apply(grads, opt_state, weights, loss) -> (updates, opt_state)`.
 
     The optimizer was traced over the same shapes when the layout was built. That trace is reused

@@ -277,8 +277,8 @@ class Bound:
         precision = space.fixed.get("precision", "fp32")
         self.master = 4 if PRECISIONS[precision].has_master else 0
         self.itemsize = 2 if self.master else 4
-        self.blocks = float(work.elements - work.end_elements)
-        self.ends = work.embed + work.head + work.embed_backward
+        self.blocks = float(work.elements - work.unstacked_elements)
+        self.unstacked_seconds = work.embed + work.head + work.embed_backward
         self.forward = sum(s.num_layers * s.forward for s in work.stacks)
         self.backward = {m: sum(s.num_layers * s.backward[m] for s in work.stacks) for m in MODES}
         self.x = sum(s.num_layers * s.x_bytes for s in work.stacks)
@@ -347,7 +347,7 @@ class Bound:
         backward = self.backward[mode] if isinstance(kept, str) else min(self.backward.values())
         if option is not None:
             backward = self.backward["save"] + work.num_layers * option.seconds
-        compute = self.ends + self.forward + backward
+        compute = self.unstacked_seconds + self.forward + backward
         share = 1 / n if row.opt_state else 1.0
         on_host = fields["update_on"] == "host"
         compute += 0.0 if on_host else work.elements * share * work.update

@@ -116,7 +116,7 @@ def fits(words: str, width: float) -> bool:
     return len(words) * CHAR + 4 <= width
 
 
-def rows_of(words: str, width: float, size: float = 12) -> list[str]:
+def wrap_text(words: str, width: float, size: float = 12) -> list[str]:
     """Return a text wrapped to rows of a width in pixels."""
     return textwrap.wrap(words, max(1, int(width / (CHAR * size / 12)))) or [""]
 

@@ -40,7 +40,9 @@ _COLOURS = {"link": "#1f6fb4", "disk": "#c2571a"}
 _WAYS = {"link": ("up", "down"), "disk": ("read", "write")}
 
 
-def curves_of(time: StepTime, wires: Wires, seconds_with: Callable[[Wires], float]) -> list[Curve]:
+def build_curves(
+    time: StepTime, wires: Wires, seconds_with: Callable[[Wires], float]
+) -> list[Curve]:
     """Return a curve for each of link and disk that the step uses; the other is unchanged."""
     curves = list[Curve]()
     for name, ways in _WAYS.items():
@@ -59,7 +61,7 @@ def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires]
       seconds_with: function that returns the seconds of the step with other wires.
     """
     heading = "Efficiency by bandwidth"
-    curves, compute = curves_of(time, wires, seconds_with), time.busy["compute"]
+    curves, compute = build_curves(time, wires, seconds_with), time.busy["compute"]
     if not curves:
         return Part(
             heading,

@@ -56,7 +56,7 @@ _WORK = {
     "gradients": "grads",
     "parameters": "params",
 }
-_ENDS = "embedding, head"
+_UNSTACKED = "embedding, head"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Box:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds that are moved or computed, as keys of `KINDS`."""
-        return tuple(dict.fromkeys(kind for label in self.labels for kind in kinds_of(label)))
+        return tuple(dict.fromkeys(kind for label in self.labels for kind in parse_kinds(label)))
 
     @property
     def name(self) -> str:
@@ -103,15 +103,15 @@ class Box:
         return "; ".join(self.labels) + layers
 
 
-def kinds_of(label: str) -> tuple[str, ...]:
+def parse_kinds(label: str) -> tuple[str, ...]:
     """Return the kinds that a label's work moves or computes: keys of `KINDS`, or other kinds."""
     first, _, rest = label.partition(" ")
     if first in _MOVES:
-        return tuple(_ENDS if kind == "ends" else kind for kind in rest.split(", "))
-    return (_WORK.get(label, _ENDS),)
+        return tuple(_UNSTACKED if kind == "unstacked" else kind for kind in rest.split(", "))
+    return (_WORK.get(label, _UNSTACKED),)
 
 
-def boxes_of(spans: Iterable[Span], grain: float) -> list[Box]:
+def build_boxes(spans: Iterable[Span], grain: float) -> list[Box]:
     """Return the boxes of one lane's spans; `grain` is the seconds per pixel."""
     boxes = list[Box]()
     for span in sorted(spans, key=lambda span: span.start):
@@ -145,7 +145,9 @@ def draw_step(time: StepTime) -> Part:
     """
     stop = max([time.seconds, *(span.stop for span in time.spans)])
     scale = (RIGHT - LEFT) / stop
-    lanes = {lane: boxes_of([s for s in time.spans if s.lane == lane], 1 / scale) for lane in LANES}
+    lanes = {
+        lane: build_boxes([s for s in time.spans if s.lane == lane], 1 / scale) for lane in LANES
+    }
     lanes = {lane: boxes for lane, boxes in lanes.items() if boxes}
     body, top = legend(kind for boxes in lanes.values() for box in boxes for kind in box.kinds)
     headings, top = _headings([phase for phase in time.phases if phase.seconds > 0], scale, top + 4)

@@ -47,21 +47,21 @@ from zerojax.costs import (
     Grid,
     Sizes,
     Workload,
+    build_grid,
     buildable_of_sizes,
-    grid_of,
     why_no_program,
     workload_of_model,
     workload_of_sizes,
 )
 from zerojax.given import as_integer, as_number
-from zerojax.machines import Machine, machine_of, probe, size_of
+from zerojax.machines import Machine, format_bytes, machine_of, probe
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory, steps_of_program
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import MIN_GAIN, SEARCHED, Space
 from zerojax.planner.plans import Plan, PlanError, RunnerUp, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
-from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
+from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, compute_limits
 from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
@@ -304,7 +304,7 @@ class Planner:
 
     def _grid(self, mesh: Any) -> Grid:
         if self.mesh is not None:
-            return grid_of(self.mesh)
+            return build_grid(self.mesh)
         if mesh is not None and not isinstance(mesh, Mapping):
             raise ValueError(
                 f"mesh={mesh!r}: for Sizes, pass axis sizes by name, such as {{'fsdp': 8}}"
@@ -379,7 +379,7 @@ class Planner:
     @property
     def limits(self) -> Limits:
         """Bytes that one device may use, and the required life of the disk."""
-        limits = limits_of(self.machine, self.shares_cores, self.min_disk_days)
+        limits = compute_limits(self.machine, self.shares_cores, self.min_disk_days)
         return dataclasses.replace(limits, device=self.less * limits.device)
 
     # --- the search -------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Planner:
             made = self._plan()
         assert compiled is not None
         raise PlanError(
-            f"no compiled step fits {self.machine.name}: {compiled}, of {size_of(most)}",
+            f"no compiled step fits {self.machine.name}: {compiled}, of {format_bytes(most)}",
             "device",
             compiled.device_bytes,
             most,
@@ -488,9 +488,8 @@ class Planner:
             else:
                 tiers.append(tier)
                 if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
-                    self._note(
-                        f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}"
-                    )
+                    rate = format_bytes(self.machine.need("disk_both"))
+                    self._note(f"disk_both, {rate}/s, is {BOTH_ASSUMED}")
         return tuple(tiers)
 
     def _need(self, tier: str, missing: Sequence[str], fixed: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zerojax.machines import Machine, size_of
+from zerojax.machines import Machine, format_bytes
 from zerojax.planner.candidates import SEARCHED
 from zerojax.planner.search import BOTH, DAYS, USABLE, ClosestInfeasible, Found, Search, Shortfall
 
@@ -80,7 +80,7 @@ class Repairs:
             near = search.tally.nearest
             if near is None:
                 break
-            lacks = lacks_of(search, near)
+            lacks = list_shortfalls(search, near)
             figures |= {
                 name: max(n, figures.get(name, 0)) for name, n in self._lacking(lacks).items()
             }
@@ -113,7 +113,7 @@ class Repairs:
         return least
 
 
-def lacks_of(search: Search, near: ClosestInfeasible) -> list[Shortfall]:
+def list_shortfalls(search: Search, near: ClosestInfeasible) -> list[Shortfall]:
     """Return everything that the nearest config lacks.
 
     Each need is the larger of the estimate and the program's account.
@@ -136,7 +136,7 @@ def what_lacks(lack: Shortfall) -> str:
         else "device and pinned_host, which share one memory on a CPU, need"
     )
     return (
-        f"{what} {size_of(lack.needed)} of a device's {size_of(lack.had)} "
+        f"{what} {format_bytes(lack.needed)} of a device's {format_bytes(lack.had)} "
         f"({lack.needed:,.0f} and {lack.had:,.0f})"
     )
 

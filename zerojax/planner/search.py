@@ -134,7 +134,9 @@ class Limits:
         return sorted(wrong, key=lambda lack: -lack.share)
 
 
-def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None = None) -> Limits:
+def compute_limits(
+    machine: Machine, shares_cores: bool, min_disk_days: float | None = None
+) -> Limits:
     """Return what one device of a machine may use.
 
     Args:

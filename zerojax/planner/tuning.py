@@ -19,10 +19,10 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax.chips import chip_of
+from zerojax.chips import find_chip
 from zerojax.config import ZeroConfig, streams
 from zerojax.given import whole_number
-from zerojax.hlo import Rates, Simulation, module_name, rates_of, read_thunks, simulate
+from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program import LoweredStep, Program, build_train_step
 from zerojax.sharding import own_mesh, without_mesh
@@ -140,7 +140,7 @@ def autotune(
         config.
     """
     mesh = own_mesh(mesh)
-    device, rates = mesh.devices.flat[0], rates_of(rates)
+    device, rates = mesh.devices.flat[0], find_rates(rates)
     if device.platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
             f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
@@ -238,7 +238,7 @@ def _callbacks(config: ZeroConfig) -> str:
 
 def _device_bytes(device: Any) -> int | None:
     """Return the bytes that a program may use on a device, or None if unknown."""
-    chip = chip_of(device.device_kind)
+    chip = find_chip(device.device_kind)
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # the device is not present

@@ -20,8 +20,8 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from host_offload.calls import CallbackSite, site_of
-from zerojax.jaxprs import called, regions_of
+from host_offload.calls import CallbackSite, find_site
+from zerojax.jaxprs import called, list_regions
 
 logger = logging.getLogger("zerojax")
 _MOST_TRIPS = 1 << 24
@@ -138,7 +138,7 @@ class IndexEvaluator:
     def _calls(self, eqn: jex.JaxprEqn) -> bool:
         """Return whether an equation is a site or contains one."""
         if eqn.primitive.name == "buffer_callback":
-            return site_of(eqn.params["callback"]) is not None
+            return find_site(eqn.params["callback"]) is not None
         return any(self._calls_in(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params))
 
     def _calls_in(self, jaxpr: jex.Jaxpr) -> bool:
@@ -165,14 +165,14 @@ class IndexEvaluator:
                 | frozenset(num_cond + num_body + i for i in carried)
             )
         if name == "scan":
-            (body,) = regions_of(eqn)
+            (body,) = list_regions(eqn)
             places = body.carried
             carried, of_body = self._carried(body.jaxpr, outs, places.start, len(places))
             around = frozenset(places[i] for i in carried if i < len(places))
             return frozenset(i for i in of_body if i not in places) | around
         if name == "cond":
             needed = {0}
-            for branch in regions_of(eqn):
+            for branch in list_regions(eqn):
                 needed.update(branch.first + i for i in self._slice(branch.jaxpr, outs).inputs)
             return frozenset(needed)
         if (inner := called(eqn)) is not None:
@@ -206,7 +206,7 @@ class IndexEvaluator:
         if name == "scan":
             return self._scan(eqn, ins, outs)
         if name == "cond":
-            branches = regions_of(eqn)
+            branches = list_regions(eqn)
             if not _is_known(ins[0]):
                 for branch in branches:
                     self._give_up(branch.jaxpr)
@@ -237,7 +237,7 @@ class IndexEvaluator:
 
     def _ask(self, eqn: jex.JaxprEqn, where: Any) -> None:
         """Record the layer of a call, which is the second part of its operand."""
-        site = site_of(eqn.params["callback"])
+        site = find_site(eqn.params["callback"])
         assert site is not None
         layers = self.layers.setdefault(site, [])
         layer = (
@@ -254,7 +254,7 @@ class IndexEvaluator:
             if not self._calls(eqn):
                 continue
             if eqn.primitive.name == "buffer_callback":
-                site = site_of(eqn.params["callback"])
+                site = find_site(eqn.params["callback"])
                 assert site is not None
                 self.layers[site] = None
             for inner in jex.jaxprs_in_params(eqn.params):
@@ -284,7 +284,7 @@ class IndexEvaluator:
         return [None] * len(eqn.outvars)
 
     def _scan(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
-        params, (body,) = eqn.params, regions_of(eqn)
+        params, (body,) = eqn.params, list_regions(eqn)
         consts, carry, xs = body.split(ins)
         wanted, _ = self._carried(body.jaxpr, outs, len(consts), len(carry))
         trips = range(params["length"])

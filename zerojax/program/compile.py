@@ -181,7 +181,7 @@ class StepCompiler:
 
         Must be called under the mesh.
         """
-        key = _shape_of(batch)
+        key = _build_batch_key(batch)
         if key not in self._by_shape:
             self._by_shape[key] = self._jit(batch)
         return self._by_shape[key]
@@ -229,7 +229,7 @@ class StepCompiler:
           *args: arguments of the function.
         """
         batch = args[2]
-        key = (rows, _shape_of(batch))
+        key = (rows, _build_batch_key(batch))
         if key not in self._applies:
             mesh, function = self._layout.mesh, self._of_rows(self._step.apply, rows)
             size = batch_size(batch) if rows is None else None
@@ -259,7 +259,7 @@ class StepCompiler:
 
         Must be called under the mesh.
         """
-        key = _shape_of(batch)
+        key = _build_batch_key(batch)
         if key not in self._grads_by_shape:
             layout, scalar = self._layout, named(self._layout.mesh, ())
             at = layout.param_shardings(STAGES[layout.config.stage].params)
@@ -313,7 +313,7 @@ class StepCompiler:
             compiled.clear()
 
 
-def _shape_of(batch: Any) -> Any:
+def _build_batch_key(batch: Any) -> Any:
     """Return a hashable key for the shapes and dtypes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves)

@@ -29,7 +29,7 @@ from zerojax.models import (
     init_layered,
     init_state,
     layer_keys,
-    stacks_of,
+    list_stacks,
 )
 from zerojax.optim import RecordUpdate
 from zerojax.precision import PRECISIONS, init_loss_scale
@@ -216,9 +216,11 @@ def _init_by_records(
             )
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
-            states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
+            states = records.flatten_state(
+                *rooms((abstract.params, abstract.master, abstract.opt_state))
+            )
             states = records.with_shared(states, update.first_shared())
-            states = _fill_ends(update, states, weights)
+            states = _fill_unstacked(update, states, weights)
             for stack, leaves in _stacks(model, layout):
                 states = _fill_blocks(stack, leaves, update, states, keys)
             params, master, opt_state = records.trees(abstract, states)
@@ -241,7 +243,7 @@ def _below(tree: Any, path: Sequence[str]) -> Any:
 def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
     """Return the stacks of layers and their leaves; empty for a Model."""
     return (
-        list(zip(stacks_of(model), layout.stacks, strict=True))
+        list(zip(list_stacks(model), layout.stacks, strict=True))
         if isinstance(model, LayeredModel)
         else []
     )
@@ -271,10 +273,12 @@ def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, 
     return dict(zip(indices, leaves, strict=True))
 
 
-def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]) -> FlatState:
+def _fill_unstacked(
+    update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]
+) -> FlatState:
     """Store every trainable unstacked leaf and its optimizer state, one after another."""
     records, begin = update.records, jnp.int32(0)
-    for index in records.layout.ends:
+    for index in records.layout.unstacked:
 
         def new(
             _: Any, __: Any, index: int = index, value: Array = weights[index]

@@ -56,7 +56,7 @@ class ParamReader:
           runner: runner of the program.
         """
         self.model, self.layout, self.records, self._runner = model, records.layout, records, runner
-        self._ends: dict[tuple[int, bool], Any] = {}
+        self._unstacked: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree) for each piece, with leaves on the device.
@@ -79,10 +79,12 @@ class ParamReader:
             )[0]:
                 yield jax.tree_util.keystr(path), self._leaf(state, index, ema)
             return
-        ends = self._indices
+        unstacked = self._indices
         yield (
             "embed",
-            jax.tree.map(lambda i: self._leaf(state, i, ema), ends["embed"], is_leaf=is_encoded),
+            jax.tree.map(
+                lambda i: self._leaf(state, i, ema), unstacked["embed"], is_leaf=is_encoded
+            ),
         )
         for number, stack in enumerate(self.layout.stacks):
             for layer in range(stack.num_layers):
@@ -96,7 +98,9 @@ class ParamReader:
                 )
         yield (
             "head",
-            jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded),
+            jax.tree.map(
+                lambda i: self._leaf(state, i, ema), unstacked["head"], is_leaf=is_encoded
+            ),
         )
 
     def _read(self, read: Any, tree: Any, *args: Any) -> Any:
@@ -117,7 +121,7 @@ class ParamReader:
             return self.records.read_weights(states, part, index)
         # Masters and optimizer state are one record. Its unused parts are only read from disk.
         read = self.records.read_opt(states, part, index)
-        mirrors = self.layout.opt_map.states_of(part)
+        mirrors = self.layout.opt_map.list_state_leaves(part)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
         return [by_state[self._averages[i]] for i in part]
 
@@ -154,14 +158,14 @@ class ParamReader:
                 self.records.opt_records((index,)),
                 self.records.opt_states(states, (index,)),
             )
-            mirrors = self.layout.opt_map.states_of((index,))
+            mirrors = self.layout.opt_map.list_state_leaves((index,))
             at = len(specs) - len(mirrors) + mirrors.index(place)
         else:
             (specs, stacks), at = self.records.weight_record(states, index), 0
         # Compiled once per leaf: its records on disk are part of the program.
-        if (index, ema) not in self._ends:
-            self._ends[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
-        return self._read(self._ends[index, ema], stacks)
+        if (index, ema) not in self._unstacked:
+            self._unstacked[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
+        return self._read(self._unstacked[index, ema], stacks)
 
     def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
         """Return a frozen unstacked parameter; its average is the parameter itself."""
@@ -171,11 +175,11 @@ class ParamReader:
         )
         if not isinstance(leaf, OnDisk):
             return _widened(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
-        if (index, False) not in self._ends:
-            self._ends[index, False] = jax.jit(
+        if (index, False) not in self._unstacked:
+            self._unstacked[index, False] = jax.jit(
                 lambda stacks: _widened(load_leaves([record], stacks)[0])
             )
-        return self._read(self._ends[index, False], [leaf])
+        return self._read(self._unstacked[index, False], [leaf])
 
     @cached_property
     def _layer(self) -> Any:
@@ -259,7 +263,7 @@ class ParamReader:
                 opt = jax.tree.leaves(state.opt_state)
                 return jax.tree.unflatten(tree, cast(range(len(places)))([opt[j] for j in places]))
             params: list[Any] = [None] * len(places)
-            for i in layout.ends:
+            for i in layout.unstacked:
                 (params[i],) = cast([i])([self._end(state, i, ema=True)])
             for i, stack in zip(layout.stacked, self._stacks_of_averages(state), strict=True):
                 params[i] = stack

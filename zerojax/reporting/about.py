@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zerojax.machines import memories_of, size_of
+from zerojax.machines import format_bytes, probe_memories
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -24,7 +24,7 @@ def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
     node. Call it before the program makes its files.
     """
     devices = mesh.local_devices
-    memories, _ = memories_of(devices)
+    memories, _ = probe_memories(devices)
     pinned = memories.get("pinned_bytes")
     free = shutil.disk_usage(swap_dir).free if swap_dir and os.path.isdir(swap_dir) else None
     shares = {"pinned_host": pinned, "nvme": free}
@@ -35,7 +35,7 @@ def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
 
 def hardware_of(mesh: Mesh) -> dict[str, str]:
     """Return a description of the run's devices and of this host."""
-    device, memories = mesh.devices.flat[0], memories_of(mesh.local_devices)[0]
+    device, memories = mesh.devices.flat[0], probe_memories(mesh.local_devices)[0]
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     found = {
         "devices": f"{mesh.size} x {device.device_kind} ({device.platform}), {axes}",
@@ -43,7 +43,7 @@ def hardware_of(mesh: Mesh) -> dict[str, str]:
         "host": f"{platform.node()}, {os.cpu_count()} CPUs, {platform.machine()}",
     }
     if memories["host_bytes"]:
-        found["host memory"] = size_of(memories["host_bytes"])
+        found["host memory"] = format_bytes(memories["host_bytes"])
     return found
 
 
@@ -54,9 +54,9 @@ def peaks_of(devices: Iterable[Any]) -> dict[str, str]:
         for d in devices
         if "peak_bytes_in_use" in (stats := d.memory_stats() or {})
     ]
-    found = {"most memory in use on a device": size_of(max(peaks))} if peaks else {}
+    found = {"most memory in use on a device": format_bytes(max(peaks))} if peaks else {}
     return found | {
-        "most resident memory of this process": size_of(
+        "most resident memory of this process": format_bytes(
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
     }

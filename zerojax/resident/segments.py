@@ -31,9 +31,9 @@ from zerojax.jaxprs import (
     FlatJaxpr,
     Instruction,
     evaluate,
+    list_regions,
     read,
     rebind_scan,
-    regions_of,
     trace,
 )
 
@@ -133,7 +133,7 @@ def _region(
 def _scan(i: Instruction, slots: dict[int, Any]) -> None:
     """Evaluate a scan with its body under jax.checkpoint."""
     values = [read(ref, slots) for ref in i.ins]
-    (region,) = regions_of(i.eqn)
+    (region,) = list_regions(i.eqn)
     # In a scan, forward and backward are separate loops, whose equations XLA cannot merge, so no
     # barriers are needed.
     checkpoint = partial(jax.checkpoint, prevent_cse=False)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from host_offload.engine import DiskRecords
-from host_offload.schedule import Move, build_schedule, moves_of, stacked_schedule
+from host_offload.schedule import Move, build_schedule, list_moves, stacked_schedule
 from zerojax.activations import Splits, keep_products
 from zerojax.grads import float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.metrics import evaluation, with_own
@@ -127,7 +127,7 @@ class ResidentStep:
         }
         last = list(schedules)[-1]
         pieces = {} if update is None else update.num_pieces()
-        leaves = None if update is None else steps_of_leaves(records, pieces).ends["ends"]
+        leaves = None if update is None else steps_of_leaves(records, pieces).unstacked["unstacked"]
         told = (
             dataclasses.replace(p, leaves=leaves if p.name == "update" else None)
             for p in schedules[last].phases
@@ -223,7 +223,7 @@ class ResidentStep:
         return (
             ()
             if disk is None
-            else moves_of(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
+            else list_moves(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
         )
 
     def grads_moves(self) -> tuple[Move, ...]:
@@ -260,7 +260,7 @@ def plain_objective(
         return keep_by_segments(
             build_objective(model, constrain=constrain),
             mode,
-            splits_of(layout, layout.decoded_leaves()),
+            build_splits(layout, layout.decoded_leaves()),
         )
     stacks = {stack.name: stack.in_tree for stack in layout.stacks}
 
@@ -278,13 +278,13 @@ def plain_objective(
             else layout.decoded_leaves(stacks[stack])
         )
         return keep_products(
-            function, prevent_cse=False, splits=splits_of(layout, leaves, 1), group=stack
+            function, prevent_cse=False, splits=build_splits(layout, leaves, 1), group=stack
         )
 
     return build_objective(model, region=region, constrain=constrain)
 
 
-def splits_of(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
+def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
     """Return how tensor parallelism shards some parameters, or None if it shards nothing.
 
     An encoded leaf has no known sharding here, since it is decoded where it is used.

@@ -549,7 +549,7 @@ _ALL: dict[tuple[int, ...], Peers] = {}
 """Peers by their members: calls of the same processes have one order, across all programs."""
 
 
-def peers_of(mesh: Mesh) -> Peers | None:
+def find_peers(mesh: Mesh) -> Peers | None:
     """Return the processes of a mesh, or None.
 
     None: the mesh has only one process, this process is not among them, or `jax.distributed` was

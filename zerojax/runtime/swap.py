@@ -269,7 +269,7 @@ class SwapSession:
     def _stores(self) -> list[Store]:
         """Return the stores of a state that have files."""
         kinds = [records.kind for records in self._files_of.values() if records.lifetime == "state"]
-        return [self.engine.store_of(kind, rank) for kind in kinds for rank in self.disk.ranks()]
+        return [self.engine.find_store(kind, rank) for kind in kinds for rank in self.disk.ranks()]
 
     def _make_room(self, files: Mapping[RecordKey, RecordFile]) -> None:
         """Find room for a new state next to the last state's records in checkpoints.
@@ -323,7 +323,7 @@ class SwapSession:
         missing = [
             records
             for records in kinds
-            if not records.has_files_of(self._files_of.get(records.kind))
+            if not records.can_share_files(self._files_of.get(records.kind))
         ]
         if not missing:  # true except in a shape's first step; skips asking for available memory
             return
@@ -559,7 +559,7 @@ class SwapSession:
             yield (
                 snapshot,
                 [
-                    (records, self.engine.store_of(records.kind, rank))
+                    (records, self.engine.find_store(records.kind, rank))
                     for records in kinds
                     for rank in ranks
                 ],

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.sharding.specs import Spec, axes_of, pad_spec
+from zerojax.sharding.specs import Spec, pad_spec, parse_axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def leaf_spec(
     size = mesh.shape[axis]
     # Local dim sizes on one device, as the user's spec splits them.
     local = [
-        n // math.prod(mesh.shape[a] for a in axes_of(s)) for n, s in zip(shape, base, strict=True)
+        n // math.prod(mesh.shape[a] for a in parse_axes(s))
+        for n, s in zip(shape, base, strict=True)
     ]
     if size == 1:
         return LeafSpec(base, base, None)
@@ -98,7 +99,7 @@ def leaf_spec(
     free = [d for d in dims if base[d] is None]
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
     # The ZeRO axis is last within its dim, so removing it leaves the user's own split.
-    entry = (*axes_of(base[split_dim]), axis)
+    entry = (*parse_axes(base[split_dim]), axis)
     sharded = tuple(
         (entry if len(entry) > 1 else axis) if d == split_dim else s for d, s in enumerate(base)
     )
@@ -191,12 +192,12 @@ def misfit(
     """Return why a user's spec does not fit its leaf and the mesh, or None if it fits."""
     if len(spec) > len(shape):
         return f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}"
-    named = [name for entry in spec for name in axes_of(entry)]
+    named = [name for entry in spec for name in parse_axes(entry)]
     if len(set(named)) < len(named):
         return f"{path}: spec {spec} names an axis twice"
     for dim, entry in enumerate(spec):
         split = 1
-        for name in axes_of(entry):
+        for name in parse_axes(entry):
             if name not in mesh.shape:
                 return (
                     f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. "
@@ -234,7 +235,7 @@ def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
     A dim that does not divide is padded, so its local size is rounded up.
     """
     return math.prod(
-        -(-n // math.prod(mesh.shape[a] for a in axes_of(s)))
+        -(-n // math.prod(mesh.shape[a] for a in parse_axes(s)))
         for n, s in zip(shape, pad_spec(spec, len(shape)), strict=True)
     )
 

@@ -23,7 +23,7 @@ def pad_spec(spec: Sequence | PartitionSpec, ndim: int) -> Spec:
     return tuple(spec) + (None,) * (ndim - len(spec))
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def parse_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the mesh axes that split one dim, as a tuple."""
     if entry is None:
         return ()
@@ -34,7 +34,7 @@ def without_axis(spec: Spec, axis: str) -> Spec:
     """Return `spec` with mesh axis `axis` removed: the spec after an all_gather over it."""
 
     def drop(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        rest = tuple(a for a in axes_of(entry) if a != axis)
+        rest = tuple(a for a in parse_axes(entry) if a != axis)
         return rest[0] if len(rest) == 1 else (rest or None)
 
     return tuple(drop(entry) for entry in spec)

@@ -79,7 +79,7 @@ class DiskLayout:
         # Every trace of a step declares its kinds again. The first object is kept as long as it
         # fits the files.
         previous = self.kinds.get(kind)
-        if previous is not None and previous.has_files_of(records):
+        if previous is not None and previous.can_share_files(records):
             return previous
         self.kinds[kind] = records
         return records

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels import storage
 from pallas_kernels.storage import Encoded
 from zerojax.models import LayeredModel, Model
-from zerojax.sharding import LeafSpec, Spec, axes_of, named
+from zerojax.sharding import LeafSpec, Spec, named, parse_axes
 
 logger = logging.getLogger("zerojax")
 
@@ -124,7 +124,7 @@ def choose_encodings(
     for path, leaf in leaves.items():
         lead = int(path in stacked)
         shape, spec = tuple(leaf.shape[lead:]), tuple(specs[path][lead:])
-        shards = tuple(math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec)
+        shards = tuple(math.prod(mesh.shape[axis] for axis in parse_axes(entry)) for entry in spec)
         if (why := storage.refusal(format, shape, shards)) is not None:
             kept.append((path, leaf, why))
             continue

@@ -35,7 +35,7 @@ from zerojax.models import (
     init_params,
     init_state,
     layered_specs,
-    stacks_of,
+    list_stacks,
 )
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import (
@@ -191,9 +191,9 @@ class Layout:
     @functools.cached_property
     def frozen_unstacked(self) -> tuple[int, ...]:
         """Indices of the unstacked frozen leaves."""
-        return self._frozen_of("end")
+        return self._list_frozen("end")
 
-    def _frozen_of(self, role: str) -> tuple[int, ...]:
+    def _list_frozen(self, role: str) -> tuple[int, ...]:
         return tuple(i for i, leaf in enumerate(self.frozen, len(self.leaves)) if leaf.role == role)
 
     @functools.cached_property
@@ -315,7 +315,7 @@ class Layout:
         return sum(math.prod(leaf.shape) for leaf in self.decoded_leaves())
 
     @functools.cached_property
-    def ends(self) -> tuple[int, ...]:
+    def unstacked(self) -> tuple[int, ...]:
         """Indices of the unstacked trainable leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "end")
 
@@ -480,7 +480,7 @@ def build_layout(
         jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners]
     )
 
-    def state_of(
+    def build_state(
         scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any
     ) -> TrainState:
         return TrainState(
@@ -495,7 +495,7 @@ def build_layout(
 
     # Scalars of the optimizer state stay on the device in every tier, because the program computes
     # with them.
-    shardings = state_of(
+    shardings = build_state(
         scalar,
         scalar,
         _param_shardings(params, specs, mesh, stage.params, _array_tier(config.params)),
@@ -513,7 +513,7 @@ def build_layout(
         scalar,
     )
     f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
+    shapes = build_state(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
     )
@@ -580,7 +580,7 @@ def build_layout(
         whole,
         tuple(places),
         encodings,
-        {stack.name: stack.model.num_layers for stack in stacks_of(model)}
+        {stack.name: stack.model.num_layers for stack in list_stacks(model)}
         if isinstance(model, LayeredModel)
         else {},
     )

@@ -135,7 +135,14 @@ def build_leaves(
     for i, (path, array) in enumerate(arrays):
         name, lead = jax.tree_util.keystr(path), int(is_stacked(model, path)) + (i in group_of)
         leaf = Leaf(
-            path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i]
+            path,
+            name,
+            array.shape,
+            array.dtype,
+            specs[name],
+            lead,
+            group_of.get(i, ""),
+            frozen[i],
         )
         leaves.append(dataclasses.replace(leaf, stack=stack_name(model, path)))
     return tuple(leaves)

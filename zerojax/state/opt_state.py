@@ -49,7 +49,7 @@ class OptStateMap:
         """
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
-    def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
+    def list_state_leaves(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the state leaves that belong to the parameters `part`, in order."""
         params = set(part)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 from host_offload.schedule import TileLoops
 from zerojax.activations import MODES, flow
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
-from zerojax.sharding import TENSOR, ActivationSpec, LeafSpec, Spec, axes_of, leaf_spec, named
+from zerojax.sharding import TENSOR, ActivationSpec, LeafSpec, Spec, leaf_spec, named, parse_axes
 from zerojax.state import RecordSpec, pick, read_layer, write_layer
 from zerojax.streamed.microbatches import LayerInputs
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -488,7 +488,7 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
       spec: its sharding over the other axes.
       mesh: the device mesh, with several devices along `tensor`.
     """
-    if any(TENSOR in axes_of(entry) for entry in spec):
+    if any(TENSOR in parse_axes(entry) for entry in spec):
         return LeafSpec(spec, spec, None)
     if len(shape) > 1 and spec[1] is None and shape[1] and shape[1] % mesh.shape[TENSOR] == 0:
         return LeafSpec(spec, (spec[0], TENSOR, *spec[2:]), None)

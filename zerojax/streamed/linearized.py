@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from zerojax.activations import depending, describe
 from zerojax.jaxprs import Instruction, Ref, evaluate, flatten, read
 from zerojax.models import Given, Loss, floating, merged
-from zerojax.streamed.traced_block import Block, TracedBlock, names_of
+from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def linearized(
         )
 
     kept = tuple(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and is_kept(ref)))
-    names = {slot: name for slot, (name, _) in names_of(program).items()}
+    names = {slot: name for slot, (name, _) in list_marked_names(program).items()}
     again = [ref for ref in leaves if ref not in kept]
     return LinearizedBlock(
         program=dataclasses.replace(program, outputs=program.outputs[:num_outs]),

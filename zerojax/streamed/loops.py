@@ -17,7 +17,7 @@ from zerojax.optim import DuplexResult, DuplexTransfer
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
-from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
+from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
@@ -91,7 +91,7 @@ class StackLoops:
             else:
                 x = microbatches.constrain(x)
                 tiles = TileRunner(plan, stack, microbatches, begin, now, lambda carried: params)
-                keys = microbatches.keys_of(inputs.keys, stack.number(now.layer))
+                keys = microbatches.derive_keys(inputs.keys, stack.number(now.layer))
                 given = inputs.given_all(now.layer, microbatches)
                 y, added, values = tiled.forward(
                     self.tracer.operands(full), x, keys, given, tiles.run
@@ -152,7 +152,7 @@ class StackLoops:
             args = (
                 params(),
                 x,
-                key_of(key, self.stack.number(now.layer)),
+                derive_key(key, self.stack.number(now.layer)),
                 inputs.given(context, now.layer),
             )
             (y, added, values), done = beside(block, args, work)
@@ -254,7 +254,7 @@ class StackLoops:
             if residuals.tiled is None:
                 if stores_late:
                     crossing = sink.crossing(
-                        carried, now, stack.blocks, ends if now.stores_unstacked else {}
+                        carried, now, stack.blocks, unstacked if now.stores_unstacked else {}
                     )
                 if (
                     now.fetch is not None
@@ -286,8 +286,8 @@ class StackLoops:
         def drain(number: int, layer: Array, carry: Any) -> Any:
             return (*carry[:-1], sink.drain(stack, number, layer, carry[-1]))
 
-        # The loops do not carry `ends`, since only the first tick uses them.
-        carried, ends = sink.split_unstacked(carried)
+        # The loops do not carry `unstacked`, since only the first tick uses them.
+        carried, unstacked = sink.split_unstacked(carried)
         # The layers' addition is part of the loss, so its derivative is the loss scale.
         d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
@@ -355,7 +355,7 @@ class StackLoops:
         def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
             given = inputs.given(context, now.layer)
-            key, constrain = key_of(key, stack.number(now.layer)), plan.stream.constrain
+            key, constrain = derive_key(key, stack.number(now.layer)), plan.stream.constrain
             (g, dx, d_context), done = beside(
                 residuals.block.backward,
                 (params(), constrain(x), key, given, saved, dx, d_added),
@@ -410,7 +410,7 @@ class StackLoops:
         assert residuals.tiled is not None
         x, saved = residuals.split(values)
         layer = tiles.now.layer
-        keys = microbatches.keys_of(inputs.keys, self.stack.number(layer))
+        keys = microbatches.derive_keys(inputs.keys, self.stack.number(layer))
         given, blocks = inputs.given_all(layer, microbatches), self.stack.blocks
         grads, dx, d_context = residuals.tiled.backward(
             self.tracer.operands(full),

@@ -70,8 +70,8 @@ class Microbatches:
         if not between:
             return jax.lax.scan(body, total, trees)
         outs = []
-        ends = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
-        for n, (start, end) in enumerate(itertools.pairwise(ends)):
+        bounds = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
+        for n, (start, end) in enumerate(itertools.pairwise(bounds)):
             if end > start:
                 total, out = jax.lax.scan(
                     body, total, jax.tree.map(lambda a, s=start, e=end: a[s:e], trees)
@@ -100,12 +100,12 @@ class Microbatches:
             else jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
         )
 
-    def keys_of(self, keys: Any, layer: Array) -> Any:
+    def derive_keys(self, keys: Any, layer: Array) -> Any:
         """Return the key of one layer for each microbatch."""
         return (
-            key_of(keys, layer)
+            derive_key(keys, layer)
             if self.count == 1 or keys is None
-            else jax.vmap(lambda key: key_of(key, layer))(keys)
+            else jax.vmap(lambda key: derive_key(key, layer))(keys)
         )
 
     def constrain(self, x: Any) -> Any:
@@ -144,6 +144,6 @@ class LayerInputs:
         )
 
 
-def key_of(key: Any, layer: int | Array) -> Any:
+def derive_key(key: Any, layer: int | Array) -> Any:
     """Return the random key of one layer, or None."""
     return None if key is None else jax.random.fold_in(key, layer)

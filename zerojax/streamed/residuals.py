@@ -31,12 +31,12 @@ from zerojax.activations import (
     describe,
     open_equations,
 )
-from zerojax.config import number_of
+from zerojax.config import parse_name_number
 from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, flatten
 from zerojax.models import Given, floating
 from zerojax.streamed.linearized import linearized
-from zerojax.streamed.traced_block import Block, TracedBlock, names_of
+from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names
 from zerojax.tiling import find_loops, marked, parse
 
 
@@ -119,7 +119,7 @@ class _Trace:
         self.structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
         self.loops = find_loops(self.program) if tiled else {}
         self.names, self.slots = (
-            names_of(self.program),
+            list_marked_names(self.program),
             {slot for i in self.program.instructions for slot in i.outs},
         )
         num_params = len(jax.tree.leaves(args[0]))
@@ -162,7 +162,9 @@ class _Trace:
     def asked(self, user_names: Sequence[str]) -> dict[int, str]:
         """Return the slots that the user names, by mark or by number, each with that name."""
         asked = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
-        numbers = {name: number for name in user_names if (number := number_of(name)) is not None}
+        numbers = {
+            name: number for name in user_names if (number := parse_name_number(name)) is not None
+        }
         return asked | {
             self.numbered()[n]: name for name, n in numbers.items() if n < len(self.numbered())
         }
@@ -240,7 +242,9 @@ def check_names(
     """
     marked = frozenset[str]().union(*(block.marked for block in blocks))
     numbers = {
-        name: number for name in (*saved, *offloaded) if (number := number_of(name)) is not None
+        name: number
+        for name in (*saved, *offloaded)
+        if (number := parse_name_number(name)) is not None
     }
     if missing := sorted({*saved, *offloaded} - marked - numbers.keys()):
         raise ValueError(

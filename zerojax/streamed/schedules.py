@@ -1,6 +1,6 @@
 """The schedule of a streamed step: which record of each run of layers moves at which tick.
 
-It also says which unstacked leaves (`ends`) move during these ticks. These leaves are updated
+It also says which unstacked leaves (`unstacked`) move during these ticks. These leaves are updated
 during backward as far as their gradients are known. Leaves that the head completes are updated
 before backward's first tick (`early_unstacked`); large ones in pieces, one piece per tick
 (`head_pieces`). The remaining unstacked leaves are updated after backward's last tick; large ones
@@ -72,7 +72,7 @@ def plan_schedules(
         )
         schedules[run.name] = run_schedule(
             records.layout.config,
-            facts_of(records, run),
+            build_facts(records, run),
             {**sizes, **kept.get(run.name, {})},
             tile_bytes=[
                 record_bytes(
@@ -80,7 +80,7 @@ def plan_schedules(
                 )
                 for group in stack.groups
             ],
-            ends=_unstacked_beside(records, runs, run, cut, pieces),
+            unstacked=_unstacked_beside(records, runs, run, cut, pieces),
             distance=distance,
             gather_ahead=gather_ahead,
         )
@@ -176,7 +176,7 @@ def run_schedule(
     record_bytes: Mapping[str, int],
     *,
     tile_bytes: Sequence[Mapping[str, int]] = (),
-    ends: Sequence[UnstackedMove] = (),
+    unstacked: Sequence[UnstackedMove] = (),
     distance: int | None = None,
     gather_ahead: bool | None = None,
 ) -> Schedule:
@@ -187,7 +187,7 @@ def run_schedule(
       facts: facts of the run.
       record_bytes: bytes of one layer's records, as in `host_offload.schedule.build_schedule`.
       tile_bytes: bytes of the records of one tile, for each group of tiles.
-      ends: unstacked leaves that are updated during this run, if its records are stored late.
+      unstacked: unstacked leaves that are updated during this run, if its records are stored late.
       distance: prefetch distance, in ticks; None uses the config's.
       gather_ahead: whether the next layer is gathered ahead; None uses the config's.
     """
@@ -213,12 +213,12 @@ def run_schedule(
         gather_ahead=config.gather_ahead if gather_ahead is None else gather_ahead,
         device_layers=min(facts.device_layers, facts.first_layer + facts.num_layers),
         stores_late=facts.stores_late(config),
-        ends=ends,
+        unstacked=unstacked,
         **options,
     )
 
 
-def facts_of(records: StateRecords, run: LayerRange) -> RunFacts:
+def build_facts(records: StateRecords, run: LayerRange) -> RunFacts:
     """Return the facts of a run of layers of a program."""
     layout, stack, segment = records.layout, run.stack, run.segment
     # Values that the user's names keep in host memory are fetched with their layer, like a layer's
@@ -245,7 +245,7 @@ def facts_of(records: StateRecords, run: LayerRange) -> RunFacts:
 
 
 def _stores_late(records: StateRecords, run: LayerRange) -> int:
-    return facts_of(records, run).stores_late(records.layout.config)
+    return build_facts(records, run).stores_late(records.layout.config)
 
 
 def _unstacked_beside(
@@ -276,7 +276,7 @@ def _unstacked_beside(
     if run is runs[-1] and pieces:
         add(HEAD_PIECES, [list(pieces)], [next(iter(pieces.values())).count])
     # Backward ends with the first run, and an update ends with the last run.
-    others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
+    others = [i for i in layout.unstacked if i not in (*early, *cut, *pieces)]
     if run is runs[0 if layout.config.update == "in_backward" else -1]:
         if others:
             add(LATE_UNSTACKED, unstacked_groups(layout, others, run.stack.blocks))
@@ -285,19 +285,21 @@ def _unstacked_beside(
     return moved
 
 
-def unstacked_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+def unstacked_groups(
+    layout: Layout, unstacked: Sequence[int], blocks: Sequence[int]
+) -> list[list[int]]:
     """Bin leaves, largest first, into groups no larger than a layer's record.
 
     A single leaf may be larger.
 
     Args:
       layout: layout of the leaves.
-      ends: indices of unstacked leaves.
+      unstacked: indices of unstacked leaves.
       blocks: indices of the leaves of a layer's record.
     """
-    sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*ends, *blocks)}
+    sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*unstacked, *blocks)}
     most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
-    for i in sorted(ends, key=lambda i: -sizes[i]):
+    for i in sorted(unstacked, key=lambda i: -sizes[i]):
         if not groups or filled + sizes[i] > most:
             groups, filled = [*groups, []], 0
         groups[-1].append(i)
@@ -404,7 +406,7 @@ def chunked_unstacked(
         dict[int, int](),
         early_unstacked(records, runs),
     )
-    for i in (i for i in layout.ends if i not in (*early, *pieces)):
+    for i in (i for i in layout.unstacked if i not in (*early, *pieces)):
         some = update.pieces(i)
         if some is not None and stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:
             cut[i] = some.count

@@ -224,7 +224,7 @@ class TracedBlock:
         ]
 
 
-def names_of(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
+def list_marked_names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
     """Return the name and aval of each slot that `checkpoint_name` marks."""
     return {
         i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval)

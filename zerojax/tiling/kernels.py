@@ -46,7 +46,7 @@ def check_activation(activation: Any, what: str) -> None:
         )
 
 
-def name_of(activation: Callable[[Array], Array]) -> str | None:
+def find_kernel_name(activation: Callable[[Array], Array]) -> str | None:
     """Return the kernel's name of an activation, or None if the kernel does not have it.
 
     An activation without a name is applied after the kernel.
@@ -189,7 +189,7 @@ def use_mlp(
         yet.
     """
     name, bias = (
-        name_of(activation),
+        find_kernel_name(activation),
         lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None,
     )
     if "gate" in tile and name is not None:

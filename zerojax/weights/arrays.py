@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from host_offload.disk import Box
 from zerojax.checkpoint import CheckpointError
-from zerojax.weights.names import Tensor, path_of
+from zerojax.weights.names import Tensor, split_path
 
 
 class ArrayTree:
@@ -43,7 +43,7 @@ class ArrayTree:
         self._arrays: dict[str, Any] = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             try:
-                name = ".".join(path_of(f"weights{jax.tree_util.keystr(path)}"))
+                name = ".".join(split_path(f"weights{jax.tree_util.keystr(path)}"))
             except CheckpointError as error:
                 raise ValueError(f"the tree of arrays: {error}") from error
             if name in self._arrays:

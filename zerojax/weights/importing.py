@@ -54,7 +54,7 @@ from zerojax.weights.checkpoints import CheckpointWeights, Untouched, untouched
 from zerojax.weights.finite import FiniteWeights
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.initial_weights import CompletedFile
-from zerojax.weights.names import WeightFile, known_dtype, path_of
+from zerojax.weights.names import WeightFile, known_dtype, split_path
 from zerojax.weights.orbax import OrbaxFolder
 from zerojax.weights.renamed import Rename, RenamedFile
 from zerojax.weights.safetensors import SafetensorsFile
@@ -306,7 +306,7 @@ def import_params(
             wanted = _as_given(here, program.layout.encodings)
             told = file.told if isinstance(file, RenamedFile) else str
             absent_of = file.missing_layers if isinstance(file, RenamedFile) else _no_names
-            shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
+            shapes = {".".join(split_path(leaf.name)): leaf.shape for leaf in wanted}
             if absent := {
                 n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)
             }:
@@ -501,7 +501,7 @@ def _compare(
     weights, leaves, differences = {}, {}, []
     owners: dict[str, str] = {}
     for leaf in state_leaves:
-        name = ".".join(path_of(leaf.name))
+        name = ".".join(split_path(leaf.name))
         # Otherwise one tensor would silently be read for both.
         if (other := owners.setdefault(name, leaf.name)) != leaf.name:
             raise CheckpointError(
@@ -512,10 +512,10 @@ def _compare(
     file_shapes = {
         name: tensor.shape
         for name in here_shapes
-        if (tensor := file.tensors.get(".".join(path_of(name))))
+        if (tensor := file.tensors.get(".".join(split_path(name))))
     }
     for leaf in state_leaves:
-        name = weights[leaf.name] = ".".join(path_of(leaf.name))
+        name = weights[leaf.name] = ".".join(split_path(leaf.name))
         if (tensor := file.tensors.get(name)) is None:
             differences.append(f"no {told(name)} {list(leaf.shape)}")
             continue

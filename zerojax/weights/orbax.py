@@ -47,7 +47,15 @@ from zerojax.weights.exporting import (
     write_atomically,
 )
 from zerojax.weights.kinds import kind_of_folder
-from zerojax.weights.names import ABOUT, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
+from zerojax.weights.names import (
+    ABOUT,
+    TILED,
+    Tensor,
+    about_in,
+    build_metadata,
+    map_weights,
+    tiled_in,
+)
 
 CACHE_BYTES = 2**28
 """Bytes of the cache for chunks of Orbax arrays that hold several layers, kept for the next layer.
@@ -95,7 +103,7 @@ def export_orbax(
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        weights = weights_of(saved, ema)
+        weights = map_weights(saved, ema)
         tensors = {".".join(keys): name for keys, name in weights.items()}
         for tensor, name in tensors.items():
             if not is_inner_path(tensor) or "\\" in tensor:
@@ -104,7 +112,7 @@ def export_orbax(
                     "export it as safetensors"
                 )
         try:
-            _write_tree(output, weights, kind, metadata_of(saved, tensors))
+            _write_tree(output, weights, kind, build_metadata(saved, tensors))
             with working("export", len(tensors)) as advance:
                 for tensor, name in tensors.items():
                     _write_array(os.path.join(output, tensor), saved, name, kind)

@@ -33,9 +33,9 @@ from zerojax.weights.names import (
     TILED,
     Tensor,
     about_in,
-    metadata_of,
+    build_metadata,
+    map_weights,
     tiled_in,
-    weights_of,
 )
 
 ALIGNMENT = 8
@@ -74,11 +74,11 @@ def export_safetensors(
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        names = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
+        names = {".".join(keys): name for keys, name in map_weights(saved, ema).items()}
         tensors = {
             tensor: Tensor(saved.leaves[name].shape, kind.name) for tensor, name in names.items()
         }
-        metadata = metadata_of(saved, names)
+        metadata = build_metadata(saved, names)
         write_safetensors(
             output,
             tensors,

@@ -70,4 +70,4 @@ def end_beside_drain(
 
     states = one_trip(number, body, states, plan.mesh)
     in_pieces = {i: grads[i] for i in plan.chunked_unstacked}
-    return update.update_unstacked(states, in_pieces, records.shared_of(states), loss, ok, ready)
+    return update.update_unstacked(states, in_pieces, records.list_shared(states), loss, ok, ready)

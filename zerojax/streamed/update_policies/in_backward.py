@@ -47,8 +47,8 @@ class UpdatedState:
       pending: for each stack that stores late, by the first of its leaves, the updated arrays that
         are not stored yet (`LateRecord`).
       handed: layers passed to the host update whose parameters are not taken yet.
-      ends: updated records of leaves whose gradients the head completed, by leaf; the first tick
-        stores them.
+      unstacked: updated records of leaves whose gradients the head completed, by leaf; the first
+        tick stores them.
       head: leaves of the head that are updated in pieces, or None.
     """
 
@@ -58,7 +58,7 @@ class UpdatedState:
     states: FlatState
     token: Array
     pending: dict[int, Pending]
-    ends: dict[int, list[Array]]
+    unstacked: dict[int, list[Array]]
     handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
     head: "_HeadPieces | None" = None
 
@@ -106,16 +106,16 @@ class UpdateInBackward:
         """Update the leaves that the head completed, and return the value that backward carries."""
         del grads
         plan, states = self.plan, self.records.flat(state)
-        complete = dict(zip(plan.ends, head.grads, strict=True))
+        complete = dict(zip(plan.unstacked, head.grads, strict=True))
         done = (*plan.early_unstacked, *plan.head_pieces)
         of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
-        squares, ends = (
+        squares, unstacked = (
             plan.squares(list(of_head.values()), list(of_head), state),
             dict[int, list[Array]](),
         )
         ok = jnp.isfinite(squares)
         for i in plan.early_unstacked:
-            states, ends[i] = self.record_update.updated_end(
+            states, unstacked[i] = self.record_update.updated_end(
                 states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok
             )
         cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
@@ -127,7 +127,9 @@ class UpdateInBackward:
             part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag
         }
         pieces = _HeadPieces(cut, ok) if cut else None
-        return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
+        return UpdatedState(
+            head.loss, None, squares, states, token, pending, unstacked, head=pieces
+        )
 
     def _late(self, part: Sequence[int]) -> LateRecord:
         """Return the late record of the layers with the leaves `part`.
@@ -142,17 +144,21 @@ class UpdateInBackward:
 
     def split_unstacked(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
         """Take the updated records of `early_unstacked` out of the carried value."""
-        return dataclasses.replace(carried, ends={}), carried.ends
+        return dataclasses.replace(carried, unstacked={}), carried.unstacked
 
     def crossing(
-        self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+        self,
+        carried: UpdatedState,
+        now: Tick,
+        part: Sequence[int],
+        unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
         """Return the transfers of late stores during a tick's products, or None."""
         if not part or part[0] not in carried.pending:
             return None
         pending = carried.pending[part[0]]
         return DuplexTransfer(
-            self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends
+            self._late(part), self.plan.link_groups(part), now, pending, carried.states, unstacked
         )
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
@@ -178,7 +184,7 @@ class UpdateInBackward:
             opt = records.read_opt(states, part, now.index())
         else:
             assert record.crossed is not None
-            states = crossing.states_of(record.crossed)
+            states = crossing.finish_states(record.crossed)
             opt, fetched = crossing.loaded(record.crossed)
         # Cut the shard out of the gathered layer instead of fetching it again.
         old = plan.on_shards(record.params, part) if states.master is None else []
@@ -187,7 +193,7 @@ class UpdateInBackward:
         # is known only after all are updated. A sum that is not finite stays so: no later layer of
         # this step is updated either.
         shared, mean, ok = (
-            records.shared_of(states),
+            records.list_shared(states),
             [plan.mean(g) for g in record.grads],
             jnp.isfinite(squares),
         )
@@ -254,15 +260,15 @@ class UpdateInBackward:
 
     def norm(self, result: BackwardResult[UpdatedState]) -> Array:
         """Return the global norm of the gradients."""
-        ends = self._late_unstacked(result)
+        unstacked = self._late_unstacked(result)
         return jnp.sqrt(
             result.carried.squares
-            + self.plan.squares(list(ends.values()), list(ends), result.state)
+            + self.plan.squares(list(unstacked.values()), list(unstacked), result.state)
         )
 
     def _late_unstacked(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
         """Return the gradients of the unstacked leaves that were not updated before, by leaf."""
-        grads = dict(zip(self.plan.ends, result.ends, strict=True))
+        grads = dict(zip(self.plan.unstacked, result.unstacked, strict=True))
         return {i: grads[i] for i in self.plan.late_unstacked}
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
@@ -273,16 +279,24 @@ class UpdateInBackward:
             result.carried.states,
             self.norm(result),
         )
-        ends, ok = self._late_unstacked(result), jnp.isfinite(norm)
+        unstacked, ok = self._late_unstacked(result), jnp.isfinite(norm)
         if plan.drained is not None:
             part = plan.drained.blocks
             pending = result.carried.pending[part[0]]
             states = end_beside_drain(
-                plan, update, states, self._late(part), pending, ends, plan.mean, result.loss, ok
+                plan,
+                update,
+                states,
+                self._late(part),
+                pending,
+                unstacked,
+                plan.mean,
+                result.loss,
+                ok,
             )
         else:
-            shared = self.records.shared_of(states)
-            states = update.update_unstacked(states, ends, shared, result.loss, ok, plan.mean)
+            shared = self.records.list_shared(states)
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, plan.mean)
         states = with_pieces(self.records, states, plan.head_pieces, Pieces.join)
         return closed(update, result, states, norm)
 

@@ -54,7 +54,7 @@ class HostUpdateInBackward(UpdateInBackward):
         carried = super().begin(state, head, grads, token)
         # Gradients are neither clipped nor unscaled: the norm is known only after all layers are
         # updated, and there is no loss scale.
-        shared, one = self.records.shared_of(carried.states), jnp.float32(1)
+        shared, one = self.records.list_shared(carried.states), jnp.float32(1)
         scalars = self.host.scalars(shared, head.loss, one, one)
         return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
 
@@ -92,7 +92,7 @@ class HostUpdateInBackward(UpdateInBackward):
         assert carried.scalars is not None
         ok = jnp.isfinite(norm)
         states, _ = self.host.update_unstacked(
-            carried.states, result.ends, ok, carried.scalars, carried.token, carried.handed
+            carried.states, result.unstacked, ok, carried.scalars, carried.token, carried.handed
         )
         return closed(self.record_update, result, states, norm)
 
@@ -153,7 +153,7 @@ class OnHost(StoredGrads):
         norm = self.norm(result)
         ok, states = jnp.isfinite(norm), records.flat(state)
         scalars = host.scalars(
-            records.shared_of(states),
+            records.list_shared(states),
             result.loss,
             clip_factor(norm, self.config.clip_norm),
             loss_scale(state),
@@ -172,7 +172,7 @@ class OnHost(StoredGrads):
         states, token, handed = self.of_layers(
             result, tick, (states, result.carried.token, host.nothing_handed())
         )
-        states, _ = host.update_unstacked(states, result.ends, ok, scalars, token, handed)
+        states, _ = host.update_unstacked(states, result.unstacked, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
 
 
@@ -227,11 +227,14 @@ class Delayed(OnHost):
         # The norm of this step's gradients. The update that was installed used the norm of the
         # previous step.
         norm = self.norm(result)
-        token, states = host.stash_ends(result.ends, result.carried.token), records.flat(state)
+        token, states = (
+            host.stash_unstacked(result.unstacked, result.carried.token),
+            records.flat(state),
+        )
         if not host.params_away:
             params, token = host.install(
                 dict(enumerate(states.params)) | result.carried.params,
-                plan.ends,
+                plan.unstacked,
                 jnp.int32(0),
                 pending,
                 token,
@@ -246,7 +249,7 @@ class Delayed(OnHost):
         # The arrays are passed on unchanged: callbacks have written this step's gradients to their
         # memory.
         next_pending = Pending(
-            pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm)
+            pending.grads, records.list_shared(states), scalars, jnp.isfinite(norm)
         )
         return closed(self.record_update, result, states, norm, next_pending)
 

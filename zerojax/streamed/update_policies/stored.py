@@ -118,10 +118,14 @@ class StoredGrads:
         return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
 
     def crossing(
-        self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+        self,
+        carried: GradStacks,
+        now: Tick,
+        part: Sequence[int],
+        unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
         """Return None: only `landing` is in flight during a tick's products."""
-        del carried, now, part, ends
+        del carried, now, part, unstacked
         return None
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: GradStacks) -> GradStacks:
@@ -141,7 +145,8 @@ class StoredGrads:
         # The squares of the unstacked leaves are added last: a tied embedding's gradient is
         # complete only after backward.
         return jnp.sqrt(
-            result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state)
+            result.carried.squares
+            + self.plan.squares(result.unstacked, self.plan.unstacked, result.state)
         )
 
 
@@ -159,7 +164,11 @@ class GradsAlone(StoredGrads):
         """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
         plan = self.plan
         grads = dict(
-            zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
+            zip(
+                (*plan.stacked, *plan.unstacked),
+                [*result.carried.grads, *result.unstacked],
+                strict=True,
+            )
         )
         mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
         return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
@@ -181,7 +190,11 @@ class UpdateWholeTree(StoredGrads):
         plan = self.plan
         # By index, because the update takes the leaves in the order of the parameter tree.
         grads = dict(
-            zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
+            zip(
+                (*plan.stacked, *plan.unstacked),
+                [*result.carried.grads, *result.unstacked],
+                strict=True,
+            )
         )
         tree = jax.tree.structure(result.state.params)
         # Still scaled: the update of full trees divides by the loss scale itself, then computes the
@@ -223,16 +236,16 @@ class UpdateByLayer(StoredGrads):
         states = records.flat(state)
         # Every record is updated with the scalars from before the step; `closed` advances them
         # once.
-        shared = records.shared_of(states)
-        ends = dict(zip(plan.ends, result.ends, strict=True))
+        shared = records.list_shared(states)
+        unstacked = dict(zip(plan.unstacked, result.unstacked, strict=True))
         if self.unstacked_first:
-            states = update.update_unstacked(states, ends, shared, result.loss, ok, ready)
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
             # The engine's read-ahead expects the layers' records after the unstacked leaves
             # (`zerojax.streamed.plan.moves`).
             if (token := records.end_token(states)) is not None:
                 begin, _ = wait_for(begin, token, plan.mesh)
         # For each run, the layers' records, then all L T tiles of each group, in the order in which
-        # the engine reads ahead (`moves_of`).
+        # the engine reads ahead (`list_moves`).
         loops = []
         for stack in plan.of_stacks:
             on_device = stack.run.device_layers
@@ -258,10 +271,10 @@ class UpdateByLayer(StoredGrads):
         if plan.drained is not None:
             late = LateRecord(records, plan.drained.blocks)
             states = end_beside_drain(
-                plan, update, states, late, pending, ends, ready, result.loss, ok
+                plan, update, states, late, pending, unstacked, ready, result.loss, ok
             )
         elif not self.unstacked_first:
-            states = update.update_unstacked(states, ends, shared, result.loss, ok, ready)
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
         return closed(update, result, states, norm)
 
     def _after(
@@ -305,7 +318,7 @@ class UpdateByLayer(StoredGrads):
           The states, and the last record if it is stored late, together with the unstacked leaves.
         """
         records, part, late = self.records, loop.part, None
-        shared = records.shared_of(states)
+        shared = records.list_shared(states)
         ring = _Ring(self, result.carried, loop, states)
         pending = Pending()
         if loop.phase.stores_late:
@@ -357,7 +370,7 @@ class UpdateByLayer(StoredGrads):
         """
         crossing = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.cross()
-        states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
+        states, (opt, _) = crossing.finish_states(crossed), crossing.loaded(crossed)
         old = (
             self.records.read_params(states, late.part, now.layer) if states.master is None else []
         )
