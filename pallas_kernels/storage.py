@@ -167,7 +167,8 @@ def encode(w: jax.Array, layout: Layout, implementation: Implementation | None =
             "with one before them"
         )
     (r, c), block = layout.group, BLOCKS[layout.format]
-    rows, size = w.shape[outer - 1] if outer else 1, math.prod(w.shape[outer:])
+    rows = w.shape[outer - 1] if outer else 1
+    size = math.prod(w.shape[outer:])
     if size % (block * c) or rows % r:
         raise ValueError(
             f"encode: w is {list(w.shape)}, {rows} rows of {size} elements, and its layout has "
@@ -200,7 +201,8 @@ def decode(
       ValueError: the arrays do not fit each other, or the dtype is not supported.
       NotImplementedError: the named implementation does not support this call.
     """
-    q, layout = jax.lax.stop_gradient(encoded.q), encoded.layout
+    q = jax.lax.stop_gradient(encoded.q)
+    layout = encoded.layout
     w = (
         dequantize(q, dtype, implementation)
         if isinstance(q, Quantized)

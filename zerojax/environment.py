@@ -83,7 +83,9 @@ def _devices() -> list[tuple[str, str]]:
 
 def _memory() -> list[tuple[str, str]]:
     """Return host memory, and the limits of memory that is page-locked."""
-    total, free, pool = host_bytes(), available_bytes(), pinned_pool_bytes()
+    total = host_bytes()
+    free = available_bytes()
+    pool = pinned_pool_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if pool is None:
         pinned = "no limit on this platform"

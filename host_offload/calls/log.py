@@ -68,7 +68,8 @@ class CallLog:
           context: the callback's context.
           where: the callback's buffer, i32[3] on the device.
         """
-        stream, call = find_stream(context), self.driver
+        stream = find_stream(context)
+        call = self.driver
         # `room` is not page-locked: the driver fills it before `copy` returns, or at the latest
         # before the stream is finished.
         room = np.zeros(_WIDTH, np.int32)
@@ -87,7 +88,8 @@ class CallLog:
           assumed: value that `entries` yields with this call.
           rank: position of the device in the mesh.
         """
-        calls, stream = self._of_rank[rank], find_stream(context)
+        calls = self._of_rank[rank]
+        stream = find_stream(context)
         with calls.lock:
             count = len(calls.assumed)
             if count == _CALLS * len(calls.memory):

@@ -64,9 +64,11 @@ class Calls:
 
         The devices are not used before a program runs, so they need not be present until then.
         """
-        self._devices, self.number = list(devices), 0
+        self._devices = list(devices)
+        self.number = 0
         self.log: CallLog | None = None
-        self.run, self._most = 0, 0
+        self.run = 0
+        self._most = 0
 
     def begin(self) -> None:
         """Prepare for the first call of a program."""
@@ -142,7 +144,9 @@ class CallbackSite:
           name: operation of the callback, for messages.
           of_state: whether the program sends the number of the state; if False, it sends 0.
         """
-        self.calls, self.name, self.of_state = calls, name, of_state
+        self.calls = calls
+        self.name = name
+        self.of_state = of_state
         self.order: Sequence[int] | None = None
         # By rank: the number of the run, and of the calls made in it.
         self._made: dict[int, tuple[int, int]] = {}

@@ -147,7 +147,8 @@ class _Gpu:
         driver.use(self.context)
         # One stream per direction: the link carries both directions at the same time, but a stream
         # runs its copies one by one.
-        self.up, self.down = driver.make_stream(), driver.make_stream()
+        self.up = driver.make_stream()
+        self.down = driver.make_stream()
         self._events: list[int] = []
         self._lock = threading.Lock()
         # Two threads, so that copies up, which end early, do not wait behind events that the
@@ -211,7 +212,8 @@ class GpuCopies:
             used.
           driver: CUDA driver of this machine.
         """
-        self.devices, self.driver = list(devices), driver
+        self.devices = list(devices)
+        self.driver = driver
         self._gpus: dict[int, _Gpu] = {}
         self._parts: dict[str, Parts] = {}
         self._up: dict[tuple[str, int], _Slot] = {}
@@ -243,7 +245,8 @@ class GpuCopies:
         """Free a kind's slots, after the copies that use them."""
         for slots in (self._up, self._down):
             for key in [key for key in slots if key[0] == kind]:
-                slot, gpu = slots.pop(key), self._gpus[key[1]]
+                slot = slots.pop(key)
+                gpu = self._gpus[key[1]]
                 self.driver.use(gpu.context)
                 # Nothing may still read or fill the memory, not even a dropped copy.
                 self.driver.finish_stream(gpu.up if slots is self._up else gpu.down)
@@ -260,7 +263,9 @@ class GpuCopies:
         with slot.lock:
             if slot.source is not None:
                 return
-            gpu, call, address = self._gpus[rank], self.driver, buffer.ctypes.data
+            gpu = self._gpus[rank]
+            call = self.driver
+            address = buffer.ctypes.data
             call.use(gpu.context)
             try:
                 if slot.used:
@@ -291,7 +296,9 @@ class GpuCopies:
         """
         # The copy keeps its event for itself: the slot's next copy may be recorded before a thread
         # has waited for this event.
-        event, slot.full, slot.source = slot.full, gpu.take_event(), None
+        event = slot.full
+        slot.full = gpu.take_event()
+        slot.source = None
         return gpu.lifted.track_event(event)
 
     def load(
@@ -300,9 +307,13 @@ class GpuCopies:
         """Queue copies of a record's leaves to a callback's buffers, as `Copies.load` describes."""
         if not views:
             return None
-        call, stream, gpu = self.driver, find_stream(context), self._gpus[rank]
+        call = self.driver
+        stream = find_stream(context)
+        gpu = self._gpus[rank]
         call.use(gpu.context)
-        slot, base, targets = self._up.get((kind, rank)), views.address, pointers(out)
+        slot = self._up.get((kind, rank))
+        base = views.address
+        targets = pointers(out)
         if slot is not None:
             with slot.lock:
                 if slot.source == base:
@@ -327,9 +338,13 @@ class GpuCopies:
         """Queue copies of a callback's operands to a record, as `Copies.save` describes."""
         if not views:
             return None
-        call, stream, gpu = self.driver, find_stream(context), self._gpus[rank]
+        call = self.driver
+        stream = find_stream(context)
+        gpu = self._gpus[rank]
         call.use(gpu.context)
-        slot, base, sources = self._down.get((kind, rank)), views.address, pointers(values)
+        slot = self._down.get((kind, rank))
+        base = views.address
+        sources = pointers(values)
         if slot is None:
             try:
                 call.copy_in(_parts_at(base, self._parts[kind]), sources, stream)

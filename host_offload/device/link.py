@@ -86,7 +86,8 @@ class CudaLink:
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         """Copy a buffer to its staging memory, wait for the program's stream, and return it."""
-        host, call = self.room(context, buffer, place), driver()
+        host = self.room(context, buffer, place)
+        call = driver()
         call.copy(host.ctypes.data, pointer(buffer), host.nbytes, find_stream(context))
         # The callback runs while the program is being queued: the values exist only once the stream
         # has reached this point.
@@ -110,7 +111,8 @@ class CudaLink:
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
         """Copy the staging memory to its buffer, and wait for the program's stream."""
-        host, call = self.room(context, buffer, place), driver()
+        host = self.room(context, buffer, place)
+        call = driver()
         call.copy(pointer(buffer), host.ctypes.data, host.nbytes, find_stream(context))
         call.finish_stream(find_stream(context))  # the staging memory will be reused
 

@@ -231,7 +231,8 @@ class DiskRecords:
 
         Both are False for a kind with a single record, whose copies have nothing to overlap with.
         """
-        is_fetched, is_stored = self.used_by != "host", self.used_by == "program"
+        is_fetched = self.used_by != "host"
+        is_stored = self.used_by == "program"
         return is_fetched and self.num_layers > 1, is_stored and self.num_layers > 1
 
     @property

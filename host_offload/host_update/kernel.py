@@ -216,7 +216,8 @@ def _check_inputs(avals: Sequence[Any], is_array: Sequence[bool]) -> None:
 def _check_aliases(
     aliases: Sequence[tuple[int, int]], values: Sequence[Value], results: Sequence[Value]
 ) -> None:
-    outputs, inputs = [o for o, _ in aliases], [i for _, i in aliases]
+    outputs = [o for o, _ in aliases]
+    inputs = [i for _, i in aliases]
     if len(set(outputs)) < len(outputs) or len(set(inputs)) < len(inputs):
         raise ValueError(
             f"aliases {list(aliases)}: an output must have one place, and a place one output"
@@ -255,7 +256,8 @@ def _check_overlap(streams: Sequence[Stream], spans: Sequence[tuple[int, int]]) 
                 f"{stream.name} overlaps other memory of this call, and one of the two is written: "
                 "alias them, or copy"
             )
-        end, end_written = max(end, stop), max(end_written, stop if written else 0)
+        end = max(end, stop)
+        end_written = max(end_written, stop if written else 0)
 
 
 def _num_cores() -> int:

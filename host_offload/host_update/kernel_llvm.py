@@ -13,14 +13,12 @@ from numba.extending import intrinsic
 
 from host_offload.host_update.kernel_source import NUM_BYTES
 
-F32, F16, I64, I32, I16, I8 = (
-    ir.FloatType(),
-    ir.HalfType(),
-    ir.IntType(64),
-    ir.IntType(32),
-    ir.IntType(16),
-    ir.IntType(8),
-)
+F32 = ir.FloatType()
+F16 = ir.HalfType()
+I64 = ir.IntType(64)
+I32 = ir.IntType(32)
+I16 = ir.IntType(16)
+I8 = ir.IntType(8)
 MEMORY = {"float32": F32, "bfloat16": I16, "float16": I16, "int32": I32, "bool": I8}
 TYPES = {
     "int32": numba.int32,

@@ -287,18 +287,19 @@ def build_unstacked(
       whole: bytes per device of the gathered parameters of "embed" and "head"; 0 if they are not
         gathered.
     """
-    embed, unstacked, called = list[Op](), list[Loop](), list[Op]()
+    embed = list[Op]()
+    unstacked = list[Loop]()
+    called = list[Op]()
     for leaf in leaves:
         embed += _moved_of_end(leaf, ["frozen" if leaf.frozen else "params"], "fetch")
         if leaf.frozen or leaf.is_beside:
             continue
-        needs, updated = [*([] if master else ["params"]), "opt_state"], ["params", "opt_state"]
+        needs = [*([] if master else ["params"]), "opt_state"]
+        updated = ["params", "opt_state"]
         update = Op("update", Record("opt_state", leaf.name), 0, "compute")
         if host is None:
-            loads, stores = (
-                _moved_of_end(leaf, needs, "load"),
-                _moved_of_end(leaf, updated, "store"),
-            )
+            loads = _moved_of_end(leaf, needs, "load")
+            stores = _moved_of_end(leaf, updated, "store")
             made = sum(op.num_bytes for op in stores if op.verb == "store")
             unstacked += _in_pieces(
                 [*loads, update._replace(num_bytes=made)],
@@ -309,7 +310,8 @@ def build_unstacked(
             continue
         called += _called_of_end(leaf, host, needs, updated)
     size = whole or {}
-    gathers, computes = dict[str, Op](), dict[str, Op]()
+    gathers = dict[str, Op]()
+    computes = dict[str, Op]()
     for name in ("embed", "head"):
         gathers[name] = Op("gather", Record("gathered", name), 0, "network", size.get(name, 0))
         computes[name] = Op("compute", Record("layer", name), 0, "compute")
@@ -446,14 +448,15 @@ class _Writer:
         )
 
     def _passes(self) -> list[_Pass]:
-        upward, downward, away, host = (self.layers,), (self.layers[::-1],), self._away, self.host
+        upward = (self.layers,)
+        downward = (self.layers[::-1],)
+        away = self._away
+        host = self.host
         forward = _Pass("forward", upward, away("params", "frozen"), (), away("activations"))
         # Callbacks write updated records to their tiers themselves; the device only takes part
         # for parameters.
-        updates, taken = (
-            away("params") if host else away("opt_state", "params"),
-            away("params", "frozen", "activations"),
-        )
+        updates = away("params") if host else away("opt_state", "params")
+        taken = away("params", "frozen", "activations")
         if self.in_backward:
             return [
                 forward,
@@ -498,7 +501,9 @@ class _Writer:
 
     def _loops(self, each: _Pass) -> Iterator[Loop]:
         """Yield the loops of a phase; the caller merges loops that continue each other."""
-        num_ticks, step, distance = len(self.layers), each.order[0].step, self.distance
+        num_ticks = len(self.layers)
+        step = each.order[0].step
+        distance = self.distance
         is_ahead = self.gather_ahead and each.name != "update"
         num_takes = self._num_takes(each, is_ahead)
         num_slots = min(distance, num_takes)
@@ -521,7 +526,8 @@ class _Writer:
                 yield Loop(-1, 1, step, tuple(self._update_unstacked(move, 0, makes=False)))
         # The ticks whose operations differ from the previous tick's: for their own layer, for the
         # layer that they gather, or for the layer that they fetch.
-        borders, ahead = {len(each.order[0]), self._first_on_device(each)}, distance + is_ahead
+        borders = {len(each.order[0]), self._first_on_device(each)}
+        ahead = distance + is_ahead
         turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {
             num_takes - distance
         }
@@ -566,7 +572,9 @@ class _Writer:
         unstacked: Sequence[UnstackedMove],
     ) -> list[Op]:
         """Return the operations of a tick, in order."""
-        layer, lag, take = each.layer(tick), self._lag(each), tick + is_ahead
+        layer = each.layer(tick)
+        lag = self._lag(each)
+        take = tick + is_ahead
         ops = list[Op]()
         if tick + self.distance < num_takes:
             ahead = self.distance + is_ahead
@@ -631,7 +639,8 @@ class _Writer:
         """Return the operations of a host update's callbacks in a tick of backward or update."""
         updating = each.name == ("backward" if self.in_backward or host.is_delayed else "update")
         hands = updating if not host.stashes else each.name == "backward"
-        ops, on_disk = list[Op](), [kind for kind, tier in self.tiers.items() if tier == "nvme"]
+        ops = list[Op]()
+        on_disk = [kind for kind, tier in self.tiers.items() if tier == "nvme"]
         if hands:
             ops.append(self._op("store", "handed", layer, "down"))
             if host.stashes and "grads" in on_disk:
@@ -670,7 +679,8 @@ class _Writer:
         With `makes`, the updated record needs memory in addition to the loaded record.
         """
         n = number if len(move.num_bytes) > 1 else 0
-        record, size = Record("opt_state", move.leaves), move.num_bytes[n]
+        record = Record("opt_state", move.leaves)
+        size = move.num_bytes[n]
         loaded = move.loaded[n] if move.loaded else size
         return [
             Op("load", record, number, "up", loaded),
@@ -701,16 +711,15 @@ class _Writer:
         for move in (move for move in unstacked if move.leaves == LATE_UNSTACKED):
             for n in range(len(move.num_bytes)):
                 yield Loop(tick, 1, step, (*pending, *self._update_unstacked(move, n, makes=True)))
-                pending, tick = [self._store_unstacked(move, n)], tick + 1
+                pending = [self._store_unstacked(move, n)]
+                tick = tick + 1
         if pending:
             yield Loop(tick, 1, step, tuple(pending))
             tick += 1
         for move in (move for move in unstacked if move.leaves == UNSTACKED_PIECES):
             for n, count in enumerate(move.counts):
-                load, store = (
-                    self._update_unstacked(move, n, makes=True),
-                    self._store_unstacked(move, n),
-                )
+                load = self._update_unstacked(move, n, makes=True)
+                store = self._store_unstacked(move, n)
                 # `num_bytes` counts one piece.
                 whole = [
                     op._replace(number=0, num_bytes=count * op.num_bytes) for op in (*load, store)

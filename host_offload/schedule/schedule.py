@@ -248,7 +248,8 @@ class Phase:
     @functools.cached_property
     def use_slot(self) -> np.ndarray:
         """int32[T], the ring slot that each tick takes from; -1 if it uses no slot."""
-        num_slots, num_ticks = len(self.preload), len(self.layer)
+        num_slots = len(self.preload)
+        num_ticks = len(self.layer)
         num_takes = (num_slots + int((self.fetch >= 0).sum())) if num_slots else 0
         return int32(
             np.where(np.arange(num_ticks) < num_takes, np.arange(num_ticks) % max(1, num_slots), -1)
@@ -322,7 +323,8 @@ class Phase:
           ValueError: no lane is given, or records never move in a given lane.
         """
         if not lanes or any(lane not in MOVES for lane in lanes):
-            known, wrong = ", ".join(map(repr, MOVES)), ", ".join(map(repr, lanes))
+            known = ", ".join(map(repr, MOVES))
+            wrong = ", ".join(map(repr, lanes))
             raise ValueError(f"moved({wrong}): give one or more of the lanes {known}")
         if called not in (None, True, False):
             raise ValueError(f"called={called!r}: True, False or None is needed")
@@ -441,7 +443,8 @@ class Phase:
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
         lanes += [Lane(name=name, boxes=tuple(b)) for name, b in of_unstacked.items()]
-        start, stop = min(loop.start for loop in self.loops), max(loop.stop for loop in self.loops)
+        start = min(loop.start for loop in self.loops)
+        stop = max(loop.stop for loop in self.loops)
         return Strip(name=self.name, note=self.note(), start=start, stop=stop, lanes=tuple(lanes))
 
     def note(self) -> str:
@@ -464,7 +467,8 @@ class Phase:
             )
 
         for leaves, name in _UNSTACKED.items():
-            loaded, stored = self.list_ticks(leaves, "load"), self.list_ticks(leaves, "store")
+            loaded = self.list_ticks(leaves, "load")
+            stored = self.list_ticks(leaves, "store")
             if not loaded:
                 continue
             if leaves in (HEAD_PIECES, UNSTACKED_PIECES):
@@ -474,7 +478,8 @@ class Phase:
                     else f"{name}: after the last store"
                 )
                 continue
-            first, then = at(loaded[0]), at(stored[-1])
+            first = at(loaded[0])
+            then = at(stored[-1])
             texts.append(
                 f"{name}: fetched {first}, stored {then}" if first != then else f"{name}: {first}"
             )

@@ -158,7 +158,9 @@ class StepPlan:
 
     def _row(self, phase: str, depth: int, loop: Loop, op: Op) -> tuple[str, ...]:
         """Return the cells of an operation that is nested in `depth` loops over tiles."""
-        record, ticks, numbers = op.record.kind, f"{loop.start}", f"{op.number}"
+        record = op.record.kind
+        ticks = f"{loop.start}"
+        numbers = f"{op.number}"
         if op.record.leaves != LAYERS:
             leaves = self.names.get(op.record.leaves)
             record += f" of {leaves or _UNSTACKED.get(op.record.leaves, op.record.leaves)}"

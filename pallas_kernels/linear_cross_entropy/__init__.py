@@ -110,7 +110,8 @@ def linear_cross_entropy(
       NotImplementedError: the named implementation does not support this call, or the kernels are
         under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x = jnp.asarray(x)
+    w = jnp.asarray(w)
     if not isinstance(labels, jax.Array) or (check_labels and _is_known(labels)):
         labels = np.asarray(labels)  # a NumPy array stays concrete while a program is traced
     _check_arrays(x, w, labels)

@@ -80,7 +80,8 @@ class KernelConfig:
     def count_parts(self, tokens: int, hidden: int, columns: int) -> int:
         """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D]."""
         assert self.num_cores is not None
-        num_blocks, num_tiles = -(-tokens // ROWS), -(-columns // self.block_v)
+        num_blocks = -(-tokens // ROWS)
+        num_tiles = -(-columns // self.block_v)
         together = min(num_blocks, self.num_cores) * ROWS * hidden * ITEMSIZE
         # Concurrent blocks share tokens if they have different parts, so p parts divide the number
         # of tokens in use by p.

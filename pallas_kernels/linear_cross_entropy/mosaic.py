@@ -79,7 +79,8 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     w holds some or all columns of the vocabulary. Labels are indices into these columns; any other
     number matches none of them.
     """
-    tokens, columns = len(x), w.shape[1]
+    tokens = len(x)
+    columns = w.shape[1]
     padded = -(-tokens // ROWS) * ROWS
     num_parts = config.count_parts(tokens, x.shape[1], columns)
     out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)

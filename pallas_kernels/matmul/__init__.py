@@ -86,12 +86,16 @@ def matmul(
       NotImplementedError: the named implementation has no kernel for these dtypes or this device,
         or the named kernel is under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
-    weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
+    weights = _tuple(w)
+    biases = _tuple(bias)
+    accumulates = _tuple(accumulate)
     call = _describe(x, weights, biases, accumulates, activation, preferred_element_type, split)
-    problem, row = call.problem, call.row
+    problem = call.problem
+    row = call.row
     # From here on everything is a matrix: the leading dims are flattened to rows.
     k, n = weights[0].shape
-    m, num_parts = math.prod(x.shape[:-1]), 0 if split is None else split.num_parts
+    m = math.prod(x.shape[:-1])
+    num_parts = 0 if split is None else split.num_parts
     rows = x.reshape(m, k)
     parts = (num_parts,) if num_parts else ()
     accumulates = tuple(a.reshape(*parts, m, n) for a in accumulates)
@@ -111,7 +115,8 @@ def matmul(
                 choose(problem, call.target.num_cores) if row is None else row.config
             )
             problem.check(config)
-        config, is_named = config if chosen == "mosaic" else None, implementation is not None
+        config = config if chosen == "mosaic" else None
+        is_named = implementation is not None
         static = vjp.Call(
             form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype
         )
@@ -230,7 +235,8 @@ def _check(
         raise ValueError(
             f"matmul: {len(weights)} weights: one, or two for a gated product, are needed"
         )
-    k, n = ([*x.shape] or [0])[-1], ([*weights[0].shape] or [0])[-1]
+    k = ([*x.shape] or [0])[-1]
+    n = ([*weights[0].shape] or [0])[-1]
     if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed"

@@ -234,12 +234,14 @@ def _check(q: Nf4) -> None:
     """Raise ValueError if the arrays do not have the shapes and dtypes of `quantize_nf4`."""
     arrays = {"codes": q.codes, "scales": q.scales, "steps": q.steps, "means": q.means}
     dtypes = [jnp.uint8, jnp.int8, jnp.float32, jnp.float32]
-    ndim, fits = q.codes.ndim, [a.dtype for a in arrays.values()] == dtypes
+    ndim = q.codes.ndim
+    fits = [a.dtype for a in arrays.values()] == dtypes
     fits &= (
         ndim > 0 and all(a.ndim == ndim for a in arrays.values()) and q.steps.shape == q.means.shape
     )
     if fits:
-        grid, groups = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK), q.steps.shape
+        grid = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK)
+        groups = q.steps.shape
         fits &= (
             2 * q.codes.shape[-1] == grid[-1] * BLOCK
             and q.scales.shape == grid

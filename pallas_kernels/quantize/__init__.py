@@ -173,7 +173,9 @@ def dequantize(
         raise ValueError(
             f"dequantize: dtype={dtype}: choose from {', '.join(map(str, mosaic.FLOATS))}"
         )
-    values, scales, block_size = q.values, q.scales, q.block_size
+    values = q.values
+    scales = q.scales
+    block_size = q.block_size
     form = FORMATS.get(values.dtype)
     if form is None or not values.ndim:
         raise ValueError(

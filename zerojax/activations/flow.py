@@ -127,7 +127,8 @@ class SplitAnalysis(Analysis[Split | None]):
         apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
     ) -> None:
         """Track values over a mesh of these axis sizes; see `flow` for `apart`."""
-        self.sizes, self.apart = sizes, apart
+        self.sizes = sizes
+        self.apart = apart
 
     def constant(self, value: Any) -> Split:
         """Return the split of a constant, ANY in every dim."""
@@ -150,7 +151,8 @@ class SplitAnalysis(Analysis[Split | None]):
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> Sequence[Split | None]:
         """Return how the results are split, by the rule of the primitive."""
-        name, free = eqn.primitive.name, [(ANY,) * _ndim(v) for v in eqn.outvars]
+        name = eqn.primitive.name
+        free = [(ANY,) * _ndim(v) for v in eqn.outvars]
         # Each device computes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
             return free
@@ -261,7 +263,8 @@ def _transpose(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 
 
 def _broadcast(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    old = _shape(eqn.invars[0])
+    new = _shape(eqn.outvars[0])
     result = [ANY] * len(new)
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
         result[at] = ins[0][d] if old[d] == new[at] else ANY
@@ -277,7 +280,8 @@ def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) 
 
     Inside of a group, axes are kept if each shard is a run of consecutive elements.
     """
-    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    old = _shape(eqn.invars[0])
+    new = _shape(eqn.outvars[0])
     if eqn.params.get("dimensions") is not None or 0 in (*old, *new):
         raise _Unclear
     result: list[Any] = [ANY] * len(new)  # dims of 1 have nothing to split
@@ -316,7 +320,8 @@ def _regrouped(
     """
     if all(entry is ANY for _, entry in old):
         return [ANY] * len(new)
-    axes, is_run = list[str](), True
+    axes = list[str]()
+    is_run = True
     for size, entry in old:
         if entry is ANY or not entry:
             is_run = is_run and size == 1
@@ -437,9 +442,11 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -
     If the vocabulary is split, the result is a sum over devices.
     """
     (table, ids), numbers = ins, eqn.params["dimension_numbers"]
-    shape, taken = _shape(eqn.invars[0]), eqn.params["slice_sizes"]
+    shape = _shape(eqn.invars[0])
+    taken = eqn.params["slice_sizes"]
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    of_ids, of_table = iter(ids[:-1]), iter(d for d in range(len(table)) if d not in dropped)
+    of_ids = iter(ids[:-1])
+    of_table = iter(d for d in range(len(table)) if d not in dropped)
     out = list[Any]()
     for d in range(_ndim(eqn.outvars[0])):
         if d not in numbers.offset_dims:

@@ -163,7 +163,9 @@ class Keeper:
           specs: spec of each slot whose split is known.
           mesh: mesh of these specs.
         """
-        self.of_data, self.specs, self.mesh = depending(program, data), specs, mesh
+        self.of_data = depending(program, data)
+        self.specs = specs
+        self.mesh = mesh
         self.kept = candidates(program, self.of_data)
         self.group: str | None = None
         self._count = itertools.count()
@@ -303,7 +305,8 @@ def open_equations(
       The program, in which these equations also return their saved values; each taken-apart
       equation, by the slot of its first result; and the new slots, with avals.
     """
-    keeper, stay = Keeper(program, data), set(closed)
+    keeper = Keeper(program, data)
+    stay = set(closed)
     fresh = itertools.count(
         1
         + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0)

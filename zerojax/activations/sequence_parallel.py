@@ -118,10 +118,8 @@ def sequence_parallel(
         )
     # The derivative of a head begins where its forward ends, so saving fewer values would not lower
     # its peak memory.
-    unstacked, unstacked_rule = (
-        (specs.get("head"), specs.get("embed")),
-        Rule(mesh, overlap=overlap, recomputed=True),
-    )
+    unstacked = (specs.get("head"), specs.get("embed"))
+    unstacked_rule = Rule(mesh, overlap=overlap, recomputed=True)
     rule = dataclasses.replace(unstacked_rule, recomputed=recomputed)
 
     def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
@@ -205,9 +203,12 @@ def _entered(
     mesh = rule.mesh
 
     def run(*args: Any) -> Any:
-        params, x, rest = args[: len(specs)], args[len(specs)], args[len(specs) + 1 :]
+        params = args[: len(specs)]
+        x = args[len(specs)]
+        rest = args[len(specs) + 1 :]
         program, out = trace(function, *args, is_opaque=lambda eqn: parse(eqn) is not None)
-        values, splits = list[Any](jax.tree.leaves(params)), list[Split | None]()
+        values = list[Any](jax.tree.leaves(params))
+        splits = list[Split | None]()
         paths = dict[int, tuple[str, ...]]()
         for tree, of_tree in zip(params, specs, strict=True):
             for path, spec in param_specs(tree, of_tree, mesh, FSDP).items():
@@ -271,7 +272,8 @@ def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
     Raises:
       ValueError: dim 1 of the leaf is not divisible by `tensor`.
     """
-    shape, t = jnp.shape(a), mesh.shape[TENSOR]
+    shape = jnp.shape(a)
+    t = mesh.shape[TENSOR]
     if shape[1] % t:
         raise ValueError(
             f"sequence_parallel=True splits dim 1 of x{path}, of shape {tuple(shape)}, over "

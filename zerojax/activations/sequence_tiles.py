@@ -53,7 +53,10 @@ class Entries:
 
     def __init__(self, unit: FlatJaxpr, walked: Walked, copied: set[int], mesh: Mesh) -> None:
         """Check a unit that was walked with the slots `copied` gathered."""
-        self.unit, self.walked, self.copied, self.mesh = unit, walked, copied, mesh
+        self.unit = unit
+        self.walked = walked
+        self.copied = copied
+        self.mesh = mesh
         self.dtype: Any = None
         self.serves = self._check()
 
@@ -140,7 +143,8 @@ class Entries:
         return jnp.moveaxis(y, 0, place).reshape(out.shape)
 
     def _row(self, i: Instruction, dot: jex.JaxprEqn, values: list[Any], w: int) -> Array:
-        contract, k = dot.params["dimension_numbers"][0], self._split_dim(i, w)
+        contract = dot.params["dimension_numbers"][0]
+        k = self._split_dim(i, w)
         dims = {w: k, 1 - w: contract[1 - w][contract[w].index(k)]}
         operands = [self._split(v, dims[n]) for n, v in enumerate(values)]
         y = (

@@ -93,7 +93,9 @@ class SequenceInterpreter:
 
     def __init__(self, rule: Rule, params: Mapping[int, tuple[str, ...]]) -> None:
         """Run under `rule`; `params` maps the input slots that are parameters to their paths."""
-        self.rule, self.mesh, self.params = rule, rule.mesh, dict(params)
+        self.rule = rule
+        self.mesh = rule.mesh
+        self.params = dict(params)
         self.slots: dict[int, Any] = {}
         self.splits: dict[int, Split | None] = {}
         self.same: dict[int, int] = {}  # a cast of a value -> the first such cast of it
@@ -194,7 +196,8 @@ class SequenceInterpreter:
             return self.plain(i, values, splits)
         spec = as_spec(split)
         if any(d >= len(split) - len(i.eqn.params["fft_lengths"]) for d in tensor_dims(split)):
-            values, spec = [self.gathered(i.ins[0], values[0], spec)], without_axis(spec, TENSOR)
+            values = [self.gathered(i.ins[0], values[0], spec)]
+            spec = without_axis(spec, TENSOR)
         # Constrain both ends, which also constrains the transform of the cotangent.
         outs, of_outs = self.plain(
             i, [constrain(values[0], spec, self.mesh)], [tuple(map(parse_axes, spec))]
@@ -224,10 +227,12 @@ class SequenceInterpreter:
         """
         at = [n for n, ref in enumerate(i.ins) if not isinstance(ref, int) or ref in self.params]
         (contract, batch), paths = dot.params["dimension_numbers"], ()
-        why, kind = "no operand is a weight", "left alone"
+        why = "no operand is a weight"
+        kind = "left alone"
         if at:
             w = at[0]
-            ref, split = i.ins[w], splits[w]
+            ref = i.ins[w]
+            split = splits[w]
             paths = self.params[ref] if isinstance(ref, int) else ()
             kind, why = _kind(split, splits[1 - w], contract[w], contract[1 - w], batch[w])
         if kind == "left alone":
@@ -306,10 +311,8 @@ class SequenceInterpreter:
         """Run all column products of a value in one ring; return the reason if one cannot."""
         if key in self.whole:
             return "; no ring, since another product had it gathered"
-        same, products = (
-            {key, *(s for s, of in self.same.items() if of == key)},
-            list[tuple[Instruction, int, RingProduct]](),
-        )
+        same = {key, *(s for s, of in self.same.items() if of == key)}
+        products = list[tuple[Instruction, int, RingProduct]]()
         for i in self.after:
             # Later casts of the value from which this value was cast.
             is_cast = i.eqn.primitive.name == "convert_element_type" and bool(i.reads)
@@ -318,13 +321,12 @@ class SequenceInterpreter:
                 and self.casts.get((self.canonical(i.reads[0]), i.eqn.params["new_dtype"])) == key
             ):
                 same.add(i.outs[0])
-            dot, reads = (
-                find_product(i.eqn),
-                [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same],
-            )
+            dot = find_product(i.eqn)
+            reads = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same]
             if dot is None or len(reads) != 1:
                 continue
-            d, w = reads[0], 1 - reads[0]
+            d = reads[0]
+            w = 1 - reads[0]
             ref = i.ins[w]
             if isinstance(ref, int) and ref not in self.params:
                 continue
@@ -493,7 +495,9 @@ class SequenceInterpreter:
 
         Each kernel has its own `jax.shard_map`, and takes and returns gathered sequences.
         """
-        values, spec, rows = list(values), None, loop.result.shape[:-1]
+        values = list(values)
+        spec = None
+        rows = loop.result.shape[:-1]
         for n, (ref, split) in enumerate(zip(i.ins, splits, strict=True)):
             if ref in self.params or split is None or not tensor_dims(split):
                 continue

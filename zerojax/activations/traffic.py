@@ -67,7 +67,9 @@ class _Value:
     __slots__ = ("is_part", "split", "times")
 
     def __init__(self, split: Split, is_part: bool = False, times: float = 1) -> None:
-        self.split, self.is_part, self.times = split, is_part, times
+        self.split = split
+        self.is_part = is_part
+        self.times = times
 
 
 def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> dict[str, float]:
@@ -108,7 +110,9 @@ class TensorTrafficCounter(Analysis[_Value]):
 
     def __init__(self, sizes: Mapping[str, int], times: float = 1) -> None:
         """Track values over a mesh of these axis sizes, in a jaxpr that runs `times` times."""
-        self.sizes, self.tensor, self.times = sizes, sizes[TENSOR], times
+        self.sizes = sizes
+        self.tensor = sizes[TENSOR]
+        self.times = times
         self.sent: collections.Counter[str] = collections.Counter()
 
     def constant(self, value: Any) -> _Value:
@@ -138,7 +142,8 @@ class TensorTrafficCounter(Analysis[_Value]):
         (region,) = list_regions(eqn)
         times = self.times * eqn.params["length"]
         consts, carry, xs = region.split(ins)
-        splits, slices = [v.split for v in carry], [v.split[1:] for v in xs]
+        splits = [v.split for v in carry]
+        slices = [v.split[1:] for v in xs]
         sums: set[int] | None = None
         while True:
             counter = TensorTrafficCounter(self.sizes, times)
@@ -184,7 +189,8 @@ class TensorTrafficCounter(Analysis[_Value]):
         (region,) = list_regions(eqn)
         splits = [v.split for v in ins]
         self.inside(region.jaxpr, SplitAnalysis(self.sizes).of_shards(eqn, splits), self.times)
-        outs, found = list[_Value](), infer_output_splits(eqn, splits, self.sizes)
+        outs = list[_Value]()
+        found = infer_output_splits(eqn, splits, self.sizes)
         for split, spec, v in zip(found, eqn.params["out_specs"], eqn.outvars, strict=True):
             by_spec = tuple(map(parse_axes, pad_spec(spec, _ndim(v.aval))))
             outs.append(_Value(by_spec if split is None else split, times=self.times))
@@ -268,7 +274,8 @@ class TensorTrafficCounter(Analysis[_Value]):
                 (ANY,) * _ndim(v.aval) if isinstance(v, jex.Literal) else env.get(v)
                 for v in eqn.invars
             ]
-            kind, outs = _INSIDE.get(eqn.primitive.name), infer_output_splits(eqn, ins, self.sizes)
+            kind = _INSIDE.get(eqn.primitive.name)
+            outs = infer_output_splits(eqn, ins, self.sizes)
             env.update(zip(eqn.outvars, outs, strict=True))
             axes = parse_axes(eqn.params.get("axes", eqn.params.get("axis_name", ())))
             if kind is not None and TENSOR in axes:

@@ -180,7 +180,8 @@ def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder:
     Returns:
       Sentences to append to an error, or "" if both optimizers have the same state.
     """
-    ours, theirs = _transformations(here), _transformations(saved)
+    ours = _transformations(here)
+    theirs = _transformations(saved)
     parts = [
         _compared(name, ours.get(name), theirs.get(name))
         for name in sorted(ours.keys() | theirs.keys())

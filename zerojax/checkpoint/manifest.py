@@ -262,12 +262,10 @@ class SavedState:
         # Leaves and small values are the same in all manifests. Stores and iterator positions
         # differ by process.
         process, first = next(iter(manifests.items()))
-        self.num_processes, self.leaves, self.values, self.keys = (
-            first.num_processes,
-            first.leaves,
-            first.values,
-            first.keys,
-        )
+        self.num_processes = first.num_processes
+        self.leaves = first.leaves
+        self.values = first.values
+        self.keys = first.keys
         self.about = first.about
         for other, manifest in manifests.items():
             if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):

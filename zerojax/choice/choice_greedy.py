@@ -63,7 +63,8 @@ def _starts(problem: Problem) -> list[np.ndarray]:
 
     Each pair of options contributes at most one assignment, with the best bound between them.
     """
-    L, options = problem.num_layers, range(len(problem.options))
+    L = problem.num_layers
+    options = range(len(problem.options))
     same = np.array([[p] * L for p in options])
     starts = [same[_best(problem, same)]]
     if problem.max_segments == 1 or L == 1:
@@ -92,7 +93,8 @@ def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
     In a neighbour, layers i .. j-1 take another option. One of i and j is the bound of a segment
     and the other is arbitrary, or both are on a grid.
     """
-    L, P = problem.num_layers, len(problem.options)
+    L = problem.num_layers
+    P = len(problem.options)
     bounds = {0, L, *(np.flatnonzero(np.diff(assignment)) + 1).tolist()}
     grid = bounds | set(range(0, L, -(-L // _GRID)))
     pairs = {

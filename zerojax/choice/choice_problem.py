@@ -190,7 +190,8 @@ class Choice:
 
 def forward_times(problem: Problem) -> list[float]:
     """Return computed[t] of every layer, in seconds, which is the same for all assignments."""
-    arrived, computed = 0.0, []
+    arrived = 0.0
+    computed = []
     for t in range(problem.num_layers):
         free = computed[t - problem.distance] if t >= problem.distance else 0.0
         arrived = max(arrived, free) + problem.up_forward_bytes / problem.link_up
@@ -213,13 +214,13 @@ def predicted_seconds(problem: Problem, assignment: Sequence[int]) -> float:
 
 def compute_seconds(problem: Problem, assignments: np.ndarray) -> np.ndarray:
     """Return `predicted_seconds` of many assignments: int [N, L] -> float64 [N]."""
-    L, d = problem.num_layers, problem.distance
+    L = problem.num_layers
+    d = problem.distance
     host = problem.of("host_bytes")
-    down, up = host / problem.link_down, (host + problem.up_backward_bytes) / problem.link_up
-    again, after = (
-        problem.backward_seconds + problem.of("seconds"),
-        problem.down_backward_bytes / problem.link_down,
-    )
+    down = host / problem.link_down
+    up = (host + problem.up_backward_bytes) / problem.link_up
+    again = problem.backward_seconds + problem.of("seconds")
+    after = problem.down_backward_bytes / problem.link_down
     by_layer = np.ascontiguousarray(assignments.T)  # [L, N]
     computed = forward_times(problem)
     stored: list[Any] = [np.zeros(len(assignments))]
@@ -243,7 +244,8 @@ def compute_bytes(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray
 
     Both results are float64.
     """
-    device, transient = problem.of("device_bytes"), problem.of("transient_bytes")
+    device = problem.of("device_bytes")
+    transient = problem.of("transient_bytes")
     peak = np.zeros(len(assignments))
     for option in assignments.T[::-1]:
         peak = device[option] + np.maximum(transient[option], peak)

@@ -116,7 +116,8 @@ class Estimate:
     @functools.cached_property
     def least(self) -> float:
         """Lower bound of the step's seconds."""
-        rates, moved = self.wires, self.moved
+        rates = self.wires
+        moved = self.moved
         compute = self.unstacked.embed + self.unstacked.head + self.unstacked.embed_backward
         network = host = 0.0
         for schedule, work in zip(self.steps.stacks.values(), self.layers, strict=True):
@@ -229,7 +230,8 @@ def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
                 config.offloaded_names,
             )
         ]
-    runs, first = list[Kept](), 0
+    runs = list[Kept]()
+    first = 0
     for segment in config.activations:
         if skipped <= first < skipped + stack.num_layers:
             names = (segment.saved_names, segment.offloaded_names)
@@ -267,7 +269,8 @@ def build_kept(
     )
     device = stack.kept[mode] + kept
     if activations not in MODES:
-        device, away = device - stack.x_bytes, away + stack.x_bytes
+        device = device - stack.x_bytes
+        away = away + stack.x_bytes
     elif mode != CHECKPOINTED:
         device -= away
     return Kept(
@@ -323,15 +326,14 @@ class _Estimator:
         shares_cores: bool,
         tiles: int,
     ) -> None:
-        self.workload, self.config, self.grid, self.machine, self.tiles = (
-            workload,
-            config,
-            grid,
-            machine,
-            tiles,
-        )
+        self.workload = workload
+        self.config = config
+        self.grid = grid
+        self.machine = machine
+        self.tiles = tiles
         self.wires = build_wires(machine, config, shares_cores)
-        self.row, self.streamed = STAGES[config.stage], workload.is_layered and streams(config)
+        self.row = STAGES[config.stage]
+        self.streamed = workload.is_layered and streams(config)
         precision = PRECISIONS[config.precision]
         moments = workload.moment_bytes * (0.5 if config.moments == "bfloat16" else 1.0)
         reduce_dtype = "float32" if grads_in_float32(config) else None
@@ -363,7 +365,8 @@ class _Estimator:
 
         The rate is infinite if there is no such collective.
         """
-        grid, machine = self.grid, self.machine
+        grid = self.grid
+        machine = self.machine
         if grid.batch_shards == 1 and grid.tensor == 1:
             return float("inf")
         within = grid.devices <= machine.devices_per_node
@@ -385,11 +388,9 @@ class _Estimator:
 
     def record(self, elements: float, frozen: float = 0.0) -> dict[str, int]:
         """Return the bytes of a record by kind, as `schedule.build_schedule` takes them."""
-        b, part, on_device = (
-            self.b,
-            elements * self.share(self.row.opt_state),
-            self.config.params == "device",
-        )
+        b = self.b
+        part = elements * self.share(self.row.opt_state)
+        on_device = self.config.params == "device"
         sizes = {
             "params": elements * b.params * self.share(self.row.params),
             "gathered": elements * b.params + frozen if self.is_gathered else 0,
@@ -473,7 +474,8 @@ class _Estimator:
 
     def unstacked_leaf(self) -> UnstackedLeaf:
         """Return embedding and head as one leaf; for a plain Model, the full model as one leaf."""
-        config, workload = self.config, self.workload
+        config = self.config
+        workload = self.workload
         updated = workload.unstacked_elements if workload.is_layered else workload.elements
         tiers = {
             "params": config.params,
@@ -531,8 +533,10 @@ class _Estimator:
 
     def estimate(self) -> Estimate:
         """Return the config's bytes, operations and work."""
-        config, workload = self.config, self.workload
-        runs, skipped = list[tuple[StackWork, Kept, int]](), 0
+        config = self.config
+        workload = self.workload
+        runs = list[tuple[StackWork, Kept, int]]()
+        skipped = 0
         for stack in workload.stacks:
             first = 0
             for run in _runs(config, stack, skipped):
@@ -558,14 +562,18 @@ class _Estimator:
 
     def bytes(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> Bytes:
         """Return the bytes per device by tier and kind."""
-        config, workload, b, share = self.config, self.workload, self.b, self.share
+        config = self.config
+        workload = self.workload
+        b = self.b
+        share = self.share
         tiers: Bytes = {tier: {} for tier in TIERS}
 
         def add(tier: str, kind: str, n: float) -> None:
             if n:
                 tiers[tier][kind] = tiers[tier].get(kind, 0) + int(n)
 
-        every, unstacked = workload.elements, workload.unstacked_elements
+        every = workload.elements
+        unstacked = workload.unstacked_elements
         add(config.params, "params", every * b.params * share(self.row.params))
         frozen = workload.unstacked_frozen_bytes + sum(
             s.num_layers * s.frozen_bytes for s in workload.stacks
@@ -624,7 +632,8 @@ class _Estimator:
 
         The phases are the head, backward, the ticks after backward's last layer, and the update.
         """
-        config, workload = self.config, self.workload
+        config = self.config
+        workload = self.workload
         loaded = steps.unstacked["embed"].moved("up")
         in_flight = self.in_flight(steps)
         working = int(max((run.working for _, run, _ in runs), default=0) / config.num_microbatches)
@@ -767,7 +776,8 @@ class _Estimator:
         """
         distance = self.config.prefetch_distance
         for schedule in steps.stacks.values():
-            count, sizes = min(distance + 1, schedule.num_layers), schedule.record_bytes
+            count = min(distance + 1, schedule.num_layers)
+            sizes = schedule.record_bytes
             assert sizes is not None
             held_by_host = ("opt_state", "grads") if self.on_host else ()
             on_disk = [
@@ -862,7 +872,9 @@ class _Estimator:
 
         Shards are scattered over `fsdp` and summed over `data`.
         """
-        n, d, each = self.grid.fsdp, self.grid.data, elements * self.reduced * self.reductions
+        n = self.grid.fsdp
+        d = self.grid.data
+        each = elements * self.reduced * self.reductions
         if not self.row.opt_state:
             return {"all_reduce": 2 * each * (n * d - 1) / (n * d)}
         return {"reduce_scatter": each * (n - 1) / n, "all_reduce": 2 * each / n * (d - 1) / d}
@@ -891,7 +903,8 @@ class _Estimator:
         """Return the seconds of the host update of `elements` parameters."""
         if not self.on_host:
             return 0.0
-        b, part = self.b, elements * self.share(self.row.opt_state)
+        b = self.b
+        part = elements * self.share(self.row.opt_state)
         rate = self.machine.need("host_kernel") / self.machine.devices_per_node
         # The kernel reads and writes masters and moments, reads gradients, and writes parameters in
         # 16 bits.
@@ -923,8 +936,10 @@ class _Estimator:
 
     def unstacked(self) -> UnstackedWork:
         """Return the seconds of embedding and head; for a plain Model, its full update."""
-        config, workload = self.config, self.workload
-        n, repeats = workload.unstacked_elements, 1 if self.streamed else config.num_microbatches
+        config = self.config
+        workload = self.workload
+        n = workload.unstacked_elements
+        repeats = 1 if self.streamed else config.num_microbatches
         updates = n if workload.is_layered else workload.elements
         return UnstackedWork(
             embed=workload.embed / repeats,
@@ -943,7 +958,9 @@ class _Estimator:
 
     def collectives(self) -> dict[str, float]:
         """Return the bytes that a device sends per step, by collective."""
-        n, b, work = self.grid.fsdp, self.b, self.workload
+        n = self.grid.fsdp
+        b = self.b
+        work = self.workload
         gathered = 0.0
         if (
             self.row.params

@@ -17,7 +17,8 @@ from zerojax.models import floating
 from zerojax.sharding import ActivationSpec, named
 from zerojax.streamed import StackLoops
 
-_REPEATS, _SECONDS = 9, 1.0
+_REPEATS = 9
+_SECONDS = 1.0
 
 
 class Timed(NamedTuple):
@@ -68,7 +69,8 @@ class Stopwatch:
         placed = [
             self._array(a, named(self.mesh, spec)) for a, spec in zip(shapes, specs, strict=True)
         ]
-        whole, data = jax.tree.unflatten(tree, placed), self.arrays((x, key, given))
+        whole = jax.tree.unflatten(tree, placed)
+        data = self.arrays((x, key, given))
         forward = self._timed(blocks["remat"].forward, (whole, *data))
         backward: dict[str, Timed] = {}
         for mode, block in blocks.items():
@@ -123,7 +125,8 @@ class Stopwatch:
     def _timed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "Timed":
         call = jax.jit(function).lower(*args).compile()
         jax.block_until_ready(call(*args))
-        found, began = [], time.perf_counter()
+        found = []
+        began = time.perf_counter()
         while not found or (len(found) < _REPEATS and time.perf_counter() - began < _SECONDS):
             start = time.perf_counter()
             jax.block_until_ready(call(*args))

@@ -83,15 +83,14 @@ class _Tracer:
     def __init__(
         self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
     ) -> None:
-        self.model, self.tx, self.mesh, self.batch, self.machine, self.base = (
-            model,
-            tx,
-            mesh,
-            batch,
-            machine,
-            base,
-        )
-        self.grid, self.precision = build_grid(mesh), base.precision
+        self.model = model
+        self.tx = tx
+        self.mesh = mesh
+        self.batch = batch
+        self.machine = machine
+        self.base = base
+        self.grid = build_grid(mesh)
+        self.precision = base.precision
         self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
         self.rows = sizes[0][0] if sizes else 1
@@ -147,11 +146,13 @@ class _Tracer:
     @functools.cached_property
     def costs(self) -> Costs:
         """Roofline seconds of an equation, as a function; 0 if the machine has no rates."""
-        figures, shards = self.machine.figures, self.grid.batch_shards * self.grid.tensor
+        figures = self.machine.figures
+        shards = self.grid.batch_shards * self.grid.tensor
         memory = figures.get("memory_rate", math.inf)
 
         def seconds(i: Instruction) -> float:
-            flops, name = count_flops(i.eqn) / shards, i.eqn.primitive.name
+            flops = count_flops(i.eqn) / shards
+            name = i.eqn.primitive.name
             if not flops and name not in REDUCTIONS | PRODUCTS:
                 return 0.0
             dtype = "fp32" if dtype_of_products(i.eqn) == jnp.float32 else self.precision
@@ -261,7 +262,8 @@ class _LayeredTracer(_Tracer):
         }
         step = steps["save"].step
         assert isinstance(step, StreamedStep)
-        layout, state = step.layout, step.layout.abstract_arrays
+        layout = step.layout
+        state = step.layout.abstract_arrays
         plans = {mode: parts.step.abstract_residuals(self.shapes) for mode, parts in steps.items()}
         entered = step.embed_head.abstract_inputs(
             layout.join(state), state.model_state, self.shapes
@@ -331,7 +333,9 @@ class _LayeredTracer(_Tracer):
         self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any
     ) -> StackWork:
         """Return the work of one stack."""
-        layout, leaves, num_layers = loops.plan.layout, loops.stack.leaves, loops.stack.num_layers
+        layout = loops.plan.layout
+        leaves = loops.stack.leaves
+        num_layers = loops.stack.num_layers
         forward, backward, working = self.block_seconds(loops, blocks, args)
         trained = [i for i in leaves.in_tree if not layout.all_leaves[i].frozen]
         frozen = [i for i in leaves.in_tree if layout.all_leaves[i].frozen]
@@ -380,15 +384,21 @@ class _LayeredTracer(_Tracer):
 
     def values(self, block: Any, forward: float) -> tuple[Value, ...]:
         """Return the values that a block can save, in program order, with their recompute times."""
-        program, total = block.program, self.roofline(block.program)
+        program = block.program
+        total = self.roofline(block.program)
         scale = forward / total if total else 0.0
         number = {slot: n for n, slot in enumerate(block.residuals)}
         made = {out: i for i in program.instructions for out in i.outs}
-        shards, found, names = self.grid.batch_shards * self.grid.tensor, list[Value](), set[str]()
+        shards = self.grid.batch_shards * self.grid.tensor
+        found = list[Value]()
+        names = set[str]()
         for n, (slot, shape, label) in enumerate(
             zip(block.residuals, block.shapes, block.labels, strict=True)
         ):
-            seconds, operands, seen, left = 0.0, set[int](), set[int](), [slot]
+            seconds = 0.0
+            operands = set[int]()
+            seen = set[int]()
+            left = [slot]
             while left:
                 at = left.pop()
                 if at in seen or at not in made:
@@ -420,7 +430,9 @@ class _LayeredTracer(_Tracer):
 
         The head's seconds include its backward; its bytes are those it needs while it runs.
         """
-        layout, state, embed_head = step.layout, step.layout.abstract_arrays, step.embed_head
+        layout = step.layout
+        state = step.layout.abstract_arrays
+        embed_head = step.embed_head
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
         key = jax.random.key(0) if self.model.stochastic else None
         before = (
@@ -437,7 +449,8 @@ class _LayeredTracer(_Tracer):
             before = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), before)
         out = jax.eval_shape(embed, jax.tree.map(shape, leaves), self.shapes)
         y = embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
-        states, after = out[1], out[2]
+        states = out[1]
+        after = out[2]
 
         def head(leaves: Any, y: Any, batch: Any) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
@@ -478,14 +491,16 @@ class _PlainTracer(_Tracer):
         """Trace a plain Model as a single layer that is the full model."""
         modes = ("everything", "save", "remat")
         parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
-        layout, state = parts["save"].records.layout, parts["save"].records.layout.abstract_arrays
+        layout = parts["save"].records.layout
+        state = parts["save"].records.layout.abstract_arrays
         kept = {
             mode: kept_by_program(p.records, p.step, self.batch).num_bytes
             for mode, p in parts.items()
         }
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
         key = jax.random.key(0) if self.model.stochastic else None
-        params, model_state = layout.join(state), state.model_state
+        params = layout.join(state)
+        model_state = state.model_state
 
         def of_mode(mode: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             """Return the loss, and the loss with its derivative."""
@@ -500,7 +515,8 @@ class _PlainTracer(_Tracer):
 
         abstract = jax.tree.map(shape, (params, self.batch, model_state))
         loss, derivative = of_mode("save")
-        forward_program, both = _program(loss, abstract), _program(derivative, abstract)
+        forward_program = _program(loss, abstract)
+        both = _program(derivative, abstract)
         plain_derivative = of_mode("everything")[1]
         if self.watch is not None:
             args = (params, self.batch, model_state)
@@ -508,9 +524,11 @@ class _PlainTracer(_Tracer):
                 self.watch.call(f, *args).seconds for f in (loss, derivative, plain_derivative)
             )
         else:
-            forward, whole = self.roofline(forward_program), self.roofline(both)
+            forward = self.roofline(forward_program)
+            whole = self.roofline(both)
             plain = self.roofline(_program(plain_derivative, abstract))
-        backward, plain_backward = max(whole - forward, forward), max(plain - forward, forward)
+        backward = max(whole - forward, forward)
+        plain_backward = max(plain - forward, forward)
         plain_backward += self.kept_seconds(kept["everything"] - kept["save"])
         trained = range(len(layout.leaves))
         kept["selective"] = kept["save"]
@@ -591,7 +609,9 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
     for n, i in enumerate(program.instructions):
         last.update(dict.fromkeys(i.reads, n))
     last.update({ref: len(program.instructions) for ref in program.outputs if isinstance(ref, int)})
-    alive, peak, freed_at = 0, 0, dict[int, int]()
+    alive = 0
+    peak = 0
+    freed_at = dict[int, int]()
     for n, i in enumerate(program.instructions):
         is_fused = not (
             i.has_jaxpr or count_flops(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS

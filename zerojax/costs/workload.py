@@ -189,10 +189,12 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
         )
     rate, memory = machine.needs(f"flops.{precision}", "memory_rate")
     itemsize = 4 if precision == "fp32" else 2
-    rows, t = sizes.batch // grid.batch_shards, grid.tensor
+    rows = sizes.batch // grid.batch_shards
+    t = grid.tensor
     tokens = rows * sizes.seq
     sbh = tokens * sizes.hidden * itemsize
-    layer, unstacked = sizes.layer_params, sizes.end_params
+    layer = sizes.layer_params
+    unstacked = sizes.end_params
     attention = 4.0 * sizes.seq * sizes.hidden
     crossing = _CROSSING * sbh / t / memory
     forward = tokens * (2.0 * layer + attention) / t / rate + crossing
@@ -272,7 +274,9 @@ def _values_of_sizes(
 
     They have the names of examples/gpt.py.
     """
-    h, width, qkv = sizes.hidden, (2 if sizes.gated else 1) * sizes.mlp_width, sizes.qkv_width
+    h = sizes.hidden
+    width = (2 if sizes.gated else 1) * sizes.mlp_width
+    qkv = sizes.qkv_width
 
     def product(
         name: str, weights: int, elements: float, operands: tuple[int, ...], more: float = 0.0

@@ -115,7 +115,8 @@ def batches(
         `num_parts`.
     """
     part, num_parts = _own_part(part, num_parts)
-    batch_size, seed = whole_number("batch_size", batch_size, 1), whole_number("seed", seed, 0)
+    batch_size = whole_number("batch_size", batch_size, 1)
+    seed = whole_number("seed", seed, 0)
     return Batches(rows, batch_size, seed, part, num_parts)
 
 

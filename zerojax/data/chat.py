@@ -103,7 +103,9 @@ class Template:
             raise ValueError(
                 f"the tokenizer's chat template is not a string: {shortened(templates)}"
             )
-        self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+        self._limit = limit
         self._forms = ContentForms(self.render)
         self._check_options(sources)
 
@@ -231,7 +233,8 @@ class Template:
         Other templates write them as Python does, or fail on them.
         """
         tools = conversation.tools
-        objects, texts = joined(conversation.messages), joined(conversation.texts)
+        objects = joined(conversation.messages)
+        texts = joined(conversation.texts)
         try:
             written = self.render(objects, tools)
         except EndlessError:

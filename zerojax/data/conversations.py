@@ -59,7 +59,9 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
       ValueError: the conversation does not have the form; the error names the message and the key.
     """
     _check_messages(messages)
-    as_objects, as_texts, weights = [], [], []
+    as_objects = []
+    as_texts = []
+    weights = []
     for i, message in enumerate(messages):
         check_json(message, f"message {i}")
         weights.append(_weight(message, f"message {i}"))

@@ -103,8 +103,12 @@ class Encoder:
                 "the tokenizer's vocabulary is empty, so it splits a text into no tokens: check "
                 "that tokenizer.json is complete"
             )
-        self._tokenizer, self._form, self._each_answer = tokenizer, form, each_answer
-        self._add_eos, self._options, self._limit = add_eos, template_options, limit
+        self._tokenizer = tokenizer
+        self._form = form
+        self._each_answer = each_answer
+        self._add_eos = add_eos
+        self._options = template_options
+        self._limit = limit
         self._special = SpecialTokens(tokenizer)
         self.notices = Notices()
 
@@ -341,7 +345,8 @@ def _keeps(answer: str, text: str) -> bool:
 
     The template may drop parts of the text, such as thoughts.
     """
-    text, answer = text.strip().casefold(), answer.casefold()
+    text = text.strip().casefold()
+    answer = answer.casefold()
     return text in answer or not _words(text).isdisjoint(_words(answer))
 
 

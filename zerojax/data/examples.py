@@ -125,12 +125,10 @@ def tokenize(
     """
     where = source(path, split)
     options = checked_options(template_options)
-    tokens, counted, starts, numbers = (
-        array.array("i"),
-        bytearray(),
-        array.array("q", [0]),
-        array.array("q"),
-    )
+    tokens = array.array("i")
+    counted = bytearray()
+    starts = array.array("q", [0])
+    numbers = array.array("q")
     with working("tokenize", where.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
         encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
         for number, record in where.records():

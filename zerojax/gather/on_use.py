@@ -119,7 +119,8 @@ class GatherInterpreter:
 
     def __init__(self, rule: Rule, program: FlatJaxpr, args: Sequence[Any]) -> None:
         """Bind `args`, arrays or Lazy values, to the inputs of `program`."""
-        self.rule, self.program = rule, program
+        self.rule = rule
+        self.program = program
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
         self.constants: set[int] = set()  # slots that depend on no input
@@ -199,7 +200,8 @@ class GatherInterpreter:
         It becomes a move of the shard, or is reduced on the shard, or is postponed to the units
         that use it.
         """
-        eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
+        eqn = instruction.eqn
+        operands = tuple(self.read(ref) for ref in instruction.ins)
         lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
         # Only an equation with one source and otherwise scalars has a single shard on which it can
         # run.
@@ -219,11 +221,11 @@ class GatherInterpreter:
 
     def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
         """Append an equation to its source's moves and return True if it acts shard by shard."""
-        eqn, source, here = instruction.eqn, lazy.sources[0], operands.index(lazy)
-        stored, cotangent = (
-            move_spec(eqn, source.stored, here),
-            move_spec(eqn, source.cotangent, here),
-        )
+        eqn = instruction.eqn
+        source = lazy.sources[0]
+        here = operands.index(lazy)
+        stored = move_spec(eqn, source.stored, here)
+        cotangent = move_spec(eqn, source.cotangent, here)
         if stored is None or cotangent is None or len(instruction.outs) != 1:
             return False
         marked = tuple(HERE if o is lazy else o for o in operands)
@@ -267,7 +269,8 @@ class GatherInterpreter:
         budget.
         """
         instructions = self.program.instructions
-        group, last_use = [first], 1
+        group = [first]
+        last_use = 1
         sources = dict.fromkeys(self.list_sources(instructions[first]))
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
         # Nothing is known about such an equation (a custom derivative, a kernel), so it does not
@@ -314,7 +317,8 @@ class GatherInterpreter:
         instructions = self.program.instructions
         if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
             return [first]
-        group, made = [first], set(instructions[first].outs)
+        group = [first]
+        made = set(instructions[first].outs)
         paths = {s.path for s in self.list_sources(instructions[first])}
         for index in range(first + 1, len(instructions)):
             instruction = instructions[index]

@@ -133,7 +133,8 @@ def unreduced_grads(
 
     def run(cotangents: Any, data: Any, params: Any) -> Any:
         traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
-        program, num_data = traced.program, len(traced.cotangents) + len(traced.data)
+        program = traced.program
+        num_data = len(traced.cotangents) + len(traced.data)
         shapes = [jnp.shape(a) for a in traced.leaves]
         rows = next((shape[0] for shape in shapes[:num_data] if shape), 0)
         rule = _RowRule(mesh, rows)
@@ -173,7 +174,8 @@ def reduced(value: Array, sharding: NamedSharding) -> Array:
       value: the unreduced gradient.
       sharding: sharding of the result.
     """
-    mesh, spec = sharding.mesh, pad_spec(sharding.spec, value.ndim - 1)
+    mesh = sharding.mesh
+    spec = pad_spec(sharding.spec, value.ndim - 1)
     if mesh.shape[DATA] > 1 and without_axis(spec, FSDP) != spec:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
         value = jnp.sum(
@@ -289,7 +291,8 @@ class UnreducedGradRewriter(GradRewriter):
         super().__init__(program, cotangents, data, outputs, is_opaque)
         self.rule = rule
         self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
-        self.sums, self.lost = set(given), set[int]()
+        self.sums = set(given)
+        self.lost = set[int]()
         for i in program.instructions:
             if i.eqn.primitive.name in _ENTERED:
                 self._look_into(i)
@@ -434,7 +437,8 @@ class UnreducedGradRewriter(GradRewriter):
         Missing operands are the same for all pieces, except the operands that a sum starts from
         (`_starts`).
         """
-        name, params = i.eqn.primitive.name, i.eqn.params
+        name = i.eqn.primitive.name
+        params = i.eqn.params
         if any(
             slot in self.sums
             for slot in i.reads
@@ -464,7 +468,8 @@ class UnreducedGradRewriter(GradRewriter):
             rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
             # All dims of the indices except the last correspond to the dims of the rows, in order;
             # batching dims are not summed.
-            of_rows, of_ids = self._dim(i, 2), self._dim(i, 1)
+            of_rows = self._dim(i, 2)
+            of_ids = self._dim(i, 1)
             at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
             dims = (
                 {1: at, 2: rows[at]}
@@ -532,7 +537,8 @@ class UnreducedGradRewriter(GradRewriter):
 
     def by_default(self, i: Instruction) -> list[Any]:
         """Apply an equation to each piece of the arrays that it sums, or to each row of a sum."""
-        dims, rule = self.cut_dims(i), self.rule
+        dims = self.cut_dims(i)
+        rule = self.rule
         is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
         mapped: dict[int, Any] = {}
         for position, ref in enumerate(i.ins):
@@ -559,7 +565,8 @@ class UnreducedGradRewriter(GradRewriter):
 
         If it were mapped, the partitioner would gather the summed arrays.
         """
-        dims, rule = self.cut_dims(i), self.rule
+        dims = self.cut_dims(i)
+        rule = self.rule
         if dims is None:
             return self.by_default(i)
         specs = tuple(PartitionSpec(*(None,) * dims[n], BATCH_AXES) for n in range(len(i.ins)))
@@ -596,7 +603,8 @@ class UnreducedGradRewriter(GradRewriter):
 
         A loop carries sums over its iterations with rows.
         """
-        regions, is_own = list_regions(i.eqn), [out in self.own for out in i.outs]
+        regions = list_regions(i.eqn)
+        is_own = [out in self.own for out in i.outs]
         inner = [self.inside(i, region, is_own) for region in regions]
         carried = regions[0].carried
         own_carry = {n for n, own in zip(carried, is_own, strict=False) if own}
@@ -624,7 +632,8 @@ class UnreducedGradRewriter(GradRewriter):
     def shard_map(self, i: Instruction) -> list[Any]:
         """Apply a shard_map; its results in `own` skip the sums over the batch's axes."""
         (region,) = list_regions(i.eqn)
-        program, chains = region.flatten(), _reductions(self.rule, i.eqn)
+        program = region.flatten()
+        chains = _reductions(self.rule, i.eqn)
         pairs = zip(i.outs, chains, strict=True)
         chains = [chain if out in self.own else None for out, chain in pairs]
 
@@ -693,7 +702,8 @@ def _reductions(rule: _RowRule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     batch = {axis for axis in BATCH_AXES if rule.mesh.shape[axis] > 1}
     found: list[_Chain | None] = []
     for ref in program.outputs:
-        chain, over = list[tuple[jex.JaxprEqn, Ref]](), set[str]()
+        chain = list[tuple[jex.JaxprEqn, Ref]]()
+        over = set[str]()
         while (
             isinstance(ref, int)
             and (i := makers.get(ref)) is not None

@@ -86,7 +86,8 @@ class _Finder:
     def __init__(self, folder: str) -> None:
         """Walk `folder`."""
         self.found: list[FileBeside] = []
-        self._folder, self._root = folder, os.path.realpath(folder)
+        self._folder = folder
+        self._root = os.path.realpath(folder)
         self._blobs = _find_blobs(self._root)
         with explaining(f"reading {folder}"):
             self._walk(self._root, "")

@@ -69,12 +69,14 @@ class Norm(nnx.Module):
     def __init__(self, width: int, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         """Create the scale for a last dim of `width`."""
         del rngs
-        self.eps, self.is_unit = c.norm_eps, c.unit_norm
+        self.eps = c.norm_eps
+        self.is_unit = c.unit_norm
         self.scale = nnx.Param(jnp.zeros(width) if c.unit_norm else jnp.ones(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x, normalized over its last dim in float32."""
-        wide, scale = x.astype(jnp.float32), self.scale[...]
+        wide = x.astype(jnp.float32)
+        scale = self.scale[...]
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         if self.is_unit:
             return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
@@ -113,7 +115,8 @@ class Attention(nnx.Module):
         """Create the four projections, and norms of queries and keys if the model has them."""
         self.c = c
         self.implementation: Implementation = o.attention
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        q = c.heads * c.head_dim
+        kv = c.kv_heads * c.head_dim
         self.q_proj = Projection("q_proj", c.hidden, q, c.qkv_bias, o.lora, rngs=rngs)
         self.k_proj = Projection("k_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
         self.v_proj = Projection("v_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
@@ -160,7 +163,8 @@ class Attention(nnx.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )  # [B, T, heads or kv_heads, D]
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         at = context["positions"], layer["frequencies"], layer["factor"]
         return rotate(q, *at), rotate(k, *at), v
 
@@ -295,7 +299,8 @@ class Head(nnx.Module):
 
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         """Create the norm, and the matrix unless it is tied."""
-        self.cap, self.vocab = c.logits_cap, c.vocab
+        self.cap = c.logits_cap
+        self.vocab = c.vocab
         self.norm = Norm(c.hidden, c, rngs=rngs)
         self.lm_head = nnx.data(
             None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
@@ -322,7 +327,8 @@ class Head(nnx.Module):
           tiles: number of vocabulary tiles; None: chosen by size.
         """
         check_targets(batch)
-        z, targets = self.norm(x), wide(batch["targets"])
+        z = self.norm(x)
+        targets = wide(batch["targets"])
         w = self.matrix(embed).astype(z.dtype).T
         total = linear_cross_entropy(
             z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles

@@ -184,18 +184,18 @@ class _Writer:
         scale: float | None,
     ) -> None:
         """Take the checkpoint, the base and its path, and the tensors to write."""
-        self._saved, self._base, self._like, self._leaves, self._sources = (
-            saved,
-            base,
-            like,
-            leaves,
-            sources,
-        )
-        self._tensors, self._scale = tensors, scale
+        self._saved = saved
+        self._base = base
+        self._like = like
+        self._leaves = leaves
+        self._sources = sources
+        self._tensors = tensors
+        self._scale = scale
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
-        shape, kind = self._tensors[name].shape, numpy_dtype(self._tensors[name].dtype)
+        shape = self._tensors[name].shape
+        kind = numpy_dtype(self._tensors[name].dtype)
         source = self._sources[name]
         if source.layout is not None:
             check_base(self._saved, self._base, {name: source}, self._like, whole=True)
@@ -323,7 +323,8 @@ def export_peft(
             raise CheckpointError(
                 f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
             )
-        frozen, whole = saved.frozen, map_leaves(saved)
+        frozen = saved.frozen
+        whole = map_leaves(saved)
         trained = [
             n
             for n, (leaf, is_encoded) in whole.items()
@@ -377,7 +378,8 @@ def _check_beside(
     saved: SavedState,
 ) -> None:
     """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in]."""
-    base, wrong = file.tensors, []
+    base = file.tensors
+    wrong = []
     for name, shape in shapes.items():
         module, _, part = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")

@@ -137,7 +137,8 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
     if not heads or not tables:
         return
     file = open_weights(folder)
-    head, table = heads[0], tables[0]
+    head = heads[0]
+    table = tables[0]
     if head not in file.tensors or table not in file.tensors:
         return
     shape = file.tensors[head].shape
@@ -170,7 +171,8 @@ def map_names(
     Raises:
       ValueError: the folder's model is not supported.
     """
-    raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
+    raw = read_config(folder)
+    where = os.path.join(os.fspath(folder), CONFIG)
     family = find_family(raw, families, where)
     names = dict(family.names)
     if decoder_config(raw, family, where).tied:
@@ -219,10 +221,8 @@ STACK = "blocks."
 
 def list_params(c: DecoderConfig) -> dict[str, Dims]:
     """Return the dims, in one layer, of each parameter of a decoder without adapters, by name."""
-    vocab, hidden = (
-        Size(c.vocab, f"vocab_size={c.vocab}"),
-        Size(c.hidden, f"hidden_size={c.hidden}"),
-    )
+    vocab = Size(c.vocab, f"vocab_size={c.vocab}")
+    hidden = Size(c.hidden, f"hidden_size={c.hidden}")
     width = Size(c.intermediate, f"intermediate_size={c.intermediate}")
     head = Size(c.head_dim, f"head_dim={c.head_dim}")
     q = Size(c.heads * c.head_dim, f"num_attention_heads={c.heads} times {head.keys}")
@@ -271,7 +271,8 @@ def check_sizes(
       CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
         is missing or superfluous (the error names it).
     """
-    place_of, params = renaming(names), list_params(config)
+    place_of = renaming(names)
+    params = list_params(config)
     places = {name: place for name in file.tensors if (place := place_of(name)) is not None}
     differences = _sizes_that_differ(places, params, file)
     layers = 1 + max(
@@ -303,7 +304,8 @@ def _sizes_that_differ(
     ]
     for _, _, name in sorted(named):
         place = places[name]
-        shape, dims = file.tensors[name].shape, params[place.name]
+        shape = file.tensors[name].shape
+        dims = params[place.name]
         if len(shape) != len(dims):
             numbers = [size.number for size in dims]
             found.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")

@@ -131,7 +131,8 @@ def config_of(
       ValueError: the folder's model is not supported.
     """
     folder = os.path.expanduser(os.fspath(folder))
-    raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
+    raw = read_config(folder)
+    where = os.path.join(os.fspath(folder), CONFIG)
     return decoder_config(raw, find_family(raw, families, where), where)
 
 
@@ -179,7 +180,8 @@ def build_per_layer(c: DecoderConfig) -> dict[str, np.ndarray]:
 
 def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
     """Return the rules for `with_specs` that match a parameter of this model."""
-    columns, rows = "(q_proj|k_proj|v_proj|gate_proj|up_proj)", "(o_proj|down_proj)"
+    columns = "(q_proj|k_proj|v_proj|gate_proj|up_proj)"
+    rows = "(o_proj|down_proj)"
     rules = {
         rf"{columns}/(kernel|lora/lora_b)$": PartitionSpec(None, TENSOR),
         rf"{columns}/bias$": PartitionSpec(TENSOR),

@@ -145,8 +145,10 @@ def _parse_type(field: Field) -> str:
 
 def _llama3(plain: np.ndarray, read: Mapping[str, Any], where: str) -> np.ndarray:
     """Return the frequencies of Llama 3.1, whose original code also stretches long waves."""
-    waves, length = 2 * math.pi / plain, read["original_max_position_embeddings"]
-    low, high = read["low_freq_factor"], read["high_freq_factor"]
+    waves = 2 * math.pi / plain
+    length = read["original_max_position_embeddings"]
+    low = read["low_freq_factor"]
+    high = read["high_freq_factor"]
     if low >= high:
         raise ValueError(f"{where}: low_freq_factor={low} is not below high_freq_factor={high}")
     # 0 where a wave is longer than length / low, 1 where it is shorter than length / high.
@@ -158,8 +160,10 @@ def _yarn(
     plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any], where: str
 ) -> Rope:
     """Return the rotations of YaRN: "NTK by parts", with the temperature in cos and sin."""
-    factor, length = read["factor"], read["original_max_position_embeddings"]
-    fast, slow = read["beta_fast"] or 32, read["beta_slow"] or 1
+    factor = read["factor"]
+    length = read["original_max_position_embeddings"]
+    fast = read["beta_fast"] or 32
+    slow = read["beta_slow"] or 1
     if fast < slow:
         raise ValueError(f"{where}: beta_fast={fast} is below beta_slow={slow}")
 
@@ -167,10 +171,13 @@ def _yarn(
         """Return the pair of dims that rotates this many times over the trained length."""
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = find_dim(fast), find_dim(slow)
+    low = find_dim(fast)
+    high = find_dim(slow)
     if read["truncate"] is not False:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     ramp = np.clip(
         (np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0
     )
@@ -181,7 +188,8 @@ def _yarn(
 
     temperature = read["attention_factor"]
     if temperature is None:
-        mscale, of_all = read["mscale"], read["mscale_all_dim"]
+        mscale = read["mscale"]
+        of_all = read["mscale_all_dim"]
         temperature = scale(mscale) / scale(of_all) if mscale and of_all else scale(1.0)
     return Rope(tuple(frequencies.tolist()), float(temperature))
 

@@ -17,7 +17,8 @@ from host_offload.fields import Field, FieldError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 """Supported activations of MLPs."""
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 MOST_LAYERS = 2**12
 """Maximum number of layers: per-layer values are computed when a model is built."""
 

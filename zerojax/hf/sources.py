@@ -90,10 +90,8 @@ def map_sources(
     places = {name: found for name in base.tensors if (found := place_of(name)) is not None}
     sources: dict[str, Source] = {}
     differences: list[str] = []
-    frozen, layers = (
-        saved.frozen,
-        1 + max((p.layer for p in places.values() if p.layer is not None), default=-1),
-    )
+    frozen = saved.frozen
+    layers = 1 + max((p.layer for p in places.values() if p.layer is not None), default=-1)
     for name, place in places.items():
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:

@@ -184,11 +184,13 @@ def parse_module(text: str) -> Module:
             f"text is of type {type(text).__name__}: give the text of a compiled program, "
             "compiled.as_text()"
         )
-    entry, computations = "", {}
+    entry = ""
+    computations = {}
     for name, is_entry, lines in _computations(text):
         if name in computations:
             raise fault(lines[0][0] if lines else 0, f"two computations are named {name}")
-        instructions, root = dict[str, Instruction](), ""
+        instructions = dict[str, Instruction]()
+        root = ""
         for number, line in lines:
             match = _INSTRUCTION.match(line)
             if match is None:
@@ -235,7 +237,8 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
 
 def tuple_shapes(shape: str) -> list[str]:
     """Return the shapes of a tuple's elements, given the text of the tuple's shape."""
-    depth, parts = 0, [""]
+    depth = 0
+    parts = [""]
     for c in _COMMENT.sub("", shape)[1:-1]:
         depth += (c in "({[") - (c in ")}]")
         if c == "," and not depth:
@@ -380,10 +383,12 @@ def _place(error: BaseException) -> tuple[int, str]:
 
     It is the local variable `i` of the innermost call that has one.
     """
-    found, trace = (0, ""), error.__traceback__
+    found = (0, "")
+    trace = error.__traceback__
     while trace is not None:
         i = trace.tb_frame.f_locals.get("i")
-        line, result = getattr(i, "line", None), getattr(i, "result", None)
+        line = getattr(i, "line", None)
+        result = getattr(i, "result", None)
         if isinstance(line, int) and isinstance(result, str):
             found = (line, result)
         trace = trace.tb_next

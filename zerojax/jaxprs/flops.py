@@ -49,7 +49,8 @@ def count_flops(eqn: jex.JaxprEqn) -> float:
     jaxprs: the largest branch counts for a cond, one iteration for a loop of unknown length, and
     the cost estimate for a Pallas kernel.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     shapes: list[tuple[int, ...]] = [
         getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)
     ]

@@ -59,7 +59,8 @@ class Region:
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Split a scan's operands into constants, the carry, and the scanned operands."""
-        start, stop = self.carried.start, self.carried.stop
+        start = self.carried.start
+        stop = self.carried.stop
         return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
 
     def inputs_among(self, program: FlatJaxpr, ins: Sequence[Ref], slots: Set[int]) -> set[int]:

@@ -29,7 +29,8 @@ from zerojax.precision import PRECISIONS
 T = TypeVar("T")
 GIVEN = "given"
 COUNTS = ("nodes", "devices_per_node")
-_MOST, _LEAST_RATE = 1e24, 1e-6
+_MOST = 1e24
+_LEAST_RATE = 1e-6
 """Bounds on figures: beyond them, the seconds and bytes derived from them would not be finite."""
 _MOST_COUNT = 10**6
 _DECIMAL = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -192,7 +193,8 @@ class Machine:
         object.__setattr__(self, "source", self._sources())
 
     def _sources(self) -> _Sources:
-        said, figures = self.source, self.figures
+        said = self.source
+        figures = self.figures
         for name, text in said.items():
             if wrong := what_is_wrong(f"source.{name}", text):
                 raise ValueError(f"machine {self.name}: {wrong}")

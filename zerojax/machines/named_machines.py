@@ -23,7 +23,8 @@ _NVLINK_SHARE = 0.8
 
 def _gpu(chip: Chip) -> Machine:
     """Return a machine with one kind of GPU, with unknown host and disk."""
-    rates, sheet = RATES[chip.name], chip.sheet
+    rates = RATES[chip.name]
+    sheet = chip.sheet
     flops = {
         dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak
     }

@@ -112,7 +112,9 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
 
 
 def _of_run(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
-    values, lead, num_layers = list[Kept](), residuals.lead, run.num_layers
+    values = list[Kept]()
+    lead = residuals.lead
+    num_layers = run.num_layers
     of_each = zip(
         residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True
     )
@@ -185,7 +187,8 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
 def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: int) -> Kept:
     aval: Any = v.aval
     name, spec, loops = _source(v, jaxpr, 0)
-    shape, stacked = aval.shape[loops:], math.prod(aval.shape[:loops])
+    shape = aval.shape[loops:]
+    stacked = math.prod(aval.shape[:loops])
     if spec is None:
         is_stream = layout.config.sequence_parallel and name.split("[")[0] == "x"
         spec = ActivationSpec(layout.mesh, is_stream=is_stream).given(shape, batch_size)

@@ -52,7 +52,8 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         raise NotImplementedError(
             f"the bytes of a {type(step).__name__} are not counted in this version"
         )
-    layout, state = records.layout, records.layout.abstract_state
+    layout = records.layout
+    state = records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
     scalars = (
         bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"]

@@ -27,7 +27,8 @@ from zerojax.streamed import ResidualPlan, StreamedStep
 
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
     """Return the bytes of a streamed step in addition to its arguments, and over the host link."""
-    plan, saved = streamed.plan, _saved(streamed, abstract_batch)
+    plan = streamed.plan
+    saved = _saved(streamed, abstract_batch)
     steps = streamed.steps(_kept(saved))
     gathered = gathered_bytes(
         layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params)
@@ -101,10 +102,8 @@ def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
 
 def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
     """Return the bytes of the inputs and contexts of the stacks' `enter`, saved for backward."""
-    spec, lead = (
-        ActivationSpec(streamed.mesh, streamed.microbatches.count),
-        int(streamed.microbatches.count > 1),
-    )
+    spec = ActivationSpec(streamed.mesh, streamed.microbatches.count)
+    lead = int(streamed.microbatches.count > 1)
     total = 0
     for a in jax.tree.leaves(streamed.abstract_entered(abstract_batch)):
         of_one = a.shape[lead:]

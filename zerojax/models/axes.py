@@ -42,8 +42,10 @@ logger = logging.getLogger("zerojax")
 
 Rules = Sequence[tuple[str, Any]]
 
-ANY_NAME, REFUSE = "*", "refuse"
-ZERO_ASSIGNS, UNKNOWN = "ZeRO assigns it", "no rule for it"
+ANY_NAME = "*"
+REFUSE = "refuse"
+ZERO_ASSIGNS = "ZeRO assigns it"
+UNKNOWN = "no rule for it"
 
 
 class AxisNames:
@@ -91,7 +93,8 @@ class AxisNames:
         has_rules = self.rules is not None or rules_of_leaf is not None
         entries = [_names(entry) for entry in names]
         axes_by_name: dict[str, tuple[str, ...]] = {}
-        present, taken = {name for entry in entries for name in entry}, set()
+        present = {name for entry in entries for name in entry}
+        taken = set()
         for name, axes in rules:
             if (
                 name in present

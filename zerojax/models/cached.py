@@ -20,7 +20,8 @@ import numpy as np
 
 from zerojax.models.model import LayeredModel
 
-CACHE, LAST = "cache", "last"
+CACHE = "cache"
+LAST = "last"
 """Keys of a batch: cache of earlier tokens; and position per row of the wanted outputs, i32[B]."""
 
 
@@ -49,7 +50,9 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
       model: model with a `cache` and a `predict`.
       length: number of tokens per row that a cache has room for.
     """
-    cache, context, predict = model.cache, model.context, model.predict
+    cache = model.cache
+    context = model.context
+    predict = model.predict
     assert cache is not None
     assert predict is not None
 

@@ -358,7 +358,8 @@ def _bound(cache: Cache | None, part: Part, calls: Calls) -> Cache | None:
 
 def _abstract_inputs(of_blocks: dict[str, Any], batch: Any) -> tuple[Any, ...]:
     """Return the shapes of a block's inputs in addition to x: none, or context and layer."""
-    context, per_layer = of_blocks["context"], of_blocks["per_layer"]
+    context = of_blocks["context"]
+    per_layer = of_blocks["per_layer"]
     if context is None and per_layer is None:
         return ()
     made = None if context is None or batch is None else jax.eval_shape(context, batch)

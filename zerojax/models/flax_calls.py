@@ -35,7 +35,9 @@ EVALUATES = {
 """Value in evaluation, by the name of an argument or attribute."""
 
 # Numbers folded into a key for draws outside of a module's own streams, which are numbered from 0.
-EMBED_IN_HEAD, LOSS_STREAM, CALL_STREAM = 0x7FFFFFFF, 0x7FFFFFFE, 0x7FFFFFFD
+EMBED_IN_HEAD = 0x7FFFFFFF
+LOSS_STREAM = 0x7FFFFFFE
+CALL_STREAM = 0x7FFFFFFD
 
 
 def takes_key(loss: Callable[..., Any], *before: str) -> bool:
@@ -135,7 +137,8 @@ def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         for name in _find_modes(context.orig_method.func):
             if name not in attributes:
                 bound.arguments[name] = EVALUATES[name]
-        args, kwargs = bound.args, bound.kwargs
+        args = bound.args
+        kwargs = bound.kwargs
     # A module's attributes are frozen, so they are set by force, and restored after the call.
     try:
         for name in attributes:

@@ -39,7 +39,11 @@ class LinenPart:
         calls: Calls,
     ) -> None:
         """Trace the module's init with the example `args`."""
-        self.name, self.module, self.use, self.args, self.calls = name, module, use, args, calls
+        self.name = name
+        self.module = module
+        self.use = use
+        self.args = args
+        self.calls = calls
         self.stochastic = calls.has_modes
         with calls.names.while_made():
             self._variables = TracedInit(self._made_with)

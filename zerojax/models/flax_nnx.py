@@ -33,13 +33,16 @@ class NnxPart:
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module], calls: Calls) -> None:
         """Trace `make` and split the module that it returns."""
-        self.name, self.make, self.names = name, make, calls.names
+        self.name = name
+        self.make = make
+        self.names = calls.names
         # If the user asks to train a kind of Variable, its floating arrays are parameters.
         filters = (
             calls.trainable if isinstance(calls.trainable, tuple | list) else (calls.trainable,)
         )
         self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
-        graphs, methods = [], []
+        graphs = []
+        methods = []
 
         def parts(key: jax.Array) -> Any:
             module = self._made(nnx.Rngs(key))
@@ -65,10 +68,8 @@ class NnxPart:
             self.constants = jax.tree.map(np.asarray, rest)
         self._state_paths = frozenset(path for path, _ in nnx.to_flat_state(self.abstract_state))
         self.init_state = self._init_state if self._state_paths else None
-        has_streams, has_modes = (
-            bool(jax.tree.leaves(self.streams)),
-            self.train_graph != self.eval_graph,
-        )
+        has_streams = bool(jax.tree.leaves(self.streams))
+        has_modes = self.train_graph != self.eval_graph
         self._takes_rngs = methods[0] is not None and _takes_rngs(
             methods[0], has_modes and not has_streams
         )

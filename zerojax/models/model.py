@@ -286,10 +286,8 @@ class LayeredModel:
         ):
             raise ValueError(f"stacks must be a sequence of zerojax.Stack, got {self.stacks!r}")
         object.__setattr__(self, "stacks", tuple(self.stacks))
-        names, count = (
-            [stack.name for stack in self.stacks],
-            sum(stack.num_layers for stack in self.stacks),
-        )
+        names = [stack.name for stack in self.stacks]
+        count = sum(stack.num_layers for stack in self.stacks)
         if len(set(names)) < len(names):
             raise ValueError(f"the stacks have the names {names}: use different names")
         # num_layers is not checked: `dataclasses.replace` with other stacks passes the old total.
@@ -495,7 +493,8 @@ def init_state(model: Model | LayeredModel, key: jax.Array) -> Any:
     if not model.init_state:
         return None
     k_embed, _, k_head = jax.random.split(key, 3)
-    inits, keys = dict(model.init_state), layer_keys(model, key)
+    inits = dict(model.init_state)
+    keys = layer_keys(model, key)
     state = {
         name: inits[name](k) for name, k in (("embed", k_embed), ("head", k_head)) if name in inits
     }

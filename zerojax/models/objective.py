@@ -338,7 +338,9 @@ def _layers(
         x, outer_state = call_embed(
             model, params["embed"], batch, _derive_key(key, embed_number(model)), outer_state
         )
-        x, added, after = constrain(x), [], {}
+        x = constrain(x)
+        added = []
+        after = {}
         of_blocks = None if state is None else state.get(BLOCKS)
         for stack in stacks:
             of_stack = context

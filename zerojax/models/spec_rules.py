@@ -68,10 +68,8 @@ def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
     abstract, given, tiles = _trees(model)
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    specs, of_tiles = (
-        broadcast_specs(given, abstract),
-        jax.tree.leaves(jax.tree.broadcast(tiles, abstract)),
-    )
+    specs = broadcast_specs(given, abstract)
+    of_tiles = jax.tree.leaves(jax.tree.broadcast(tiles, abstract))
     for i, (rule, spec) in _matched(rules, paths).items():
         lead = int(of_tiles[i] is not False)
         _check(

@@ -53,11 +53,14 @@ class RecordUpdate:
             setting that needs it.
         """
         layout = records.layout
-        self.records, self.layout, self.mesh = records, layout, layout.mesh
+        self.records = records
+        self.layout = layout
+        self.mesh = layout.mesh
         self.rule: ElementwiseUpdate | LeafRule
         if isinstance(tx, LayerTransformation):
             check_whole_leaves(layout)
-            self.rule, self._gathered = tx.rule, Gathered(layout)
+            self.rule = tx.rule
+            self._gathered = Gathered(layout)
         else:
             stacked = [leaf.is_stacked for leaf in layout.leaves]
             self.rule = elementwise_update(
@@ -250,10 +253,8 @@ class RecordUpdate:
         weights, after, _ = self.update(
             (index,), [grad], loaded, records.list_shared(states), loss, ok
         )
-        values, param = (
-            [*(weights if states.master is not None else ()), *after],
-            records.cast(index, weights[0]),
-        )
+        values = [*(weights if states.master is not None else ()), *after]
+        param = records.cast(index, weights[0])
         if records.params[index].is_away:
             return states, [*values, param]
         params = [param if i == index else a for i, a in enumerate(states.params)]
@@ -286,7 +287,8 @@ class RecordUpdate:
 
 def update_by_record(update: RecordUpdate) -> Update:
     """Return the update of a resident step with offloaded optimizer state: one leaf at a time."""
-    records, config = update.records, update.layout.config
+    records = update.records
+    config = update.layout.config
 
     def step_update(
         state: TrainState, value: Array, grads: Any

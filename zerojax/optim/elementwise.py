@@ -86,8 +86,10 @@ class ElementwiseUpdate:
 
         The arguments are the arguments of `__call__`.
         """
-        program, num_params = self.update.program, len(self._leaves)
-        mirrors, everyone = self.opt_map.list_state_leaves(part), self.opt_map.shared
+        program = self.update.program
+        num_params = len(self._leaves)
+        mirrors = self.opt_map.list_state_leaves(part)
+        everyone = self.opt_map.shared
         at_states = num_params
         at_params = num_params + len(self.opt_map.owners)
         inputs = {program.inputs[-1]: loss}
@@ -110,7 +112,8 @@ class ElementwiseUpdate:
             inputs, wanted, [*(shapes[i] for i in part), *of_mirrors, *(None for _ in everyone)]
         )
         results = [jnp.asarray(value) for value in results]
-        first, last = len(part), len(part) + len(mirrors)
+        first = len(part)
+        last = len(part) + len(mirrors)
         return results[:first], results[first:last], results[last:]
 
     def first_states(self, part: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
@@ -120,7 +123,8 @@ class ElementwiseUpdate:
           part: indices of parameter leaves.
           params: float32 weights, one for each leaf of `part`.
         """
-        program, mirrors = self.init.program, self.opt_map.list_state_leaves(part)
+        program = self.init.program
+        mirrors = self.opt_map.list_state_leaves(part)
         inputs = {program.inputs[i]: value for i, value in zip(part, params, strict=True)}
         shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
         wanted = [program.outputs[j] for j in mirrors]
@@ -155,9 +159,11 @@ def elementwise_transformation(
     tx: optax.GradientTransformation, rule: ElementwiseUpdate
 ) -> ElementwiseTransformation:
     """Return the rule of `tx` as an optimizer of the full tree."""
-    opt_map, tree = rule.opt_map, jax.tree.structure(rule.opt_map.abstract)
+    opt_map = rule.opt_map
+    tree = jax.tree.structure(rule.opt_map.abstract)
     every = range(len(jax.tree.leaves(rule.params)))
-    owned, everyone = opt_map.list_state_leaves(every), opt_map.shared
+    owned = opt_map.list_state_leaves(every)
+    everyone = opt_map.shared
 
     def ordered(states: Sequence[jax.Array], shared: Sequence[jax.Array]) -> Any:
         leaves = dict(zip((*owned, *everyone), (*states, *shared), strict=True))
@@ -179,8 +185,10 @@ def elementwise_transformation(
         return jax.tree.unflatten(structure, new), ordered(states, shared)
 
     applied = ElementwiseTransformation(init, update)
-    applied.owners, applied.moved = opt_map.owners, ((0, 0),) * len(every)
-    applied.rule, applied.inner = rule, tx
+    applied.owners = opt_map.owners
+    applied.moved = ((0, 0),) * len(every)
+    applied.rule = rule
+    applied.inner = tx
     return applied
 
 
@@ -305,7 +313,8 @@ class _Reader:
     def __init__(
         self, program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
     ) -> None:
-        self.program, self.names = program, names
+        self.program = program
+        self.names = names
         self.leaf: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
         self.uneven: set[int] = set()  # arrays that depend on no leaf and whose elements may differ
 

@@ -87,7 +87,8 @@ class Ema(optax.GradientTransformationExtraArgs):
                     "Ema averages the weights but was called without params: call "
                     "tx.update(grads, state, params)"
                 )
-            rate, step = 1 - decay, None
+            rate = 1 - decay
+            step = None
             if debias:
                 step = state.step + 1
                 # The newest weight's share of the sum over i, which is 1 in the first step.
@@ -130,10 +131,8 @@ def check_ema(layout: Layout) -> None:
     averages = ema_leaves(layout.opt_map)
     if not averages:
         return
-    program, count = (
-        flatten(layout.update_jaxpr.jaxpr, layout.update_jaxpr.consts),
-        len(layout.leaves),
-    )
+    program = flatten(layout.update_jaxpr.jaxpr, layout.update_jaxpr.consts)
+    count = len(layout.leaves)
     maker = {out: i for i in program.instructions for out in i.outs}
     is_read = {slot for i in program.instructions for slot in i.reads}
 

@@ -82,7 +82,8 @@ class Pieces:
 
     def shape(self, array: Any) -> tuple[int, ...]:
         """Return the shape of one piece of a split array: [V/K, ...]."""
-        lead, rest = array.shape[: len(self._lead) - 1], array.shape[len(self._lead) :]
+        lead = array.shape[: len(self._lead) - 1]
+        rest = array.shape[len(self._lead) :]
         return (math.prod(lead) * rest[0], *rest[1:])
 
     def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
@@ -136,15 +137,18 @@ def cut_leaf(records: StateRecords, index: int, most: int = MOST_PIECES) -> Piec
       index: index of the unstacked leaf.
       most: maximum number of pieces.
     """
-    leaf, layout = records.leaves[index], records.layout
-    specs, param = records.opt_records((index,)), records.params[index]
+    leaf = records.leaves[index]
+    layout = records.layout
+    specs = records.opt_records((index,))
+    param = records.params[index]
     itemsizes = [
         layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.list_state_leaves((index,))
     ]
     if layout.has_master:
         itemsizes = [4, *itemsizes]
     else:  # the parameter is the weight, so it is loaded
-        specs, itemsizes = [*specs, param], [*itemsizes, leaf.dtype.itemsize]
+        specs = [*specs, param]
+        itemsizes = [*itemsizes, leaf.dtype.itemsize]
     loaded = [(r, itemsize) for r, itemsize in zip(specs, itemsizes, strict=True) if r.is_away]
     on_disk = any(r.disk_records is not None for r in (param, *specs))
     if not records.both_ways or len(loaded) < 2 or on_disk or not leaf.shape:
@@ -154,7 +158,8 @@ def cut_leaf(records: StateRecords, index: int, most: int = MOST_PIECES) -> Piec
     if len(splits) > 1 or leaf.shape[0] % shards:
         return None
     smallest = min(itemsize * local_elements(leaf.shape, r.spec, r.mesh) for r, itemsize in loaded)
-    rows, most = leaf.shape[0] // shards, min(most, smallest // LEAST_BYTES)
+    rows = leaf.shape[0] // shards
+    most = min(most, smallest // LEAST_BYTES)
     count = max((n for n in range(1, most + 1) if rows % n == 0), default=1)
     return Pieces(count, shards) if count > 1 else None
 
@@ -278,13 +283,11 @@ class DuplexTransfer:
           unstacked: updated records of unstacked leaves, on the device, by leaf index; this tick
             stores them.
         """
-        self.record, self.now, self.pending, self.states, self.unstacked = (
-            record,
-            now,
-            pending[0],
-            states,
-            unstacked or {},
-        )
+        self.record = record
+        self.now = now
+        self.pending = pending[0]
+        self.states = states
+        self.unstacked = unstacked or {}
         self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
 
     @property
@@ -306,9 +309,12 @@ class DuplexTransfer:
 
     def turn(self, number: int, crossed: DuplexResult) -> DuplexResult:
         """Start a turn. The loads and stores of the turns before it must be done."""
-        record, now = self.record, self.now
-        up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
-        loaded, states = record.load(crossed.states, up, now), crossed.states
+        record = self.record
+        now = self.now
+        up = self.groups[number]
+        down = self.groups[(number + self.num_turns // 2) % self.num_turns]
+        loaded = record.load(crossed.states, up, now)
+        states = crossed.states
         if now.stored is not None:
             num = len(self.pending) if now.stores_pieces else record.num_own
             states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
@@ -373,9 +379,14 @@ class LateRecord:
         lowest: int = 0,
     ) -> None:
         """Lay out the arrays of a layer and of the pieces."""
-        self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
-        self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
-        self.num_own, self.places = len(self._specs), dict[int, range]()
+        self.records = records
+        self.part = part
+        self.pieces = pieces or {}
+        self.lowest = lowest
+        self._specs = record_specs(records, part)
+        self.num_opt = len(records.opt_records(part))
+        self.num_own = len(self._specs)
+        self.places = dict[int, range]()
         self._leaf_of = dict[int, int]()
         for i in self.pieces:
             specs = record_specs(records, (i,))
@@ -385,7 +396,8 @@ class LateRecord:
 
     def load(self, states: FlatState, places: Sequence[int], now: LateTick) -> dict[int, Array]:
         """Return the arrays among `places` that a tick loads, on the device, by position."""
-        stacks, loaded = self._stacks(states), dict[int, Array]()
+        stacks = self._stacks(states)
+        loaded = dict[int, Array]()
         for n in places:
             if n >= self.num_own:
                 i = self._leaf_of[n]
@@ -447,7 +459,8 @@ class LateRecord:
 
     def empty(self, states: FlatState, lag: int) -> Pending:
         """Return zeros for the records of the last `lag` ticks that are not stored yet."""
-        stacks, found = self._stacks(states), list[Array]()
+        stacks = self._stacks(states)
+        found = list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
             shape = (
                 stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
@@ -504,7 +517,8 @@ def with_unstacked(
       unstacked: new arrays in their tiers, by leaf index, in the order of `record_specs`.
     """
     for i, arrays in unstacked.items():
-        num_opt, params = len(records.opt_records((i,))), list(states.params)
+        num_opt = len(records.opt_records((i,)))
+        params = list(states.params)
         params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
         states = records.replace(dataclasses.replace(states, params=params), (i,), arrays[:num_opt])
     return states
@@ -540,7 +554,8 @@ def kept_for_later(
     """
     params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
     if not any(records.params[i].is_away for i in part):  # on the device they are written in place
-        states, params = records.write_params(states, part, layer, params), []
+        states = records.write_params(states, part, layer, params)
+        params = []
     return states, [*(weights if states.master is not None else ()), *opt, *params]
 
 
@@ -567,14 +582,19 @@ def update_piece(
     Returns:
       The states, and the arrays of the piece that a later tick stores.
     """
-    records, pieces, piece = record.records, record.pieces[index], record.piece(crossing.now.layer)
-    loaded, spec = crossing.loaded_piece(crossed, index), records.params[index]
-    num_opt, has_master = len(records.opt_records((index,))), states.master is not None
+    records = record.records
+    pieces = record.pieces[index]
+    piece = record.piece(crossing.now.layer)
+    loaded = crossing.loaded_piece(crossed, index)
+    spec = records.params[index]
+    num_opt = len(records.opt_records((index,)))
+    has_master = states.master is not None
     if not has_master:  # the parameter is the weight
         weight = loaded[num_opt] if spec.is_away else pieces.read(spec, states.params[index], piece)
         loaded = [weight, *loaded[:num_opt]]
     weight, opt = move(pieces.read(records.grads[index], grad, piece), loaded)
-    updated, param = [*([weight] if has_master else []), *opt], records.cast(index, weight)
+    updated = [*([weight] if has_master else []), *opt]
+    param = records.cast(index, weight)
     if spec.is_away:
         return states, [*updated, param]
     params = list(states.params)  # on the device it is written in place
@@ -605,7 +625,8 @@ def update_in_pieces(
     Returns:
       The states, and a zero that is known when this update is done.
     """
-    record, grads = LateRecord(records, (), {index: pieces}), pieces.split(grad)
+    record = LateRecord(records, (), {index: pieces})
+    grads = pieces.split(grad)
     cut = _alone(records, with_pieces(records, states, record.pieces, Pieces.split), index)
     room = record.empty(cut, 1)
     num_groups = len(_turns([a.size * a.dtype.itemsize for a in room[0][: record.num_loaded(cut)]]))

@@ -86,7 +86,8 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
         )
 
     tx = LayerTransformation(rule.init_tree, update)
-    tx.owners, tx.rule = rule.owners, rule
+    tx.owners = rule.owners
+    tx.rule = rule
     tx.moved = tuple(rule.moved(i) for i in range(len(rule.stacked)))
     return tx
 
@@ -297,15 +298,18 @@ class _ByLayers:
     """Moves values of stacks so that each device holds full leaves of some layers."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.mesh = layout, layout.mesh
+        self.layout = layout
+        self.mesh = layout.mesh
 
     def whole(self, index: int, value: Array) -> Array:
         """Return x[L, D_fsdp, F] as x[L_fsdp, D, F], with L padded to a multiple of the devices."""
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         if not leaf.is_stacked or not any(spec):
             return value
         axes = _axes(spec)
-        layers, devices = value.shape[0], math.prod(self.mesh.shape[a] for a in axes)
+        layers = value.shape[0]
+        devices = math.prod(self.mesh.shape[a] for a in axes)
         rows = -(-layers // devices) * devices
         # Padded with copies and not with zeros, for which a rule might compute NaN.
         copies = [value] * (rows // layers) + ([value[: rows % layers]] if rows % layers else [])
@@ -317,10 +321,12 @@ class _ByLayers:
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[L_fsdp, D, F] as y[L, D_fsdp, F], without the padding."""
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         if not leaf.is_stacked or not any(spec):
             return value
-        axes, at = _axes(spec), _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
+        axes = _axes(spec)
+        at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
         value = _turned(
             value, self.mesh, _path((None, *at), axes)[::-1] if at else [(None,) * value.ndim]
         )
@@ -335,11 +341,13 @@ class Gathered:
 
     def __init__(self, layout: Layout) -> None:
         """Use the shardings of `layout`."""
-        self.layout, self.mesh = layout, layout.mesh
+        self.layout = layout
+        self.mesh = layout.mesh
 
     def whole(self, index: int, value: Array) -> Array:
         """Return x[D_fsdp, F] of parameter leaf `index` as x[D, F]."""
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         if not any(spec):
             return value
         at = _spec_like(spec, leaf.record_shape, value.shape)
@@ -350,7 +358,8 @@ class Gathered:
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[D, F] of parameter leaf `index` as y[D_fsdp, F]."""
         del like
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         at = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
         return _turned(value, self.mesh, [(None,) * value.ndim, *([at] if at else [])])
 
@@ -395,7 +404,8 @@ def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
     Each spec moves one mesh axis, which XLA turns into an all_to_all. If several axes moved at the
     same time, XLA might gather the stack instead.
     """
-    path, here = [spec], list(spec)
+    path = [spec]
+    here = list(spec)
     moved: list[str] = []
     # The last axis of a dim moves first, so that the remaining axes still split that dim.
     for axis in reversed(axes):

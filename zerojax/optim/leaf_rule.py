@@ -162,7 +162,8 @@ class LeafRule:
           Number of gathered elements, and number of elements sent back; both are 0 if the update
           runs on shards.
         """
-        phases, shapes = self._phases[index], self._shapes
+        phases = self._phases[index]
+        shapes = self._shapes
         there, back = (
             sum(math.prod(shapes[slot]) for slot in slots) for slots in (phases.there, phases.back)
         )
@@ -279,13 +280,15 @@ class LeafRule:
 
     def _inputs(self, place: int) -> tuple[int, ...]:
         """Return the slots of the gradients (0), the state (1) or the parameters (2)."""
-        leaves, states = len(self.stacked), len(self.owners)
+        leaves = len(self.stacked)
+        states = len(self.owners)
         start = (0, leaves, leaves + states)[place]
         return self.update.inputs[start : start + (states if place == 1 else leaves)]
 
     @functools.cached_property
     def _phases(self) -> tuple[_Phases, ...]:
-        num, own = len(self.stacked), {i: [] for i in range(len(self.stacked))}
+        num = len(self.stacked)
+        own = {i: [] for i in range(len(self.stacked))}
         for i in self.update.live(self.update.outputs):
             if (leaf := self.leaf_of.get(i.outs[0])) is not None:
                 own[leaf].append(i)
@@ -325,13 +328,17 @@ class LeafRule:
           loss: f32[], the loss of the step.
           move: how values reach the devices that hold full leaves.
         """
-        before, (weights, tree) = jax.tree.leaves(state), jax.tree.flatten(params)
+        before = jax.tree.leaves(state)
+        (weights, tree) = jax.tree.flatten(params)
         shared = [before[j] for j in self.shared]
-        scalars, updates, after = self.scalars(shared, loss), [], list(before)
+        scalars = self.scalars(shared, loss)
+        updates = []
+        after = list(before)
         for i, (grad, weight, stacked) in enumerate(
             zip(jax.tree.leaves(grads), weights, self.stacked, strict=True)
         ):
-            own, layers = self.list_state_leaves(i), weight.shape[0] if stacked else None
+            own = self.list_state_leaves(i)
+            layers = weight.shape[0] if stacked else None
             update, states = self.update_leaf(
                 i, grad, weight, [before[j] for j in own], scalars, layers, move
             )
@@ -369,7 +376,9 @@ class LeafRule:
           New parameters and new states.
         """
         owned = [j for j, owner in enumerate(self.owners) if owner in part]
-        before, after, weights = dict(zip(owned, states, strict=True)), {}, []
+        before = dict(zip(owned, states, strict=True))
+        after = {}
+        weights = []
         scalars = self.scalars(shared, loss)
         for i, grad, weight in zip(part, grads, params, strict=True):
             own = self.list_state_leaves(i)
@@ -471,7 +480,8 @@ def _around(equations: set[int], inputs: Sequence[Sequence[int]]) -> tuple[set[i
       equations: numbers of the equations in the set.
       inputs: for each equation, the numbers of the equations whose results it reads.
     """
-    behind, ahead = set(equations), set(equations)
+    behind = set(equations)
+    ahead = set(equations)
     for n, before in enumerate(inputs):
         if not behind.isdisjoint(before):
             behind.add(n)

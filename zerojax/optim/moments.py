@@ -93,7 +93,8 @@ def keep_in_bfloat16(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, RoundedState]:
         owners = _narrowed(tx, updates if params is None else params)
-        grads, (before, tree) = jax.tree.leaves(updates), jax.tree.flatten(state.inner)
+        grads = jax.tree.leaves(updates)
+        (before, tree) = jax.tree.flatten(state.inner)
         widened = [a.astype(jnp.float32) if j in owners else a for j, a in enumerate(before)]
         updates, inner = optax.with_extra_args_support(tx).update(
             updates, jax.tree.unflatten(tree, widened), params, **extra

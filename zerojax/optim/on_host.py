@@ -106,17 +106,24 @@ class HostUpdate:
           summed: number of microbatches over which the gradients are summed.
           on_disk: where gradients that wait on disk are stored, by leaf index.
         """
-        self.record_update, self.records, self.layout = update, update.records, update.layout
-        self.mesh, self.config = update.mesh, update.layout.config
-        self.stashes, self.on_disk = stashes, on_disk
+        self.record_update = update
+        self.records = update.records
+        self.layout = update.layout
+        self.mesh = update.mesh
+        self.config = update.layout.config
+        self.stashes = stashes
+        self.on_disk = on_disk
         self.state = HostState(self.records, stashes=stashes, on_disk=on_disk)
-        self.params_away, self.needs_weights = self.state.params_away, self.state.needs_weights
-        has_master, order = self.layout.has_master, self.state.order
+        self.params_away = self.state.params_away
+        self.needs_weights = self.state.needs_weights
+        has_master = self.layout.has_master
+        order = self.state.order
         self.rules = [
             HostRule(update, i, self.state.grad_dtype(i), summed, has_master) for i in order
         ]
         # One vector holds the scalars of all kernels: each reads its own slice.
-        start, leaves = 0, []
+        start = 0
+        leaves = []
         for rule, index in zip(self.rules, order, strict=True):
             scalars = slice(start, start + len(rule.crossing))
             start = scalars.stop
@@ -138,7 +145,8 @@ class HostUpdate:
             )
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
-        weight_on_device, delayed = self.needs_weights, self.config.delayed_update
+        weight_on_device = self.needs_weights
+        delayed = self.config.delayed_update
         states = len(rule.states)
         in_place = self.layout.has_master or not (weight_on_device or delayed)
         # An aliased result is written over its operand. A weight has its own result if it is stored
@@ -306,7 +314,8 @@ class HostUpdate:
         if self.lag:
             before = handed[part[0]]
             handed[part[0]] = before.then(layer, go)
-            layer, go = before.layers[0], before.goes[0]
+            layer = before.layers[0]
+            go = before.goes[0]
         return self._write_layer(states, part, layer, new, go), token, handed
 
     def _write_layer(
@@ -479,7 +488,8 @@ class HostUpdate:
             return [], token
         records = [self.records.grads[i] for i in part]
         results = () if self.params_away else tuple(part)
-        where, operands = [layer, go.astype(jnp.int32)], [*grads, *old]
+        where = [layer, go.astype(jnp.int32)]
+        operands = [*grads, *old]
         if self.lag:
             assert self.binding.queued is not None
             queued = functools.partial(self.binding.queued.update, first=self._first(part))
@@ -607,11 +617,13 @@ def update_on_host(host: HostUpdate) -> Update:
     """Return the update of a resident step whose optimizer runs on the host."""
 
     def update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
-        config, records = host.config, host.records
+        config = host.config
+        records = host.records
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         measured = measure_grads(config, state, grads, host.record_update.unused)
-        norm, ok = measured.norm, measured.finite
+        norm = measured.norm
+        ok = measured.finite
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
         scalars = host.scalars(records.list_shared(states), value, factor, scale)

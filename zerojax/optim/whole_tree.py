@@ -90,11 +90,11 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
       tx: the optimizer.
       layout: layout of the program's state.
     """
-    config, stage, apply = layout.config, STAGES[layout.config.stage], _build_update(tx, layout)
-    grads_at, unused = (
-        layout.param_shardings(stage.opt_state),
-        unused_grads(layout.update_jaxpr, len(layout.leaves)),
-    )
+    config = layout.config
+    stage = STAGES[layout.config.stage]
+    apply = _build_update(tx, layout)
+    grads_at = layout.param_shardings(stage.opt_state)
+    unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(
         state: TrainState, value: jax.Array, grads: Any

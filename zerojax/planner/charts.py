@@ -15,8 +15,12 @@ from typing import NamedTuple
 
 from host_offload.schedule import COLOURS
 
-WIDTH, LEFT, RIGHT, EDGE = 1200, 110, 1020, 16
-CHAR, ROW = 7.2, 26
+WIDTH = 1200
+LEFT = 110
+RIGHT = 1020
+EDGE = 16
+CHAR = 7.2
+ROW = 26
 """Width of a 12 px character and height of a row, in pixels."""
 DARK, GREY, LIGHT = "#222", "#666", "#ddd"
 KINDS: Mapping[str, str] = MappingProxyType(
@@ -140,11 +144,14 @@ def in_order(kinds: Iterable[str]) -> list[str]:
 
 def legend(kinds: Iterable[str]) -> tuple[list[str], float]:
     """Return the elements of a colour legend, from y = 0 downwards, and its height in pixels."""
-    body, x, y = list[str](), float(LEFT), 0.0
+    body = list[str]()
+    x = float(LEFT)
+    y = 0.0
     for kind in in_order(kinds):
         width = 40 + len(kind) * CHAR
         if x + width > WIDTH - EDGE:
-            x, y = float(LEFT), y + 22
+            x = float(LEFT)
+            y = y + 22
         body.append(box(x, y, 14, 14, fill=colour(kind), stroke="#555"))
         body.append(text(x + 20, y + 11.5, kind))
         x += width

@@ -118,7 +118,8 @@ def build_boxes(spans: Iterable[Span], grain: float) -> list[Box]:
         if boxes and _joins(boxes[-1], span, grain):
             boxes[-1] = boxes[-1].with_(span)
         else:
-            seconds, layers = span.stop - span.start, (span.layer, span.layer)
+            seconds = span.stop - span.start
+            layers = (span.layer, span.layer)
             boxes.append(
                 Box(
                     lane=span.lane,
@@ -182,10 +183,13 @@ def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[li
     Each heading has a line down to the start of its part. A heading that starts below another one
     moves down a row, so that its line does not cross that heading.
     """
-    placed, lines, words = list[tuple[int, float]](), list[tuple[float, float]](), list[str]()
+    placed = list[tuple[int, float]]()
+    lines = list[tuple[float, float]]()
+    words = list[str]()
     for phase in phases:
         heading = f"{phase.name} {number(phase.seconds)} s, bound by {phase.bound_by}"
-        begin, width = LEFT + phase.start * scale, len(heading) * CHAR
+        begin = LEFT + phase.start * scale
+        width = len(heading) * CHAR
         x = min(begin + 4, WIDTH - EDGE - width)
         row = max((1 + row for row, end in placed if end > min(x, begin)), default=0)
         placed.append((row, x + width + 8))
@@ -237,12 +241,12 @@ def _lane(
 
 def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
     """Return one element per colour for narrow boxes."""
-    outlines, labels = (
-        collections.defaultdict[str, list[str]](list),
-        collections.defaultdict[str, dict[str, None]](dict),
-    )
+    outlines = collections.defaultdict[str, list[str]](list)
+    labels = collections.defaultdict[str, dict[str, None]](dict)
     for one in boxes:
-        x, width, stripe = LEFT + one.start * scale, one.seconds * scale, TALL / len(one.kinds)
+        x = LEFT + one.start * scale
+        width = one.seconds * scale
+        stripe = TALL / len(one.kinds)
         for i, kind in enumerate(one.kinds):
             outlines[kind].append(
                 f"M{x:.6g} {i * stripe:.4g}h{width:.4g}v{stripe:.4g}h-{width:.4g}z"
@@ -267,7 +271,9 @@ def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
 
 def _wide_box(one: Box, scale: float) -> list[str]:
     """Return a box: its tooltip, a stripe for each kind, and its name if that fits."""
-    x, width, stripe = LEFT + one.start * scale, one.seconds * scale, TALL / len(one.kinds)
+    x = LEFT + one.start * scale
+    width = one.seconds * scale
+    stripe = TALL / len(one.kinds)
     tooltip = (
         f"{one.lane}: {one.name}, {number(one.start)} s to {number(one.stop)} s, "
         f"{number(one.seconds)} s of work"

@@ -139,7 +139,8 @@ def plan(
 @contextlib.contextmanager
 def _told_once() -> Iterator[None]:
     """Log each warning only once, since a plan lays out the same model for many configs."""
-    told, logger = set[str](), logging.getLogger("zerojax")
+    told = set[str]()
+    logger = logging.getLogger("zerojax")
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -199,13 +200,14 @@ class Planner:
     ) -> None:
         """Check the arguments and trace the model; they are the arguments of `plan`."""
         _check_arguments(fixed, min_disk_days, tiles)
-        self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
+        self.model = model
+        self.tx = tx
+        self.batch = batch
+        self.fixed = dict(fixed or {})
         self.tiles = tuple(int(n) for n in tiles or _TILES)
-        self.is_sizes, self.notes, self.rounds_moments = (
-            isinstance(model, Sizes),
-            list[str](),
-            rounds_moments,
-        )
+        self.is_sizes = isinstance(model, Sizes)
+        self.notes = list[str]()
+        self.rounds_moments = rounds_moments
         self._check(mesh)
         self.mesh: Mesh | None = None if self.is_sizes else mesh
         self.shares_cores = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
@@ -309,7 +311,8 @@ class Planner:
             raise ValueError(
                 f"mesh={mesh!r}: for Sizes, pass axis sizes by name, such as {{'fsdp': 8}}"
             )
-        devices, axes = self.machine.devices, dict(mesh or {})
+        devices = self.machine.devices
+        axes = dict(mesh or {})
         if unknown := sorted(set(axes) - set(Grid._fields)):
             raise ValueError(
                 f"mesh has unknown axes {unknown}: choose from {', '.join(Grid._fields)}"
@@ -351,7 +354,8 @@ class Planner:
 
         They are checked here because no program may be built that would report them.
         """
-        work, config = self.workload, self.base
+        work = self.workload
+        config = self.base
         if work.rows % config.num_microbatches:
             raise ValueError(
                 f"num_microbatches={config.num_microbatches} does not divide the {work.rows} rows "
@@ -389,7 +393,8 @@ class Planner:
         made = self._plan()
         if not validate:
             return made
-        most, compiled = self.machine.need("device_bytes"), None
+        most = self.machine.need("device_bytes")
+        compiled = None
         for _ in range(_MOST_COMPILED):
             compiled = validated(made, self.model, self.tx, self.mesh, self.batch)
             made = dataclasses.replace(made, validated=compiled)
@@ -444,7 +449,8 @@ class Planner:
     def space(self, fixed: Mapping[str, Any] | None = None) -> Space:
         """Return the choices; notes record what is left out because a figure is missing."""
         fixed = self.fixed if fixed is None else fixed
-        tiers, allowed = self._tiers(fixed), dict[str, list[Any]]()
+        tiers = self._tiers(fixed)
+        allowed = dict[str, list[Any]]()
         if "host_kernel" not in self.machine.figures and fixed.get("update_on") != "host":
             allowed["update_on"] = ["device"]
             self._note("update_on='host' is not considered: the machine lacks host_kernel")
@@ -470,7 +476,9 @@ class Planner:
 
         Raises ValueError if a fixed field needs a tier whose figures the machine lacks.
         """
-        figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
+        figures = self.machine.figures
+        tiers = ["device"]
+        asked = _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
         host = ("host_bytes", *link)
         # Records in flight to and from the disk are in host memory buffers, so nvme needs host
@@ -592,8 +600,10 @@ class Planner:
 
     def made(self, search: Search, best: Found) -> Plan:
         """Return the plan for the config that a search settled on."""
-        tally, work = search.tally, self.workload
-        of_best, moved = best.estimate, best.estimate.moved
+        tally = search.tally
+        work = self.workload
+        of_best = best.estimate
+        moved = best.estimate.moved
         per = self.machine.devices_per_node
         others = [f for f in search.found if f is not best][:_TOLD]
         text = (
@@ -604,7 +614,8 @@ class Planner:
             + (f"; layers by {tally.solver}" if tally.solver else "")
         )
         bytes_by_tier = of_best.bytes if best.exact is None else best.exact.bytes
-        read, written = moved["read"], moved["write"]
+        read = moved["read"]
+        written = moved["write"]
         if best.exact is not None and best.exact.swapped is not None:
             read, written = best.exact.swapped
         config = best.config
@@ -687,7 +698,8 @@ class Planner:
     def _tried(self, change: Change) -> tuple[Search, Found | None]:
         """Return the search with a changed request, and the config that it settled on."""
         other = copy.copy(self)
-        other.notes, other.machine = [], dataclasses.replace(self.machine, **change.figures)
+        other.notes = []
+        other.machine = dataclasses.replace(self.machine, **change.figures)
         other.fixed = {
             name: value for name, value in self.fixed.items() if name != change.without
         } | dict(change.fixed)
@@ -723,7 +735,8 @@ def _with_both(machine: Machine) -> Machine:
 
     It is assumed to be the lower of the rates of reads alone and of writes alone.
     """
-    read, write = machine.disk_read, machine.disk_write
+    read = machine.disk_read
+    write = machine.disk_write
     if (
         read is None
         or write is None

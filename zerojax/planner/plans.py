@@ -43,7 +43,9 @@ class PlanError(ValueError):
           had: bytes, or days, that are available.
         """
         super().__init__(message)
-        self.tier, self.needed, self.had = tier, needed, had
+        self.tier = tier
+        self.needed = needed
+        self.had = had
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

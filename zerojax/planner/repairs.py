@@ -75,7 +75,8 @@ class Repairs:
 
     def _more(self, search: Search) -> str:
         """Return the figures that the machine would need, or the days that could be requested."""
-        figures, days = dict[str, int](), None
+        figures = dict[str, int]()
+        days = None
         for _ in range(_MOST_ROUNDS):
             near = search.tally.nearest
             if near is None:
@@ -96,8 +97,10 @@ class Repairs:
 
     def _lacking(self, lacks: Sequence[Shortfall]) -> dict[str, int]:
         """Return the figures that a machine would need to provide what is missing."""
-        machine, least = self.machine, dict[str, int]()
-        per, pinned = machine.devices_per_node, machine.pinned_bytes
+        machine = self.machine
+        least = dict[str, int]()
+        per = machine.devices_per_node
+        pinned = machine.pinned_bytes
         for what, needed, _ in (lack for lack in lacks if lack.what != DAYS):
             part = {"device": self.filled, "nvme": 1.0}.get(what, USABLE)
             # One extra byte, because the usable fraction of the figure is rounded.

@@ -157,9 +157,11 @@ def _as_estimated(
 
 def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     """Return contexts that may beat the configs found, each with a quick choice, the best first."""
-    space, bound = search.space, Bound(search.space)
+    space = search.space
+    bound = Bound(search.space)
     best = search.found[0].seconds if search.found else math.inf
-    seen, contexts = set[tuple[Any, ...]](), list[_Context]()
+    seen = set[tuple[Any, ...]]()
+    contexts = list[_Context]()
     # Bounds are computed for segments, which stream: a layer is gathered once for all microbatches,
     # and recomputes what it must.
     of_segments = {"activations": ()}

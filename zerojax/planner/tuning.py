@@ -79,7 +79,8 @@ class Tuned:
             f"{'floor ms':>10} {'MB':>11}",
         ]
         for step in self.tried:
-            config, found = step.config, step.simulation
+            config = step.config
+            found = step.simulation
             marks = " <- fastest" if config == self.config else ""
             if self.device_bytes is not None and step.num_bytes > self.device_bytes:
                 marks = f" more than the device's {self.device_bytes / 1e6:,.1f}"
@@ -140,7 +141,8 @@ def autotune(
         config.
     """
     mesh = own_mesh(mesh)
-    device, rates = mesh.devices.flat[0], find_rates(rates)
+    device = mesh.devices.flat[0]
+    rates = find_rates(rates)
     if device.platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
             f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
@@ -155,7 +157,9 @@ def autotune(
             "device_bytes", device_bytes, 1, ", or None for what the device has"
         )
     limit = _device_bytes(device) if device_bytes is None else device_bytes
-    tried, programs, refused = list[TunedStep](), set[str](), list[tuple[ZeroConfig, str]]()
+    tried = list[TunedStep]()
+    programs = set[str]()
+    refused = list[tuple[ZeroConfig, str]]()
 
     def attempt(config: ZeroConfig) -> Program:
         with build_train_step(model, tx, config, mesh) as program:
@@ -216,7 +220,8 @@ def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedS
     """Compile a step and simulate it."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder})
-        text, stats = compiled.as_text(), compiled.memory_analysis()
+        text = compiled.as_text()
+        stats = compiled.memory_analysis()
         assert text is not None
         assert stats is not None
         thunks = read_thunks(folder, module_name(text))

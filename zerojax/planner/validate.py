@@ -91,7 +91,8 @@ def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
         axes = (each.axes or "").split("+")
         if not set(axes) <= {"data", "fsdp"}:
             continue
-        n, name = math.prod(mesh.shape[axis] for axis in axes), each.op.replace("-", "_")
+        n = math.prod(mesh.shape[axis] for axis in axes)
+        name = each.op.replace("-", "_")
         rounds = 2 if name == "all_reduce" else 1
         sent[name] = sent.get(name, 0.0) + rounds * each.num_bytes * (n - 1) / n * each.times
     return sent

@@ -141,10 +141,8 @@ def assemble(
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
-        records, gathered_early = (
-            StateRecords(build_layout(model, tx, config, mesh, by_layer)),
-            GatheredEarly(),
-        )
+        records = StateRecords(build_layout(model, tx, config, mesh, by_layer))
+        gathered_early = GatheredEarly()
         _check_reductions(records.layout)
         tx = records.layout.tx  # a rule that combines elements of a leaf is applied to each layer
         check_ema(records.layout)

@@ -149,13 +149,15 @@ class IndexEvaluator:
 
     def _needs(self, eqn: jex.JaxprEqn, outs: frozenset[int]) -> frozenset[int]:
         """Return the positions of the operands that an equation's sites and `outs` need."""
-        name, params = eqn.primitive.name, eqn.params
+        name = eqn.primitive.name
+        params = eqn.params
         if name == "buffer_callback":
             return frozenset({0})
         if name == "optimization_barrier":
             return outs
         if name == "while":
-            num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+            num_cond = params["cond_nconsts"]
+            num_body = params["body_nconsts"]
             of_cond = self._slice(params["cond_jaxpr"].jaxpr, frozenset({0})).inputs
             carried = outs | {i - num_cond for i in of_cond if i >= num_cond}
             carried, of_body = self._carried(params["body_jaxpr"].jaxpr, carried, num_body)
@@ -195,7 +197,8 @@ class IndexEvaluator:
 
     def _eqn(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
         """Return the results of an equation; None for unknown ones."""
-        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+        name = eqn.primitive.name
+        nothing = [None] * len(eqn.outvars)
         if name == "buffer_callback":
             self._ask(eqn, ins[0])
             return nothing
@@ -262,13 +265,13 @@ class IndexEvaluator:
 
     def _while(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
         params = eqn.params
-        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        of_cond, of_body, carry = (
-            ins[:num_cond],
-            ins[num_cond : num_cond + num_body],
-            ins[num_cond + num_body :],
-        )
+        num_cond = params["cond_nconsts"]
+        num_body = params["body_nconsts"]
+        cond = params["cond_jaxpr"]
+        body = params["body_jaxpr"]
+        of_cond = ins[:num_cond]
+        of_body = ins[num_cond : num_cond + num_body]
+        carry = ins[num_cond + num_body :]
         needed = frozenset(
             i - num_cond for i in self._slice(cond.jaxpr, frozenset({0})).inputs if i >= num_cond
         )
@@ -284,7 +287,8 @@ class IndexEvaluator:
         return [None] * len(eqn.outvars)
 
     def _scan(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
-        params, (body,) = eqn.params, list_regions(eqn)
+        params = eqn.params
+        (body,) = list_regions(eqn)
         consts, carry, xs = body.split(ins)
         wanted, _ = self._carried(body.jaxpr, outs, len(consts), len(carry))
         trips = range(params["length"])

@@ -167,7 +167,8 @@ class StepCompiler:
 
     def __init__(self, model: Model | LayeredModel, layout: Layout, step: Step) -> None:
         """Jit the functions of `step`, for this model and layout."""
-        self._layout, self._step = layout, step
+        self._layout = layout
+        self._step = step
         self.options = compiler_options(model, layout)
         self._by_shape: dict[Any, CompiledStep] = {}
         self._grads_by_shape: dict[Any, Any] = {}
@@ -231,7 +232,8 @@ class StepCompiler:
         batch = args[2]
         key = (rows, _build_batch_key(batch))
         if key not in self._applies:
-            mesh, function = self._layout.mesh, self._of_rows(self._step.apply, rows)
+            mesh = self._layout.mesh
+            function = self._of_rows(self._step.apply, rows)
             size = batch_size(batch) if rows is None else None
 
             def sharding(a: Any) -> Any:
@@ -261,7 +263,8 @@ class StepCompiler:
         """
         key = _build_batch_key(batch)
         if key not in self._grads_by_shape:
-            layout, scalar = self._layout, named(self._layout.mesh, ())
+            layout = self._layout
+            scalar = named(self._layout.mesh, ())
             at = layout.param_shardings(STAGES[layout.config.stage].params)
             host = jax.tree.map(lambda a: a.sharding, self.step(batch).abstract_scratch)
             self._grads_by_shape[key] = jax.jit(
@@ -273,12 +276,16 @@ class StepCompiler:
         return self._grads_by_shape[key]
 
     def _jit(self, batch: Any) -> CompiledStep:
-        layout, mesh, step = self._layout, self._layout.mesh, self._step
+        layout = self._layout
+        mesh = self._layout.mesh
+        step = self._step
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         # This traces the block, so that `Step.moves` knows its loops.
-        scratch, written = step.abstract_scratch(abstract), step.records_written(abstract)
+        scratch = step.abstract_scratch(abstract)
+        written = step.records_written(abstract)
         scalar = named(mesh, ())
-        whole, state = explicit(scalar), explicit(layout.shardings)
+        whole = explicit(scalar)
+        state = explicit(layout.shardings)
         host = jax.tree.map(lambda a: a.sharding, scratch)
         batches = jax.tree.map(lambda a: ActivationSpec(mesh).batch(len(a.shape)), batch)
         run = with_learning_rates(step.step, self._rates) if self._rates.names else step.step

@@ -28,13 +28,15 @@ from zerojax.state import Layout
 _LOCAL = ("swap_dir",)
 """Config fields that may differ between processes: each process has its own disk."""
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_MOST_SHOWN, _MOST_HASHED = 4, 1 << 24
+_MOST_SHOWN = 4
+_MOST_HASHED = 1 << 24
 """Most elements of a constant that are shown, and most bytes of it that are hashed."""
 
 
 def build_parts(layout: Layout) -> dict[str, list[str]]:
     """Return the parts that processes compare when they build a program, as lines by name."""
-    config, mesh = layout.config, layout.mesh
+    config = layout.config
+    mesh = layout.mesh
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _LOCAL]
     return {
         "versions": [f"{name} {version(name)}" for name in ("jax", "jaxlib")],

@@ -172,7 +172,8 @@ def _whole_trained(
     tx: optax.GradientTransformation, layout: Layout, trained: Any
 ) -> tuple[Any, Any, Any]:
     """Return params, master and opt_state for trainable parameters, on the device."""
-    precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
+    precision = PRECISIONS[layout.config.precision]
+    stage = STAGES[layout.config.stage]
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trained)
     # Sharded from the start: a device draws only the random numbers of its own elements.
     master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
@@ -191,7 +192,8 @@ def _init_by_records(
     Its arguments are a random key; a donated empty array for each leaf of the abstract state in
     host memory, in order; and i32[], the number of the state, which leaves on disk carry.
     """
-    layout, abstract = records.layout, records.layout.abstract_state
+    layout = records.layout
+    abstract = records.layout.abstract_state
 
     def init(key: Array, empty: list[Array], number: Array) -> TrainState:
         # In the order of the state's leaves, which `_stacks` uses too.
@@ -277,7 +279,8 @@ def _fill_unstacked(
     update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]
 ) -> FlatState:
     """Store every trainable unstacked leaf and its optimizer state, one after another."""
-    records, begin = update.records, jnp.int32(0)
+    records = update.records
+    begin = jnp.int32(0)
     for index in records.layout.unstacked:
 
         def new(

@@ -119,11 +119,18 @@ class Program:
           gathered_early: filled by the step's traces.
           sequence: filled by the step's traces.
         """
-        self.model, self.tx, self.records, self.layout = model, tx, records, records.layout
+        self.model = model
+        self.tx = tx
+        self.records = records
+        self.layout = records.layout
         layout = self.layout
-        self.mesh, self.config = layout.mesh, layout.config
-        self._step, self._gathered_early, self._sequence = step, gathered_early, sequence
-        self._compiler, self._scratch = StepCompiler(model, layout, step), ScratchMemory()
+        self.mesh = layout.mesh
+        self.config = layout.config
+        self._step = step
+        self._gathered_early = gathered_early
+        self._sequence = sequence
+        self._compiler = StepCompiler(model, layout, step)
+        self._scratch = ScratchMemory()
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
@@ -499,11 +506,9 @@ class Program:
           RuntimeError: a slice was read at a wrong offset, or XLA copied donated host memory.
           ValueError: the state or the batch cannot be used, as in `step`.
         """
-        verifies, lowered, addresses = (
-            verifies_offsets(self.mesh),
-            self.lower(batch),
-            HostAddresses(),
-        )
+        verifies = verifies_offsets(self.mesh)
+        lowered = self.lower(batch)
+        addresses = HostAddresses()
         assert lowered.step is not None
         usual = lowered.step.run
         try:
@@ -674,7 +679,8 @@ class Program:
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
-            step, program = self._compiler.step(batch), self._compiler.grads(batch)
+            step = self._compiler.step(batch)
+            program = self._compiler.grads(batch)
             scratch = self._scratch.take(step.abstract_scratch, self.mesh)
             # The parts that are not read stay where they are stored.
             reads = dataclasses.replace(state, master=None, opt_state=None, pending=None)

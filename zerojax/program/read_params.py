@@ -55,7 +55,10 @@ class ParamReader:
           records: how its states are stored.
           runner: runner of the program.
         """
-        self.model, self.layout, self.records, self._runner = model, records.layout, records, runner
+        self.model = model
+        self.layout = records.layout
+        self.records = records
+        self._runner = runner
         self._unstacked: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
@@ -154,10 +157,8 @@ class ParamReader:
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
         states = self.records.flat(state)
         if ema:
-            specs, stacks = (
-                self.records.opt_records((index,)),
-                self.records.opt_states(states, (index,)),
-            )
+            specs = self.records.opt_records((index,))
+            stacks = self.records.opt_states(states, (index,))
             mirrors = self.layout.opt_map.list_state_leaves((index,))
             at = len(specs) - len(mirrors) + mirrors.index(place)
         else:
@@ -169,10 +170,8 @@ class ParamReader:
 
     def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
         """Return a frozen unstacked parameter; its average is the parameter itself."""
-        leaf, record = (
-            jax.tree.leaves(state.frozen, is_leaf=is_stored)[place],
-            self.records.weight(index),
-        )
+        leaf = jax.tree.leaves(state.frozen, is_leaf=is_stored)[place]
+        record = self.records.weight(index)
         if not isinstance(leaf, OnDisk):
             return _widened(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
         if (index, False) not in self._unstacked:
@@ -187,7 +186,8 @@ class ParamReader:
 
         It reads from any tier.
         """
-        records, layout = self.records, self.layout
+        records = self.records
+        layout = self.layout
 
         def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
             frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
@@ -199,7 +199,8 @@ class ParamReader:
         def read(
             state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int
         ) -> Any:
-            states, stack = records.flat(state), layout.stacks[number]
+            states = records.flat(state)
+            stack = layout.stacks[number]
             whole = OnDevice(layer) if on_device else layer
             leaves = dict(
                 zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True)
@@ -236,7 +237,8 @@ class ParamReader:
         Raises:
           ValueError: there are no averages, or the parameters are stored on disk.
         """
-        layout, places = self.layout, self._averages
+        layout = self.layout
+        places = self._averages
         if layout.config.params == "nvme":
             raise ValueError(
                 "params='nvme': averages of parameters on disk are read piece by piece, with "
@@ -293,13 +295,15 @@ class ParamReader:
 
         It returns `stacks`, which are donated, with one layer's averages stored.
         """
-        layout, records = self.layout, self.records
+        layout = self.layout
+        records = self.records
 
         def put(
             state: TrainState, stacks: list[Any], layer: jax.Array, on_device: bool, number: int
         ) -> list[Any]:
             of_stack = layout.stacks[number]
-            states, after = records.flat(state), dict(zip(layout.stacked, stacks, strict=True))
+            states = records.flat(state)
+            after = dict(zip(layout.stacked, stacks, strict=True))
 
             def write(
                 after: dict[int, Any], part: Sequence[int], source: Index, target: Index

@@ -57,7 +57,8 @@ def keep_by_segments(
         program, out_shape = trace(loss, params, *data)
         values = jax.tree.leaves((params, *data))
         slots = dict(zip(program.inputs, values, strict=True))
-        num_params, keeper = len(jax.tree.leaves(params)), None
+        num_params = len(jax.tree.leaves(params))
+        keeper = None
         if mode == "save":
             keeper = Keeper.of(program, program.inputs[num_params:], splits, data)
         _run(program, slots, num_params, keeper)
@@ -105,7 +106,8 @@ def _region(
     keeper: Keeper | None,
 ) -> None:
     """Evaluate one segment under jax.checkpoint."""
-    instructions, last = [i for _, i in piece], piece[-1][0]
+    instructions = [i for _, i in piece]
+    last = piece[-1][0]
     results = {out for i in instructions for out in i.outs}
     # A region is a function of the values that it reads from outside, and returns the values that
     # are read after it.
@@ -154,7 +156,8 @@ def segments(
     # Bytes that are live after each equation: a value lives from the equation that computes it to
     # the last one that reads it.
     live: list[int] = []
-    now, dying = 0, {}
+    now = 0
+    dying = {}
     for index, i in data:
         for out, v in zip(i.outs, i.eqn.outvars, strict=True):
             last = program.last_read.get(out, index)

@@ -98,13 +98,11 @@ class ResidentStep:
           gather: evaluates the model: `gather(function, params, *args)` takes parameters as stored
             and gathers them.
         """
-        self.model, self.tx, self.records, self.update, self._gather = (
-            model,
-            tx,
-            records,
-            update,
-            gather,
-        )
+        self.model = model
+        self.tx = tx
+        self.records = records
+        self.update = update
+        self._gather = gather
         self.layout = layout = records.layout
         self.host: HostUpdate | None = None
         if update is not None and layout.config.update_on == "host":
@@ -169,7 +167,8 @@ class ResidentStep:
 
     def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Return the result of the model's `predict`, without random keys."""
-        layout, model = self.layout, self.model
+        layout = self.layout
+        model = self.model
         model = layout.decoding(model) if isinstance(model, LayeredModel) else model
         predict = build_predict(model, ActivationSpec(layout.mesh).constrain)
         if layout.encodings and isinstance(model, Model):
@@ -248,7 +247,8 @@ def plain_objective(
       as_stored: whether a layered model takes parameters as stored, some of them in 8 or 4 bits
         (`Layout.decoding`).
     """
-    mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
+    mode = layout.config.activations
+    constrain = ActivationSpec(layout.mesh).constrain
     if isinstance(model, Model):
         assert isinstance(mode, str)  # segments need layers (`zerojax.config.check_unlayered`)
         # A checkpoint skips derivative rules whose results are not read, but these rules must run:
@@ -338,7 +338,8 @@ def build_grads(
 ) -> Callable[[TrainState, Any], Gradients]:
     """Return `grads(state, batch)`, which computes a step's `Gradients`."""
     stage = STAGES[layout.config.stage]
-    grads_at, count = layout.param_shardings(stage.opt_state), layout.config.num_microbatches
+    grads_at = layout.param_shardings(stage.opt_state)
+    count = layout.config.num_microbatches
 
     def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the gradients of scale * loss, and a tuple of further results.
@@ -376,7 +377,8 @@ def build_grads(
     ) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         overwritten, rest = _overwritten(model_state)
-        data, params = (batch, key, rest, whole), (state.params, state.frozen, overwritten)
+        data = (batch, key, rest, whole)
+        params = (state.params, state.frozen, overwritten)
         grads, (replaced, value, metrics, after) = derive(scale, data, params)
         after = after if replaced is None else {**after, OVERWRITTEN: replaced}
         # Constrained to the update's shards so that XLA can use reduce_scatter and keeps no

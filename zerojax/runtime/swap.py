@@ -146,7 +146,10 @@ class SwapSession:
 
     def __init__(self, disk: DiskLayout) -> None:
         """Start without a folder; `disk` declares the records."""
-        self.disk, self.config, self.mesh, self.swap = disk, disk.config, disk.mesh, disk.swap
+        self.disk = disk
+        self.config = disk.config
+        self.mesh = disk.mesh
+        self.swap = disk.swap
         self._state = SwapState.UNCLAIMED
         self._run: _Run | None = None
         self._folder: SwapFolder | None = None
@@ -212,10 +215,8 @@ class SwapSession:
         self._check_memory(
             [records for records in self.disk.kinds.values() if records.lifetime == "state"]
         )
-        copies, pin = (
-            self.swap.copies,
-            "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock",
-        )
+        copies = self.swap.copies
+        pin = "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
         self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(self._folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
@@ -373,7 +374,8 @@ class SwapSession:
 
     def _check_memory(self, kinds: Sequence[DiskRecords]) -> None:
         """Raise RuntimeError if the machine has too little memory for the buffers of some kinds."""
-        ranks, available = len(self.disk.ranks()), available_bytes()
+        ranks = len(self.disk.ranks())
+        available = available_bytes()
         if available is None or (needed := ranks * self.disk.buffer_bytes(kinds)) <= available:
             return
         largest = max(kinds, key=lambda r: self.disk.buffer_bytes([r]))
@@ -459,7 +461,8 @@ class SwapSession:
 
         Otherwise its callbacks would run during the next program.
         """
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is None:
             return
         try:
@@ -470,7 +473,8 @@ class SwapSession:
             self._state = run.began_in
             if run.took_the_state:
                 # No leaf on disk has the number 0, so every state is refused until the next `open`.
-                self.swap.generation, self._state = 0, SwapState.LOST
+                self.swap.generation = 0
+                self._state = SwapState.LOST
 
     def finish(self, is_step: bool = False) -> dict[str, float]:
         """Finish a program, and return metrics of the records that it moved.
@@ -603,7 +607,8 @@ class SwapSession:
 
     def _close(self) -> None:
         self._advance("close")
-        engine, self.swap.engine = self.swap.engine, None
+        engine = self.swap.engine
+        self.swap.engine = None
         self._files_of.clear()
         try:
             if engine is not None:
@@ -611,7 +616,8 @@ class SwapSession:
                 engine.close()
         finally:
             # Even if the engine raises: a folder that stays locked would refuse the next claim.
-            folder, self._folder = self._folder, None
+            folder = self._folder
+            self._folder = None
             if folder is not None:
                 folder.close()
 

@@ -102,7 +102,8 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
         bits, the batch has no rows, or leaves have different numbers of rows.
     """
     batch = jax.tree.map(lambda leaf: _brought(leaf, mesh), _with_arrays(batch))
-    size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
+    size = batch_size(_whole(batch, mesh))
+    shards = num_batch_shards(mesh)
     if size % shards == 0:
         return _place(jax.tree.map(_own, batch), mesh), None
     rows = Rows(size, tuple(_parts(leaf, mesh) for leaf in jax.tree.leaves(batch)))
@@ -181,7 +182,8 @@ def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
         )
     if leaf.dtype.kind not in "iu" or leaf.dtype.itemsize == dtype.itemsize or not leaf.size:
         return
-    least, most = int(leaf.min()), int(leaf.max())
+    least = int(leaf.min())
+    most = int(leaf.max())
     bounds = np.iinfo(dtype)
     if least < bounds.min or most > bounds.max:
         raise ValueError(

@@ -136,7 +136,8 @@ def param_specs(
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    shapes, bases = [leaf.shape for _, leaf in leaves], broadcast_specs(user_specs, abstract_params)
+    shapes = [leaf.shape for _, leaf in leaves]
+    bases = broadcast_specs(user_specs, abstract_params)
     reasons = [misfit(*of_leaf, mesh, axis) for of_leaf in zip(paths, shapes, bases, strict=True)]
     if told := [reason for reason in reasons if reason is not None]:
         raise ValueError("\n".join(told))

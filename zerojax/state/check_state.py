@@ -95,10 +95,8 @@ class StateCheck:
 
     def _other_structure(self, state: TrainState) -> str:
         """Return an error that names the leaves that a state lacks or has in excess."""
-        given, expected = (
-            _names(as_arguments(state)),
-            _names(jax.tree.unflatten(self._structure, self._expected)),
-        )
+        given = _names(as_arguments(state))
+        expected = _names(jax.tree.unflatten(self._structure, self._expected))
         lacks = [name for name in expected if name not in set(given)]
         extra = [name for name in given if name not in set(expected)]
         found = [f"it lacks {_listed(lacks)}"] if lacks else []

@@ -120,10 +120,12 @@ def choose_encodings(
       stacked: paths of the stacks of layers.
       mesh: the device mesh.
     """
-    encodings, kept = {}, []
+    encodings = {}
+    kept = []
     for path, leaf in leaves.items():
         lead = int(path in stacked)
-        shape, spec = tuple(leaf.shape[lead:]), tuple(specs[path][lead:])
+        shape = tuple(leaf.shape[lead:])
+        spec = tuple(specs[path][lead:])
         shards = tuple(math.prod(mesh.shape[axis] for axis in parse_axes(entry)) for entry in spec)
         if (why := storage.refusal(format, shape, shards)) is not None:
             kept.append((path, leaf, why))

@@ -406,7 +406,8 @@ def build_layout(
       ValueError: the model has no trainable parameters or parameters that are not numbers, specs do
         not fit, or the optimizer cannot run sharded.
     """
-    stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
+    stage = STAGES[config.stage]
+    precision = PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
     flags = frozen_flags(model, params)
@@ -435,11 +436,9 @@ def build_layout(
         params,
     )
     groups = tile_groups(model, params, config)
-    as_given, given_specs, encodings = (
-        whole,
-        specs,
-        _encodings(model, config, whole, specs, is_frozen, mesh),
-    )
+    as_given = whole
+    given_specs = specs
+    encodings = _encodings(model, config, whole, specs, is_frozen, mesh)
     if encodings:
         given = build_leaves(model, whole, specs, (), is_frozen)
         whole, specs, is_frozen, groups = _as_they_rest(
@@ -453,10 +452,8 @@ def build_layout(
     # Trainable leaves come first, so that an update counts only them.
     places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
     groups = tuple(_trained_first(group, table, places) for group in groups)
-    leaves, frozen_leaves = (
-        tuple(a for a in table if not a.frozen),
-        tuple(a for a in table if a.frozen),
-    )
+    leaves = tuple(a for a in table if not a.frozen)
+    frozen_leaves = tuple(a for a in table if a.frozen)
     params, _ = split_frozen(flags, params)
     compute, frozen = split_frozen(flags, whole)
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
@@ -512,7 +509,8 @@ def build_layout(
         ),
         scalar,
     )
-    f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    f32 = jax.ShapeDtypeStruct((), jnp.float32)
+    i32 = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = build_state(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
@@ -552,7 +550,8 @@ def build_layout(
         abstract_state = dataclasses.replace(abstract_state, pending=pending)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     # Leaves on disk come last, so that `arrays` has all leaves as if they were in memory.
-    arrays, disk = abstract_state, None
+    arrays = abstract_state
+    disk = None
     if uses_disk(config):
         disk = DiskLayout(config, mesh)
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
@@ -643,7 +642,10 @@ def _as_they_rest(
 ) -> tuple[Any, dict[str, LeafSpec], list[bool], tuple[TileGroup, ...]]:
     """Return the tree with `Encoded` nodes, its specs and flags, and groups by position in it."""
     arrays, tree = jax.tree.flatten(whole)
-    nodes, specs, flags, places = [], {}, [], []
+    nodes = []
+    specs = {}
+    flags = []
+    places = []
     for leaf, array in zip(given, arrays, strict=True):
         encoding = encodings.get(leaf.name)
         node = array if encoding is None else encoding.abstract

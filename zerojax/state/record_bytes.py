@@ -39,7 +39,9 @@ def record_bytes(
     Returns:
       Bytes per device by name, such as "params", "opt_state" and "params_on_disk".
     """
-    layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
+    layout = records.layout
+    mesh = records.mesh
+    stage = STAGES[records.layout.config.stage]
     on_device = layout.config.params == "device"
 
     def num_bytes(
@@ -171,9 +173,11 @@ def unstacked_leaves(
             (r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device"
         )
 
-    layout, leaves = records.layout, list[UnstackedLeaf]()
+    layout = records.layout
+    leaves = list[UnstackedLeaf]()
     for i in (*layout.unstacked, *layout.frozen_unstacked):
-        leaf, weight = layout.all_leaves[i], records.weight(i)
+        leaf = layout.all_leaves[i]
+        weight = records.weight(i)
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
             name = (
@@ -197,7 +201,8 @@ def gathered_unstacked(records: StateRecords) -> dict[str, int]:
 
     They are 0 if the parameters are not gathered.
     """
-    layout, sizes = records.layout, {"embed": 0, "head": 0}
+    layout = records.layout
+    sizes = {"embed": 0, "head": 0}
     for unit in sizes:
         trained = [i for i in layout.unstacked if layout.all_leaves[i].path[0].key == unit]
         frozen = [i for i in layout.frozen_unstacked if layout.all_leaves[i].path[0].key == unit]

@@ -95,13 +95,12 @@ class StateRecords:
 
     def __init__(self, layout: Layout) -> None:
         """Choose how each leaf is stored, and declare the records on disk."""
-        self.layout, self.mesh, self.leaves, self.opt_map = (
-            layout,
-            layout.mesh,
-            layout.leaves,
-            layout.opt_map,
-        )
-        config, stage = layout.config, STAGES[layout.config.stage]
+        self.layout = layout
+        self.mesh = layout.mesh
+        self.leaves = layout.leaves
+        self.opt_map = layout.opt_map
+        config = layout.config
+        stage = STAGES[layout.config.stage]
 
         def records(sharded: bool, tier: str) -> list[RecordSpec]:
             return [
@@ -228,7 +227,8 @@ class StateRecords:
         return _Member(specs, index, leaf.name, jax.ShapeDtypeStruct(leaf.record_shape, dtype))
 
     def _moment(self, index: int) -> _Member:
-        leaf, lead = self.opt_map.leaves[index], self.leaves[self.opt_map.owner(index)].lead
+        leaf = self.opt_map.leaves[index]
+        lead = self.leaves[self.opt_map.owner(index)].lead
         return _Member(
             self.opt,
             index,
@@ -361,7 +361,8 @@ class StateRecords:
           opt: the new leaves, in the order of `opt_states`.
         """
         mirrors = self.opt_map.list_state_leaves(part)
-        master, state = states.master and list(states.master), list(states.opt)
+        master = states.master and list(states.master)
+        state = list(states.opt)
         # `opt` holds one master for each leaf of the part, if there are masters, followed by the
         # optimizer state.
         for i, value in zip(part if master is not None else (), opt, strict=False):
@@ -494,7 +495,8 @@ class StateRecords:
         Returns:
           The states, and a zero that is known when this write is done.
         """
-        records, has_master = self.opt_records((index,)), states.master is not None
+        records = self.opt_records((index,))
+        has_master = states.master is not None
 
         def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
             (param, opt), begin = carry

@@ -117,7 +117,8 @@ def tile_groups(
             modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
     for path, indices in modules.items():
-        name, names = _path_name(path), [group.name for group in groups]
+        name = _path_name(path)
+        names = [group.name for group in groups]
         # Different paths may have the same name, such as the keys 1 and "1", and a name is also a
         # folder.
         name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in names)

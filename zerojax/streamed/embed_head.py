@@ -73,8 +73,12 @@ class EmbedHead:
 
         `gather` gathers the leaves and reduces their gradients.
         """
-        self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
-        self._gather, self.activations = gather, ActivationSpec(plan.mesh)
+        self.model = model
+        self.plan = plan
+        self.microbatches = microbatches
+        self.mesh = plan.mesh
+        self._gather = gather
+        self.activations = ActivationSpec(plan.mesh)
         self._models = {
             stack.name: stack.model for stack in list_stacks(model)
         }  # their `enter` may decode
@@ -161,7 +165,8 @@ class EmbedHead:
             batch, keys = self.microbatches.split(
                 batch, jax.random.key(0) if self.model.stochastic else None
             )
-            unstacked, inputs = _without_blocks(params), []
+            unstacked = _without_blocks(params)
+            inputs = []
             x, _, _ = self.embed_all(unstacked, batch, keys, embed_head_state(model_state))
             for stack in self.plan.of_stacks:
                 if not stack.run.starts_stack:
@@ -338,7 +343,8 @@ class EmbedHead:
                 g, dy = pullback(scale.astype(value.dtype))
                 return g, (dy, *aux)
 
-            data, params = (y, batch, key, state, whole), (trained, frozen)
+            data = (y, batch, key, state, whole)
+            params = (trained, frozen)
             g, (dy, value, metrics, after) = self.plan.derivative(derivative)(scale, data, params)
             g = self._reduced(g)
             if count > 1:

@@ -104,7 +104,8 @@ def linearized(
         return jax.tree.leaves(out), read_by_pullback
 
     closed, shapes = jax.make_jaxpr(with_pullback, return_shape=True)(*args)
-    program, num_outs = flatten(closed.jaxpr, closed.consts), len(shapes[0])
+    program = flatten(closed.jaxpr, closed.consts)
+    num_outs = len(shapes[0])
     leaves = program.outputs[num_outs:]
     num_params = len(jax.tree.leaves(args[0]))
     of_data = depending(program, program.inputs[num_params:]) - {*program.inputs}

@@ -205,13 +205,12 @@ class StreamedPlan:
         Raises:
           ValueError: the schedule exceeds `device_budget_bytes`.
         """
-        self.state_records, layout = state_records, state_records.layout
-        self.layout, self.config, self.mesh, self.leaves = (
-            layout,
-            layout.config,
-            layout.mesh,
-            layout.all_leaves,
-        )
+        self.state_records = state_records
+        layout = state_records.layout
+        self.layout = layout
+        self.config = layout.config
+        self.mesh = layout.mesh
+        self.leaves = layout.all_leaves
         self.count = layout.config.num_microbatches
         config = layout.config
         self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
@@ -223,12 +222,14 @@ class StreamedPlan:
         )
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
-        self.stacked, self.unstacked = layout.stacked, layout.unstacked
+        self.stacked = layout.stacked
+        self.unstacked = layout.unstacked
         grads_tier = (
             "device" if on_host else config.grads
         )  # The loops keep gradients on the device; callbacks stash them.
         self.grads = self._store_grads(grads_tier)
-        runs, models = layer_ranges(layout), {stack.name: stack for stack in list_stacks(model)}
+        runs = layer_ranges(layout)
+        models = {stack.name: stack for stack in list_stacks(model)}
         self._runs = runs
         self.head_pieces = head_pieces(state_records, runs, update)
         self.chunked_unstacked = chunked_unstacked(state_records, runs, update, self.head_pieces)
@@ -274,7 +275,8 @@ class StreamedPlan:
         Args:
           tier: tier of the layers' gradients.
         """
-        layout, config = self.layout, self.config
+        layout = self.layout
+        config = self.config
         grads = list[RecordSpec]()
         for record, leaf in zip(self.state_records.grads, layout.leaves, strict=True):
             # Gradients of embedding and head stay on the device, since both add to them.
@@ -330,11 +332,9 @@ class StreamedPlan:
           loops: loops over tiles, as in `steps`.
         """
         config = self.config
-        budget, distance, ahead = (
-            config.device_budget_bytes,
-            config.prefetch_distance,
-            config.gather_ahead,
-        )
+        budget = config.device_budget_bytes
+        distance = config.prefetch_distance
+        ahead = config.gather_ahead
         if budget is None:
             return
 
@@ -392,10 +392,8 @@ class StreamedPlan:
         ):
             beside |= set(self.late_unstacked)
         pieces = {} if self.update is None else self.update.num_pieces()
-        leaves, host = (
-            unstacked_leaves(self.state_records, beside, pieces),
-            host_update(self.config, self.layout.has_master),
-        )
+        leaves = unstacked_leaves(self.state_records, beside, pieces)
+        host = host_update(self.config, self.layout.has_master)
         unstacked = build_unstacked(
             leaves, self.layout.has_master, host, gathered_unstacked(self.state_records)
         )

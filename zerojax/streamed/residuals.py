@@ -107,21 +107,17 @@ class _Trace:
     ) -> None:
         """Trace a block; the arguments are as in `plan_layer`."""
         closed, out = jax.make_jaxpr(block, return_shape=True)(*args)
-        self.args, self.of_context, self.transform, self.has_numbers = (
-            args,
-            of_context,
-            transform,
-            has_numbers,
-        )
+        self.args = args
+        self.of_context = of_context
+        self.transform = transform
+        self.has_numbers = has_numbers
         self.program = flatten(
             closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None
         )
         self.structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
         self.loops = find_loops(self.program) if tiled else {}
-        self.names, self.slots = (
-            list_marked_names(self.program),
-            {slot for i in self.program.instructions for slot in i.outs},
-        )
+        self.names = list_marked_names(self.program)
+        self.slots = {slot for i in self.program.instructions for slot in i.outs}
         num_params = len(jax.tree.leaves(args[0]))
         self.frozen = tuple(frozen) or (False,) * num_params
         self._data = self.program.inputs[num_params:]  # slots of x, key and given

@@ -220,7 +220,9 @@ def run_schedule(
 
 def build_facts(records: StateRecords, run: LayerRange) -> RunFacts:
     """Return the facts of a run of layers of a program."""
-    layout, stack, segment = records.layout, run.stack, run.segment
+    layout = records.layout
+    stack = run.stack
+    segment = run.segment
     # Values that the user's names keep in host memory are fetched with their layer, like a layer's
     # input in host memory. If the input is off the device anyway, its tier decides how the bytes
     # are counted.
@@ -298,10 +300,13 @@ def unstacked_groups(
       blocks: indices of the leaves of a layer's record.
     """
     sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*unstacked, *blocks)}
-    most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
+    most = sum(sizes[i] for i in blocks)
+    groups = list[list[int]]()
+    filled = 0
     for i in sorted(unstacked, key=lambda i: -sizes[i]):
         if not groups or filled + sizes[i] > most:
-            groups, filled = [*groups, []], 0
+            groups = [*groups, []]
+            filled = 0
         groups[-1].append(i)
         filled += sizes[i]
     return groups
@@ -323,7 +328,8 @@ def early_unstacked(records: StateRecords, runs: Sequence[LayerRange]) -> tuple[
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
         return ()
-    most, early = stored_bytes(records, layout.stacks[-1].blocks), list[int]()
+    most = stored_bytes(records, layout.stacks[-1].blocks)
+    early = list[int]()
     for i in _head_leaves(layout):
         if stored_bytes(records, (*early, i)) <= most:
             early.append(i)
@@ -355,14 +361,13 @@ def head_pieces(
         or not _stores_late(records, runs[-1])
     ):
         return {}
-    most, cut = stored_bytes(records, runs[-1].stack.blocks), dict[int, Pieces]()
+    most = stored_bytes(records, runs[-1].stack.blocks)
+    cut = dict[int, Pieces]()
     for i in sorted(
         set(_head_leaves(records.layout)) - set(early), key=lambda i: -stored_bytes(records, (i,))
     ):
-        pieces, others = (
-            update.pieces(i, runs[-1].num_layers),
-            {some.count for some in cut.values()},
-        )
+        pieces = update.pieces(i, runs[-1].num_layers)
+        others = {some.count for some in cut.values()}
         if pieces is None or stored_bytes(records, (i,)) > most * pieces.count:
             continue
         if others <= {pieces.count}:
@@ -397,15 +402,14 @@ def chunked_unstacked(
     Returns:
       The number of pieces, by the leaf's index.
     """
-    layout, in_backward = records.layout, records.layout.config.update == "in_backward"
+    layout = records.layout
+    in_backward = records.layout.config.update == "in_backward"
     run = runs[0 if in_backward else -1]
     if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
         return {}
-    most, cut, early = (
-        stored_bytes(records, run.stack.blocks),
-        dict[int, int](),
-        early_unstacked(records, runs),
-    )
+    most = stored_bytes(records, run.stack.blocks)
+    cut = dict[int, int]()
+    early = early_unstacked(records, runs)
     for i in (i for i in layout.unstacked if i not in (*early, *pieces)):
         some = update.pieces(i)
         if some is not None and stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:

@@ -146,9 +146,14 @@ class StreamedStep:
             itself.
         """
         layout = state_records.layout
-        self.model, self.layout, self.config, self.mesh = model, layout, layout.config, layout.mesh
-        self.update, self.plan = update, StreamedPlan(model, state_records, update)
-        self.host, self.schedule = self.plan.host, self.plan.schedule
+        self.model = model
+        self.layout = layout
+        self.config = layout.config
+        self.mesh = layout.mesh
+        self.update = update
+        self.plan = StreamedPlan(model, state_records, update)
+        self.host = self.plan.host
+        self.schedule = self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.embed_head = EmbedHead(
             self.plan.layout.decoding(model), self.plan, self.microbatches, gather
@@ -339,16 +344,16 @@ class StreamedStep:
         Its callbacks wait for `token`.
         """
         # Before the layers, in the order of the disk's read-ahead (`moves`).
-        params, begin = self.layout.join(state), jnp.int32(0)
+        params = self.layout.join(state)
+        begin = jnp.int32(0)
         unstacked = self.embed_head.load(params)
         before = embed_head_state(state.model_state)
         y, states, read_by_head = self.embed_head.embed_all(unstacked, batch, keys, before)
-        in_memory, passes, all_added = (
-            list(scratch["residuals"]),
-            list[_Pass](),
-            list[Loss | None](),
-        )
-        entered, inputs = y, LayerInputs()
+        in_memory = list(scratch["residuals"])
+        passes = list[_Pass]()
+        all_added = list[Loss | None]()
+        entered = y
+        inputs = LayerInputs()
         for loops in self.loops:
             # The first fetches of these layers may only overlap the end of the previous layers.
             if passes:
@@ -359,10 +364,8 @@ class StreamedStep:
                 x, context = self.embed_head.enter(loops.stack, unstacked, y, batch, keys)
                 inputs = self.embed_head.inputs(loops.stack, context, keys, state.model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
-            mine, in_memory = (
-                in_memory[: len(residuals.in_memory)],
-                in_memory[len(residuals.in_memory) :],
-            )
+            mine = in_memory[: len(residuals.in_memory)]
+            in_memory = in_memory[len(residuals.in_memory) :]
             stacks = loops.tracer.stacks(residuals, mine)
             y, stacks, added = loops.forward(params[BLOCKS], x, inputs, begin, residuals, stacks)
             passes.append(_Pass(loops, entered, inputs, residuals, stacks))
@@ -375,7 +378,9 @@ class StreamedStep:
         )
         loss, own = _with_added(head.loss, head.metrics, together(all_added))
         carried = sink.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
-        dx, g_unstacked, d_context = head.dy, head.grads, None
+        dx = head.dy
+        g_unstacked = head.grads
+        d_context = None
         for done in reversed(passes):
             if done is not passes[-1]:
                 begin, dx = wait_for(begin, dx, self.mesh)
@@ -392,7 +397,8 @@ class StreamedStep:
                 carried,
             )
             if stack.run.starts_stack:
-                of_enter, d_context = _as_context(d_context, done.inputs.context), None
+                of_enter = _as_context(d_context, done.inputs.context)
+                d_context = None
                 dx, g_unstacked = self.embed_head.enter_grads(
                     stack, unstacked, done.y, batch, keys, dx, of_enter, g_unstacked
                 )
@@ -432,7 +438,9 @@ class StreamedStep:
         """
         unstacked = self.embed_head.load(params)
         y, state = self.eval_embed_head.embed(unstacked, batch, None, embed_head_state(model_state))
-        all_added, inputs, begin = list[Loss | None](), LayerInputs(), jnp.int32(0)
+        all_added = list[Loss | None]()
+        inputs = LayerInputs()
+        begin = jnp.int32(0)
         for loops in self.loops:
             if all_added:
                 begin, y = wait_for(begin, y, self.mesh)

@@ -129,7 +129,8 @@ class TracedBlock:
           dy: cotangent of y; None for leaves that are not floating.
           d_added: f32[], cotangent of the addition to the loss; None if there is none.
         """
-        data, cotangents = (x, key, given, residuals), (dy, d_added)
+        data = (x, key, given, residuals)
+        cotangents = (dy, d_added)
         grads, (dx, d_context) = self.transform(self._derivative)(cotangents, data, params)
         return grads, dx, d_context
 

@@ -188,10 +188,11 @@ def use_mlp(
       total: sum so far, shaped like the result; a kernel overwrites it. None if there is no sum
         yet.
     """
-    name, bias = (
-        find_kernel_name(activation),
-        lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None,
-    )
+    name = find_kernel_name(activation)
+
+    def bias(*names: str) -> tuple[Array, ...] | None:
+        return tuple(tile[n] for n in names) if names[0] in tile else None
+
     if "gate" in tile and name is not None:
         hidden = run(
             x, (tile["gate"], tile["up"]), bias("gate_bias", "up_bias"), name, columns=TENSOR

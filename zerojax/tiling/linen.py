@@ -143,7 +143,8 @@ class TiledMLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Return the MLP's result: x[..., S, D] -> [..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        size, hidden = x.shape[-1], self.hidden
+        size = x.shape[-1]
+        hidden = self.hidden
         tiles = resolve_num_tiles(
             self.num_tiles,
             hidden,

@@ -156,7 +156,8 @@ class TileLoop:
     def _scan_that_accumulates(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result if the unit itself adds to the sum so far."""
         unit = jax.checkpoint(lambda *values: self.run(values[:-1], values[-1]))
-        shared, x = operands[: self.sizes[0]], operands[self.tiles.stop : self.parts.start]
+        shared = operands[: self.sizes[0]]
+        x = operands[self.tiles.stop : self.parts.start]
         tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
 
         def whole(total: Array, each: Any) -> tuple[Array, None]:

@@ -92,7 +92,9 @@ class TiledDense(nnx.Module):
         tiles = resolve_num_tiles(
             num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]"
         )
-        self.in_tiles, self.dtype, self.implementation = in_tiles, dtype, implementation
+        self.in_tiles = in_tiles
+        self.dtype = dtype
+        self.implementation = implementation
         # Initialize the full kernel and then cut it, so that fan-in and random numbers are
         # `nnx.Linear`'s.
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
@@ -196,12 +198,10 @@ class TiledMLP(nnx.Module):
         # Float32 bytes of all weights that are tiled together: up, down and, if gated, gate.
         num_bytes = 4 * features * hidden * (3 if gated else 2)
         tiles = resolve_num_tiles(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
-        self.num_tiles, self.seq_tiles, self.activation, self.dtype = (
-            tiles,
-            seq_tiles,
-            activation,
-            dtype,
-        )
+        self.num_tiles = tiles
+        self.seq_tiles = seq_tiles
+        self.activation = activation
+        self.dtype = dtype
         self.implementation = implementation
 
         def column() -> tuple[Any, Any]:

@@ -74,10 +74,8 @@ class ArrayTree:
             if any(start >= stop for start, stop in common):
                 continue
             # The start is an argument: boxes of the same shape share a compiled slice.
-            starts, sizes = (
-                [a - c for (a, _), (c, _) in zip(common, has, strict=True)],
-                [b - a for a, b in common],
-            )
+            starts = [a - c for (a, _), (c, _) in zip(common, has, strict=True)]
+            sizes = [b - a for a, b in common]
             # The program's mesh is in scope, and need not contain this device.
             with jax.set_mesh(Mesh(np.asarray([shard.device]), ("device",))):
                 piece = jax.lax.dynamic_slice(shard.data, starts, sizes) if sizes else shard.data

@@ -30,7 +30,8 @@ from zerojax.checkpoint import (
 from zerojax.weights.exporting import read_part
 from zerojax.weights.names import DTYPES, Tensor, split_path
 
-_WEIGHTS, _MODEL_STATE = "weights", "model_state"
+_WEIGHTS = "weights"
+_MODEL_STATE = "model_state"
 
 
 class CheckpointWeights:

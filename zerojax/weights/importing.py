@@ -103,12 +103,10 @@ class StoredRecords(SavedRecords):
         checkpoint.
         """
         super().__init__(file.path, ())
-        self._file, self._weights, self._constants, self._encoded = (
-            file,
-            weights,
-            constants,
-            encoded,
-        )
+        self._file = file
+        self._weights = weights
+        self._constants = constants
+        self._encoded = encoded
         self._saved = saved
         # The arrays of one record of one weight: they are requested one after the other, and by
         # each device.
@@ -134,7 +132,8 @@ class StoredRecords(SavedRecords):
 
         The full record is encoded, which has the same bits as its shards.
         """
-        encoding, front = array.encoding, box[: array.encoding.lead]
+        encoding = array.encoding
+        front = box[: array.encoding.lead]
         with self._lock:
             if self._last[0] != (array.tensor, front):
                 weight = self._file.read(
@@ -198,7 +197,9 @@ class _Imported(SavedState):
             default implementation.
           about: settings that the weights' model reports.
         """
-        self.folder, self.num_processes, self.data = file.path, 1, {}
+        self.folder = file.path
+        self.num_processes = 1
+        self.data = {}
         self.about = dict(about)
         self.leaves = dict(leaves)
         self.keys = dict(keys)
@@ -282,11 +283,13 @@ def import_params(
         saved: SavedState | None = None
         about: Mapping[str, Any] = {}
         if not isinstance(path, str | os.PathLike):
-            given, error = ArrayTree(path), ValueError
+            given = ArrayTree(path)
+            error = ValueError
         elif holds_checkpoint(path := os.path.expanduser(os.fspath(path))):
             checkpoint = CheckpointWeights(path, program.mesh)
             stack.callback(checkpoint.close)
-            given, saved = checkpoint, checkpoint.saved
+            given = checkpoint
+            saved = checkpoint.saved
             about = saved.about
         else:
             given = open_weights(path)
@@ -422,7 +425,8 @@ def _add_encoded(
     for leaf in state_leaves:
         if not leaf.encodes:
             continue
-        name, encoding = f"weights{leaf.encodes}", encodings[leaf.encodes]
+        name = f"weights{leaf.encodes}"
+        encoding = encodings[leaf.encodes]
         saved = leaves.pop(name, None)
         if saved is not None and saved.shape != leaf.shape[: leaf.lead] + encoding.shape:
             raise CheckpointError(
@@ -498,7 +502,9 @@ def _compare(
     Raises:
       CheckpointError: tensors differ, or two weights have the same name in the file.
     """
-    weights, leaves, differences = {}, {}, []
+    weights = {}
+    leaves = {}
+    differences = []
     owners: dict[str, str] = {}
     for leaf in state_leaves:
         name = ".".join(split_path(leaf.name))

@@ -72,7 +72,8 @@ def _numbers(value: Any) -> InitialValue:
 
 def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValue]:
     """Return the known values of an equation's results."""
-    name, outs = i.eqn.primitive.name, [v.aval for v in i.eqn.outvars]
+    name = i.eqn.primitive.name
+    outs = [v.aval for v in i.eqn.outvars]
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
     if name in _COPIES and isinstance(copy := values[0], Copy):
         before: Any = i.eqn.invars[0].aval

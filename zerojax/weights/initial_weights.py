@@ -48,7 +48,9 @@ class CompletedFile:
           key: random key, as for `program.init`.
           missing: shapes of the missing weights, by name.
         """
-        self.path, self._file, self._missing = file.path, file, dict(missing)
+        self.path = file.path
+        self._file = file
+        self._missing = dict(missing)
         self.tensors = {
             **file.tensors,
             **{name: Tensor(tuple(shape), "float32") for name, shape in missing.items()},

@@ -49,7 +49,8 @@ def split_path(name: str) -> tuple[str, ...]:
     Raises:
       CheckpointError: a key is neither text, nor a number, nor an attribute.
     """
-    keys, at = [], len(_WEIGHTS)
+    keys = []
+    at = len(_WEIGHTS)
     while at < len(name):
         if (match := _KEY.match(name, at)) is None:
             raise CheckpointError(

@@ -66,7 +66,8 @@ MOST_RATIO = 2**15
 A zstd block of at most 128 KiB takes at least 4 bytes. Orbax's other codecs reach lower ratios.
 """
 _MOST_METADATA = 1 << 30
-_DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
+_DESCRIPTION = "_METADATA"
+_SHARDING = "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
@@ -261,7 +262,8 @@ class OrbaxFolder:
           FieldError: a field is missing or wrong, or leads out of the folder; or two arrays have
             the same name.
         """
-        zarr3, custom = metadata.get("use_zarr3"), metadata.get("custom_metadata")
+        zarr3 = metadata.get("use_zarr3")
+        custom = metadata.get("custom_metadata")
         tiled = None if custom is None else custom.get(TILED)
         about = None if custom is None else custom.get(ABOUT)
         self.tiled = tiled_in(None if tiled is None else tiled.text())
@@ -305,7 +307,8 @@ class OrbaxFolder:
 
     def _check_chunks(self, name: str, array: Any) -> None:
         """Raise FieldError if a chunk is larger than its array, or than its stored bytes allow."""
-        chunk, shape = tuple(array.chunk_layout.read_chunk.shape or ()), tuple(array.shape)
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        shape = tuple(array.shape)
         num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
         if any(c > max(1, n) for c, n in zip(chunk, shape, strict=True)):
             raise FieldError(

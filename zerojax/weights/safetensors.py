@@ -121,7 +121,8 @@ def write_safetensors(
 
 def _write(fd: int, piece: np.ndarray, offset: int) -> int:
     """Write an array, and return its end in the file."""
-    view, at = piece.reshape(-1).view(np.uint8).data, 0
+    view = piece.reshape(-1).view(np.uint8).data
+    at = 0
     while at < len(view):
         at += os.pwrite(fd, view[at:], offset + at)  # pwrite may write only a part
     return offset + at
@@ -207,7 +208,8 @@ class SafetensorsFile:
         self.about: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._starts: dict[str, int] = {}
-        size, extents = self._file.num_bytes - data, []
+        size = self._file.num_bytes - data
+        extents = []
         for name, entry in header.fields():
             if name == "__metadata__":
                 texts = {key: text.text() for key, text in entry.fields()}

@@ -42,7 +42,9 @@ def end_beside_drain(
     Returns:
       All leaves of the state after the update.
     """
-    records, groups, last = update.records, plan.unstacked_groups(), plan.drained
+    records = update.records
+    groups = plan.unstacked_groups()
+    last = plan.drained
     assert last is not None
     number = [n for phase in last.schedule.phases for n in phase.drain.tolist()][-1]
 

@@ -88,7 +88,9 @@ class UpdateInBackward:
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         """Update with `update` by the records of `plan`."""
-        self.plan, self.record_update, self.records = plan, update, update.records
+        self.plan = plan
+        self.record_update = update
+        self.records = update.records
 
     def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         """Load the records of `early_unstacked` during the head."""
@@ -105,14 +107,13 @@ class UpdateInBackward:
     ) -> UpdatedState:
         """Update the leaves that the head completed, and return the value that backward carries."""
         del grads
-        plan, states = self.plan, self.records.flat(state)
+        plan = self.plan
+        states = self.records.flat(state)
         complete = dict(zip(plan.unstacked, head.grads, strict=True))
         done = (*plan.early_unstacked, *plan.head_pieces)
         of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
-        squares, unstacked = (
-            plan.squares(list(of_head.values()), list(of_head), state),
-            dict[int, list[Array]](),
-        )
+        squares = plan.squares(list(of_head.values()), list(of_head), state)
+        unstacked = dict[int, list[Array]]()
         ok = jnp.isfinite(squares)
         for i in plan.early_unstacked:
             states, unstacked[i] = self.record_update.updated_end(
@@ -136,7 +137,8 @@ class UpdateInBackward:
 
         The last run's record includes the pieces of the head's leaves.
         """
-        plan, last = self.plan, self.plan.of_stacks[-1]
+        plan = self.plan
+        last = self.plan.of_stacks[-1]
         if part != last.blocks or not plan.head_pieces:
             return LateRecord(self.records, part)
         count = next(iter(plan.head_pieces.values())).count
@@ -172,14 +174,14 @@ class UpdateInBackward:
         self, state: TrainState, carried: UpdatedState, record: RecordGrads
     ) -> tuple[UpdatedState, Any]:
         """Update one record with its gradients."""
-        plan, records, states, now, part = (
-            self.plan,
-            self.records,
-            carried.states,
-            record.now,
-            record.part,
-        )
-        crossing, landing, fetched = record.crossing, record.landing, list[Array]()
+        plan = self.plan
+        records = self.records
+        states = carried.states
+        now = record.now
+        part = record.part
+        crossing = record.crossing
+        landing = record.landing
+        fetched = list[Array]()
         if crossing is None:
             opt = records.read_opt(states, part, now.index())
         else:
@@ -192,11 +194,9 @@ class UpdateInBackward:
         # Gradients are neither clipped nor checked against the layers still to come, since the norm
         # is known only after all are updated. A sum that is not finite stays so: no later layer of
         # this step is updated either.
-        shared, mean, ok = (
-            records.list_shared(states),
-            [plan.mean(g) for g in record.grads],
-            jnp.isfinite(squares),
-        )
+        shared = records.list_shared(states)
+        mean = [plan.mean(g) for g in record.grads]
+        ok = jnp.isfinite(squares)
         weights, opt, landing = self.record_update.update(
             part, mean, old + opt, shared, carried.loss, ok, landing
         )
@@ -221,13 +221,16 @@ class UpdateInBackward:
 
         Returns the states, and the arrays that a later tick stores.
         """
-        crossing, crossed, now = record.crossing, record.crossed, record.now
+        crossing = record.crossing
+        crossed = record.crossed
+        now = record.now
         assert crossing is not None
         assert crossed is not None
         late = crossing.record
         if not now.loads_pieces or carried.head is None:
             return states, carried.pending[record.part[0]][-1][late.num_own :]
-        updated, head = list[Array](), carried.head
+        updated = list[Array]()
+        head = carried.head
         for i, grad in head.grads.items():
 
             def move(grad: Array, loaded: list[Array], i: int = i) -> tuple[Array, list[Array]]:
@@ -273,13 +276,12 @@ class UpdateInBackward:
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         """Update the remaining unstacked leaves and finish the step."""
-        plan, update, states, norm = (
-            self.plan,
-            self.record_update,
-            result.carried.states,
-            self.norm(result),
-        )
-        unstacked, ok = self._late_unstacked(result), jnp.isfinite(norm)
+        plan = self.plan
+        update = self.record_update
+        states = result.carried.states
+        norm = self.norm(result)
+        unstacked = self._late_unstacked(result)
+        ok = jnp.isfinite(norm)
         if plan.drained is not None:
             part = plan.drained.blocks
             pending = result.carried.pending[part[0]]

@@ -179,7 +179,8 @@ def closed(
     Returns:
       The state after the step, and the metrics.
     """
-    ok, state = jnp.isfinite(norm), result.state
+    ok = jnp.isfinite(norm)
+    state = result.state
     records = update.records
     # The step count and other shared scalars advance once per step, regardless of the number of
     # records.

@@ -73,7 +73,8 @@ class StoredGrads:
 
     def __init__(self, plan: StreamedPlan) -> None:
         """Store gradients as `plan` says."""
-        self.plan, self.config = plan, plan.config
+        self.plan = plan
+        self.config = plan.config
 
     def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         """Load no records during the head."""
@@ -111,7 +112,8 @@ class StoredGrads:
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         """Write one record's gradients to their stacks."""
-        plan, part = self.plan, record.part
+        plan = self.plan
+        part = record.part
         after = write_layer(
             pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads
         )
@@ -212,21 +214,26 @@ class UpdateByLayer(StoredGrads):
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         """Update with `update` by the records of `plan`."""
         super().__init__(plan)
-        self.record_update, self.records = update, update.records
+        self.record_update = update
+        self.records = update.records
         # The layer updated first is the layer whose gradient was stored last. On disk, that write
         # finishes while the unstacked leaves are updated.
         self.unstacked_first = plan.layout.disk is not None
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Update the records of all layers and the unstacked leaves, and finish the step."""
-        plan, update, records, state = self.plan, self.record_update, self.records, result.state
+        plan = self.plan
+        update = self.record_update
+        records = self.records
+        state = result.state
         # The update's first fetches must come after backward.
         begin, squares = wait_for(result.begin, result.carried.squares, plan.mesh)
         result = dataclasses.replace(
             result, carried=dataclasses.replace(result.carried, squares=squares)
         )
         norm = self.norm(result)
-        ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
+        ok = jnp.isfinite(norm)
+        factor = clip_factor(norm, self.config.clip_norm)
 
         def ready(grad: Array) -> Array:
             # Unscale first, then clip: `factor` is computed from the norm of unscaled gradients.
@@ -249,14 +256,16 @@ class UpdateByLayer(StoredGrads):
         loops = []
         for stack in plan.of_stacks:
             on_device = stack.run.device_layers
-            phase, is_last = stack.schedule.phase("update"), stack is plan.drained
+            phase = stack.schedule.phase("update")
+            is_last = stack is plan.drained
             follows = bool(loops) and not stack.run.starts_stack
             loops.append(
                 UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows)
             )
             for group, tiles in stack.loops:
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
-        tokens, pending = list[Array](), Pending()
+        tokens = list[Array]()
+        pending = Pending()
         for number, loop in enumerate(loops):
             # The engine reads and writes records in one order, so loops over records on disk must
             # not be reordered.
@@ -317,7 +326,9 @@ class UpdateByLayer(StoredGrads):
         Returns:
           The states, and the last record if it is stored late, together with the unstacked leaves.
         """
-        records, part, late = self.records, loop.part, None
+        records = self.records
+        part = loop.part
+        late = None
         shared = records.list_shared(states)
         ring = _Ring(self, result.carried, loop, states)
         pending = Pending()
@@ -370,7 +381,8 @@ class UpdateByLayer(StoredGrads):
         """
         crossing = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.cross()
-        states, (opt, _) = crossing.finish_states(crossed), crossing.loaded(crossed)
+        states = crossing.finish_states(crossed)
+        (opt, _) = crossing.loaded(crossed)
         old = (
             self.records.read_params(states, late.part, now.layer) if states.master is None else []
         )
@@ -384,7 +396,10 @@ class _Ring:
         self, policy: UpdateByLayer, carried: GradStacks, loop: "UpdateLoop", states: FlatState
     ) -> None:
         plan = policy.plan
-        self.policy, self.records, self.carried, self.loop = policy, policy.records, carried, loop
+        self.policy = policy
+        self.records = policy.records
+        self.carried = carried
+        self.loop = loop
         self.grads_away = plan.grads_away
         self.old_away = states.master is None and plan.params_away
         # A ring holds records of one form. If some layers fetch gradients or parameters but have
@@ -395,7 +410,8 @@ class _Ring:
 
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
-        part, at = self.loop.part, self.loop.at(number)
+        part = self.loop.part
+        at = self.loop.at(number)
         record = self.policy.read_grads(self.carried, part, at) if self.grads_away else []
         record += self.records.read_params(states, part, at) if self.old_away else []
         return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
@@ -405,14 +421,19 @@ class _Ring:
 
         The order is that of `fetch`.
         """
-        part, here, record = self.loop.part, now.index(self.loop.at), list(now.record or [])
-        num, old = len(part), list[Array]()
+        part = self.loop.part
+        here = now.index(self.loop.at)
+        record = list(now.record or [])
+        num = len(part)
+        old = list[Array]()
         if self.grads_away:
-            grads, record = record[:num], record[num:]
+            grads = record[:num]
+            record = record[num:]
         else:
             grads = self.policy.read_grads(self.carried, part, here)
         if self.old_away:
-            old, record = record[:num], record[num:]
+            old = record[:num]
+            record = record[num:]
         elif states.master is None:
             old = self.records.read_params(states, part, here)
         opt = (
