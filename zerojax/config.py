@@ -24,6 +24,7 @@ from zerojax.given import (
 )
 from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.sharding import STAGES
+from zerojax.trees import Batch
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["everything", "save", "selective", "remat", "pinned_host", "nvme"]
@@ -251,7 +252,7 @@ class ZeroConfig:
         model: Any,
         tx: Any,
         mesh: Any,
-        batch: Any,
+        batch: Batch,
         machine: Any = None,
         *,
         axes: Any = None,

@@ -41,13 +41,14 @@ from zerojax.jaxprs import (
     trace,
 )
 from zerojax.sharding import ActivationSpec, Spec
+from zerojax.trees import Params
 
 PREFIX = "zerojax_kept "
 _COUNTED = re.compile(r"#(\w*):(\d+) (.*)")
 """Group, count and equation of a value."""
 
 
-def keeps(prim: Any, *args: Any, **params: Any) -> bool:
+def keeps(prim: Any, *args: Any, **params: Params) -> bool:
     """Checkpoint policy that saves the values named by a `Keeper` and a tiled loss's logsumexp."""
     del args
     # Without the saved logsumexp, backward would compute the tiles of logits twice.
@@ -122,7 +123,7 @@ def keep_products(
       group: name of the functions whose values are counted together.
     """
 
-    def run(params: Any, *data: Any) -> Any:
+    def run(params: Params, *data: Any) -> Any:
         program, out = trace(function, params, *data)
         # A checkpoint refuses callbacks, and would print twice.
         if any(i.eqn.effects for i in program.instructions):

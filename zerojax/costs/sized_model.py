@@ -20,6 +20,7 @@ from zerojax.costs.sizes import Sizes
 from zerojax.models import LayeredModel
 from zerojax.sharding import TENSOR
 from zerojax.tiling import linear_cross_entropy, tile_sum
+from zerojax.trees import Batch
 
 Array = jax.Array
 
@@ -99,12 +100,12 @@ def sized_model(
             return x + mlp(weights, y)
         return x + tile_sum(lambda tile, y, _: mlp(tile, y), weights, y).astype(x.dtype)
 
-    def embed(p: dict[str, Array], batch: Any, key: Any) -> Array:
+    def embed(p: dict[str, Array], batch: Batch, key: Any) -> Array:
         del key
         return p["table"][batch["tokens"]].astype(dtype)
 
     def loss(
-        p: dict[str, Array], p_embed: dict[str, Array], x: Array, batch: Any, key: Any
+        p: dict[str, Array], p_embed: dict[str, Array], x: Array, batch: Batch, key: Any
     ) -> Array:
         del key
         rows = _norm(x, p["norm"]).reshape(-1, h)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.models import floating
 from zerojax.sharding import ActivationSpec, named
 from zerojax.streamed import StackLoops
+from zerojax.trees import Tree
 
 _REPEATS = 9
 _SECONDS = 1.0
@@ -86,7 +87,7 @@ class Stopwatch:
             backward[mode] = self._timed(block.backward, (whole, *data, *rest))
         return forward, backward
 
-    def arrays(self, tree: Any) -> Any:
+    def arrays(self, tree: Tree) -> Any:
         """Return arrays of the given shapes, placed as the step places them.
 
         A shape with a sharding uses it. Without a sharding, an array is split if its dim 0 is the

@@ -42,6 +42,7 @@ from zerojax.models import LayeredModel, Model
 from zerojax.program import assemble
 from zerojax.sharding import DATA, FSDP, TENSOR, abstract_batch, local_elements
 from zerojax.streamed import StackLoops, StreamedStep, derivative_jaxpr
+from zerojax.trees import Batch, Grads, ModelState, Params
 
 Costs = Callable[[Instruction], float]
 """Function that returns the seconds of one equation on one device."""
@@ -56,7 +57,7 @@ def workload_of_model(
     model: Model | LayeredModel,
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    batch: Any,
+    batch: Batch,
     machine: Machine,
     base: ZeroConfig,
 ) -> Workload:
@@ -81,7 +82,7 @@ class _Tracer:
     """Shared parts of the tracers for plain and layered models."""
 
     def __init__(
-        self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
+        self, model: Any, tx: Any, mesh: Mesh, batch: Batch, machine: Machine, base: ZeroConfig
     ) -> None:
         self.model = model
         self.tx = tx
@@ -441,7 +442,7 @@ class _LayeredTracer(_Tracer):
             else {k: v for k, v in state.model_state.items() if k != "blocks"}
         )
 
-        def embed(leaves: Any, batch: Any) -> Any:
+        def embed(leaves: Any, batch: Batch) -> Any:
             return embed_head.embed_all(embed_head.load(leaves), batch, key, before)
 
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
@@ -452,18 +453,18 @@ class _LayeredTracer(_Tracer):
         states = out[1]
         after = out[2]
 
-        def head(leaves: Any, y: Any, batch: Any) -> Any:
+        def head(leaves: Any, y: Any, batch: Batch) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
             done = embed_head.head_and_grads(
                 embed_head.load(leaves), y, batch, key, jnp.float32(1), read
             )
             return done.loss, done.dy, done.grads
 
-        def forward(leaves: Any, y: Any, batch: Any) -> Any:
+        def forward(leaves: Any, y: Any, batch: Batch) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
             return embed_head.head(embed_head.load(leaves), y, batch, key, read)[0].total
 
-        def embed_backward(leaves: Any, dx: Any, grads: Any, batch: Any) -> Any:
+        def embed_backward(leaves: Any, dx: Any, grads: Grads, batch: Batch) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states)
             return embed_head.embed_grads(embed_head.load(leaves), batch, key, dx, read, grads)
 
@@ -506,7 +507,7 @@ class _PlainTracer(_Tracer):
             """Return the loss, and the loss with its derivative."""
             objective = parts[mode].step.objective
 
-            def loss(params: Any, batch: Any, model_state: Any) -> Any:
+            def loss(params: Params, batch: Batch, model_state: ModelState) -> Any:
                 return objective(params, batch, key, model_state)[0].value()
 
             return loss, lambda params, batch, state: jax.value_and_grad(loss, allow_int=True)(

@@ -79,13 +79,14 @@ from zerojax.jaxprs import (
     trace,
 )
 from zerojax.sharding import Spec, without_axis
+from zerojax.trees import Params
 
 Array = jax.Array
 
 
 def gather_on_use(
     loss: Callable[..., Any],
-    params: Any,
+    params: Params,
     *args: Any,
     stored: dict[str, Spec],
     cotangents: dict[str, Spec],

@@ -47,6 +47,7 @@ from zerojax.jaxprs import (
     list_regions,
     rebind,
 )
+from zerojax.trees import Params
 
 _LAYOUT = frozenset(
     {
@@ -105,7 +106,7 @@ def float32_grads(
       than float32 are returned in float32.
     """
 
-    def run(cotangents: Any, data: Any, params: Any) -> Any:
+    def run(cotangents: Any, data: Any, params: Params) -> Any:
         traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
         program = traced.program
         rewriter = Float32GradRewriter(

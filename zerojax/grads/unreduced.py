@@ -67,6 +67,7 @@ from zerojax.sharding import (
     parse_axes,
     without_axis,
 )
+from zerojax.trees import Params
 
 Array = jax.Array
 _Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
@@ -131,7 +132,7 @@ def unreduced_grads(
       A function of the same arguments. Gradients keep their dtype, and `others` are unchanged.
     """
 
-    def run(cotangents: Any, data: Any, params: Any) -> Any:
+    def run(cotangents: Any, data: Any, params: Params) -> Any:
         traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
         program = traced.program
         num_data = len(traced.cotangents) + len(traced.data)

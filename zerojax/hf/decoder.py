@@ -29,6 +29,7 @@ from zerojax.hf.names import Lora
 from zerojax.hf.rope import rotate
 from zerojax.models import Loss
 from zerojax.tiling import TiledMLP, linear_cross_entropy
+from zerojax.trees import Context
 
 Batch = dict[str, jax.Array]
 Cached = dict[str, jax.Array]
@@ -124,7 +125,7 @@ class Attention(nnx.Module):
         self.q_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
         self.k_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
 
-    def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context, layer: Any) -> jax.Array:
         """Return attention's output for the rows of a batch."""
         a = attend(
             *self._projected(x, context, layer),
@@ -135,7 +136,7 @@ class Attention(nnx.Module):
         return self._output(a)
 
     def cached(
-        self, x: jax.Array, cache: Cached, context: Any, layer: Any
+        self, x: jax.Array, cache: Cached, context: Context, layer: Any
     ) -> tuple[jax.Array, Cached]:
         """Return attention's output for the next tokens of each row, and the updated cache.
 
@@ -152,7 +153,7 @@ class Attention(nnx.Module):
         ), cache
 
     def _projected(
-        self, x: jax.Array, context: Any, layer: Any
+        self, x: jax.Array, context: Context, layer: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q[B, T, heads, D], and k and v[B, T, kv_heads, D]."""
         c = self.c
@@ -248,12 +249,12 @@ class Block(nnx.Module):
         else:
             self.mlp = MLP(c, o, rngs=rngs)
 
-    def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context, layer: Any) -> jax.Array:
         """Return the output of the layer."""
         return self._added(x, self.self_attn(self.input_layernorm(x), context, layer))
 
     def cached(
-        self, x: jax.Array, cache: Cached, context: Any, layer: Any
+        self, x: jax.Array, cache: Cached, context: Context, layer: Any
     ) -> tuple[jax.Array, Cached]:
         """Return the layer's output for the next tokens of each row, and the updated cache.
 

@@ -28,6 +28,7 @@ import jax.extend.core as jex
 from zerojax.jaxprs.flat import FlatJaxpr, Ref, bind, flatten, is_among
 from zerojax.jaxprs.parameters import called, manual_axes, opened, scan_arity
 from zerojax.jaxprs.primitives import REMAT
+from zerojax.trees import Params
 
 T = TypeVar("T")
 Function = Callable[[Sequence[Any]], Sequence[Any]]
@@ -234,7 +235,7 @@ def checkpointed(
     """
     policy = eqn.params["policy"]
 
-    def narrowed(prim: Any, *args: Any, **params: Any) -> Any:
+    def narrowed(prim: Any, *args: Any, **params: Params) -> Any:
         return False if is_never_saved(prim.name, params) else policy(prim, *args, **params)
 
     return jax.checkpoint(

@@ -33,6 +33,7 @@ from zerojax.machines.machines import Machine
 from zerojax.machines.named_machines import NAMED, machine_of
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, make_mesh, named
+from zerojax.trees import Grads, Params
 
 _HOST = "pinned_host"
 _REPEATS = 20
@@ -317,7 +318,7 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     """Return the bytes per second that the host's AdamW reads and writes: 28 bytes per element."""
     tx = optax.adamw(1e-3)
 
-    def rule(params: Any, state: Any, grads: Any) -> Any:
+    def rule(params: Params, state: Any, grads: Grads) -> Any:
         updates, state = tx.update(grads.astype(jnp.float32), state, params)
         new: Any = optax.apply_updates(params, updates)
         return new, state, new.astype(jnp.bfloat16)

@@ -22,6 +22,7 @@ from zerojax.memory.leaves import local_record_bytes
 from zerojax.sharding import TENSOR, ActivationSpec, Spec, local_elements, pad_spec, parse_axes
 from zerojax.state import LayerRange, Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
+from zerojax.trees import Batch, ModelState, Params
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,14 +86,14 @@ def kept_values(values: list[Kept]) -> KeptValues:
     return KeptValues(sorted(values, key=lambda kept: -kept.num_bytes))
 
 
-def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
+def streamed_kept(streamed: StreamedStep, abstract_batch: Batch) -> list[Kept]:
     """Return the values that a streamed step saves of its layers."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
     return [kept for loops, residuals in plans for kept in _of_run(loops.stack.run, residuals)]
 
 
-def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
+def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
     """Return the bytes that each device sends over `tensor` to gather saved values for backward.
 
     Only values that are stored split over `tensor` count. In a ring, each device passes on every
@@ -140,7 +141,7 @@ def _of_run(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
     return values
 
 
-def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
+def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept]:
     """Return the values that a microbatch of a resident step saves.
 
     The values of one microbatch are freed before the next one runs.
@@ -166,7 +167,7 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
         layout.decode, frozen
     )  # backward decodes again, so the decoded weights are not residuals
 
-    def residuals(params: Any, frozen: Any, batch: Any, model_state: Any) -> list[Any]:
+    def residuals(params: Params, frozen: Any, batch: Batch, model_state: ModelState) -> list[Any]:
         value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
         return jax.tree.leaves(jax.vjp(value, params)[1])
 

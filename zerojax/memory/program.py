@@ -15,7 +15,6 @@ compiled program's own copies are the remainder of `host_link`.
 """
 
 import dataclasses
-from typing import Any
 
 from host_offload.schedule import StepPlan
 from zerojax.memory.collectives import collectives_of_step
@@ -34,9 +33,10 @@ from zerojax.memory.tensor import tensor_collectives
 from zerojax.resident import ResidentStep
 from zerojax.state import DiskLayout, StateRecords, steps_of_leaves
 from zerojax.streamed import StreamedStep
+from zerojax.trees import Batch
 
 
-def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> MemoryReport:
+def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -> MemoryReport:
     """Count the bytes of a step, leaf by leaf.
 
     Args:
@@ -108,7 +108,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     )
 
 
-def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -> StepPlan:
+def steps_of_program(records: StateRecords, step: object, abstract_batch: Batch) -> StepPlan:
     """Return a step's operations on records, with the bytes of each.
 
     Args:
@@ -131,7 +131,7 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -
     )
 
 
-def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) -> KeptValues:
+def kept_by_program(records: StateRecords, step: object, abstract_batch: Batch) -> KeptValues:
     """Return the values that a step saves from forward to backward.
 
     Args:

@@ -23,9 +23,10 @@ from zerojax.memory.report import RunningBytes
 from zerojax.sharding import ActivationSpec
 from zerojax.state import Layout, RecordSpec
 from zerojax.streamed import ResidualPlan, StreamedStep
+from zerojax.trees import Batch
 
 
-def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
+def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch) -> RunningBytes:
     """Return the bytes of a streamed step in addition to its arguments, and over the host link."""
     plan = streamed.plan
     saved = _saved(streamed, abstract_batch)
@@ -59,16 +60,16 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     return RunningBytes(device, host, link, called)
 
 
-def streamed_steps(streamed: StreamedStep, abstract_batch: Any) -> StepPlan:
+def streamed_steps(streamed: StreamedStep, abstract_batch: Batch) -> StepPlan:
     """Return a streamed step's operations, with their bytes for a batch."""
     return streamed.steps(_kept(_saved(streamed, abstract_batch)))
 
 
-def _shapes(abstract_batch: Any) -> Any:
+def _shapes(abstract_batch: Batch) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
 
 
-def _saved(streamed: StreamedStep, abstract_batch: Any) -> dict[str, dict[str, int]]:
+def _saved(streamed: StreamedStep, abstract_batch: Batch) -> dict[str, dict[str, int]]:
     """Return the bytes of one layer's saved activations for each run, by run and tier."""
     plans = streamed.abstract_residuals(_shapes(abstract_batch))
     pairs = zip(streamed.plan.of_stacks, plans, strict=True)
@@ -100,7 +101,7 @@ def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     }
 
 
-def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
+def _entered_bytes(streamed: StreamedStep, abstract_batch: Batch) -> int:
     """Return the bytes of the inputs and contexts of the stacks' `enter`, saved for backward."""
     spec = ActivationSpec(streamed.mesh, streamed.microbatches.count)
     lead = int(streamed.microbatches.count > 1)

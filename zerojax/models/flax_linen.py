@@ -25,6 +25,7 @@ from zerojax.models.flax_calls import Calls
 from zerojax.models.objective import OVERWRITTEN
 from zerojax.models.traced_init import TracedInit
 from zerojax.tiling import find_stacks
+from zerojax.trees import Params
 
 
 class LinenPart:
@@ -72,7 +73,7 @@ class LinenPart:
             key = jax.random.key(0) if calls.rngs else None
             state = nn.unbox({c: variables[c] for c in self.collections})
 
-            def used(p: Any, *args: Any) -> Any:
+            def used(p: Params, *args: Any) -> Any:
                 with calls.run(is_training=True):
                     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
                     return jax.tree.leaves(use(self.bind(p, key, zeros), *args))
@@ -119,7 +120,7 @@ class LinenPart:
             variables = self._variables(key)
         return nn.unbox({c: variables[c] for c in self.collections})
 
-    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nn.Module:
+    def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nn.Module:
         """Return the module bound to params and state, with random streams if there is a key."""
         calls = self.calls
         keys = (

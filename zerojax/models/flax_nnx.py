@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.models.flax_calls import CALL_STREAM, Calls, without_key
 from zerojax.models.traced_init import TracedInit
+from zerojax.trees import Params
 
 
 class NnxPart:
@@ -153,7 +154,7 @@ class NnxPart:
         with nnx.use_eager_sharding(False), self.names.while_made():
             return self._parts(key)
 
-    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nnx.Module:
+    def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nnx.Module:
         """Return the module with these parameters and state, in training mode if there is a key."""
         # A plain dict has the leaves of NNX's state, in the same order.
         filled = (

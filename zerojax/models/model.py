@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.given import whole_number
+from zerojax.trees import Batch, Params, Tree
 
-Params = Any
-Batch = Any
 Key = jax.Array | None
 
 
@@ -390,7 +389,7 @@ class StackModel:
     first: int = 0
     number: int = 0
 
-    def of(self, tree: Any) -> Any:
+    def of(self, tree: Tree) -> Any:
         """Return this stack's part of a tree over all blocks, such as their parameters."""
         return tree if not self.name or tree is None else tree.get(self.name)
 

@@ -23,15 +23,14 @@ from zerojax.jaxprs import flatten, only_live
 from zerojax.models.loss import Loss, Terms, as_loss, joined, summed, together
 from zerojax.models.model import (
     BLOCKS,
-    Batch,
     Key,
     LayeredModel,
     Model,
-    Params,
     StackModel,
     list_stacks,
     takes_context,
 )
+from zerojax.trees import Batch, Context, ModelState, Params, Tree
 
 Array = jax.Array
 State = Any
@@ -145,7 +144,7 @@ def call_context(model: LayeredModel, batch: Batch) -> Any:
     )
 
 
-def _arrays(tree: Any, what: str) -> Any:
+def _arrays(tree: Tree, what: str) -> Any:
     """Return a tree whose numbers are converted to arrays.
 
     Raises:
@@ -301,7 +300,7 @@ def _layers(
     stacks = list_stacks(model)
 
     def run(
-        stack: StackModel, params: Params, x: Any, context: Any, key: Key, of_blocks: State
+        stack: StackModel, params: Params, x: Any, context: Context, key: Key, of_blocks: State
     ) -> tuple[Any, Loss | None, State]:
         """Run the blocks of one stack."""
 
@@ -402,7 +401,7 @@ def per_layer_arrays(model: LayeredModel) -> Any:
     return None if model.per_layer is None else jax.tree.map(jnp.asarray, model.per_layer)
 
 
-def abstract_given(model: LayeredModel, context: Any, state: Any) -> Given:
+def abstract_given(model: LayeredModel, context: Context, state: Any) -> Given:
     """Return the shapes of one block's `Given`.
 
     Args:
@@ -455,7 +454,7 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
 
 
 def whole_weight(
-    weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: Any
+    weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: ModelState
 ) -> Array | None:
     """Return the weight of all microbatches together, f32[]; None if the loss is a mean.
 

@@ -32,6 +32,7 @@ from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
 from zerojax.optim.whole_tree import Update, finish, measure_grads
 from zerojax.state import FlatState, StateRecords, TrainState, load_leaves, order_read_before_write
+from zerojax.trees import Grads
 
 Array = jax.Array
 
@@ -171,7 +172,7 @@ class RecordUpdate:
         )
 
     def _updated(
-        self, part: Sequence[int], grads: Any, before: tuple[Any, Any], shared: Any, loss: Array
+        self, part: Sequence[int], grads: Grads, before: tuple[Any, Any], shared: Any, loss: Array
     ) -> tuple[list[Array], list[Array]]:
         """Return the updated weights and optimizer state of the record with the leaves `part`."""
         weights, opt = before
@@ -291,7 +292,7 @@ def update_by_record(update: RecordUpdate) -> Update:
     config = update.layout.config
 
     def step_update(
-        state: TrainState, value: Array, grads: Any
+        state: TrainState, value: Array, grads: Grads
     ) -> tuple[TrainState, dict[str, Array]]:
         measured = measure_grads(config, state, grads, update.unused)
         finite = measured.finite

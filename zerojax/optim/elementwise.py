@@ -27,6 +27,7 @@ from zerojax.elements import ElementProgram
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
 from zerojax.optim.leaf_rule import one_layer
 from zerojax.state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state
+from zerojax.trees import Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,11 +170,11 @@ def elementwise_transformation(
         leaves = dict(zip((*owned, *everyone), (*states, *shared), strict=True))
         return jax.tree.unflatten(tree, [leaves[j] for j in sorted(leaves)])
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> Any:
         return ordered(rule.first_states(every, jax.tree.leaves(params)), rule.first_shared())
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any
+        updates: Any, state: Any, params: Params = None, *, value: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         before = jax.tree.leaves(state)
         loss = jnp.float32(0) if value is None else value
@@ -194,7 +195,7 @@ def elementwise_transformation(
 
 def elementwise_update(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     why: str,
     stacked: Sequence[bool],
     beyond: Callable[[], str | None] = lambda: None,
@@ -235,7 +236,7 @@ def elementwise_update(
 
 def elementwise_rule(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     stacked: Sequence[bool],
     state: Any,
     closed: jex.ClosedJaxpr,
@@ -274,13 +275,13 @@ def elementwise_rule(
     return ElementwiseUpdate(params, opt_map, *programs)
 
 
-def _names(params: Any) -> list[str]:
+def _names(params: Params) -> list[str]:
     return [
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
     ]
 
 
-def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) -> str | None:
+def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Params) -> str | None:
     """Return what in an update is not elementwise, or None.
 
     Args:

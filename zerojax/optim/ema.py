@@ -31,6 +31,7 @@ import optax
 from zerojax.given import as_number
 from zerojax.jaxprs import flatten
 from zerojax.state import Layout, OptStateMap
+from zerojax.trees import Params
 
 
 class EmaState(NamedTuple):
@@ -76,11 +77,13 @@ class Ema(optax.GradientTransformationExtraArgs):
         decay = number
         log_decay = math.log(decay) if decay else -math.inf
 
-        def init(params: Any) -> Any:
+        def init(params: Params) -> Any:
             # Copies: a step donates both parameters and state, so they must not share a buffer.
             return EmaState(jax.tree.map(jnp.copy, params), jnp.int32(0) if debias else None)
 
-        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def update(
+            updates: Any, state: Any, params: Params = None, **extra: Any
+        ) -> tuple[Any, Any]:
             del extra
             if params is None:
                 raise ValueError(

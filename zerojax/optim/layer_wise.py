@@ -47,6 +47,7 @@ from zerojax.optim.leaf_rule import (
 )
 from zerojax.sharding import STAGES, Spec, named, parse_axes
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
+from zerojax.trees import OptState, Params
 
 logger = logging.getLogger("zerojax")
 
@@ -79,7 +80,7 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
     there = Stay() if move is None else move
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any
+        updates: Any, state: Any, params: Params = None, *, value: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         return rule.update_tree(
             updates, state, params, jnp.float32(0) if value is None else value, there
@@ -94,7 +95,7 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
 
 def by_layer(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
     stacked: Sequence[bool],
 ) -> optax.GradientTransformation:
@@ -152,7 +153,7 @@ def by_layer(
 
 
 def _traced(
-    tx: optax.GradientTransformation, params: Any, state: Any, update: jex.ClosedJaxpr
+    tx: optax.GradientTransformation, params: Params, state: Any, update: jex.ClosedJaxpr
 ) -> Traced:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     owners = tuple(
@@ -162,7 +163,7 @@ def _traced(
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
 
-def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[bool]) -> None:
+def _check_reads_one_leaf(found: Differences, params: Params, stacked: Sequence[bool]) -> None:
     """Raise ValueError if an optimizer of single leaves reads the shapes of other leaves.
 
     One layer's tree shows it the sizes of one layer, and stacks show it the sizes of all layers. An
@@ -187,7 +188,7 @@ def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[boo
 
 
 def _report_differences(
-    found: Differences, params: Any, stacked: Sequence[bool], fault: str
+    found: Differences, params: Params, stacked: Sequence[bool], fault: str
 ) -> None:
     """Raise ValueError for an optimizer that would treat stacks differently than layers.
 
@@ -226,7 +227,7 @@ def _listed(names: Sequence[str]) -> str:
     return "; ".join(names[:_SHOWN]) + more
 
 
-def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> bool:
+def _is_elementwise(update: jex.ClosedJaxpr, opt_state: OptState, params: Params) -> bool:
     opt_map = map_opt_state(opt_state, params)
     if fault_of_update(update, opt_map, params) is None:
         return True
@@ -247,7 +248,7 @@ def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.Gradie
 
 
 def why_not_by_leaf(
-    tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool]
+    tx: optax.GradientTransformation, params: Params, stacked: Sequence[bool]
 ) -> str | None:
     """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None.
 

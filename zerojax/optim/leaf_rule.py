@@ -46,6 +46,7 @@ from zerojax.jaxprs import (
     list_regions,
     read,
 )
+from zerojax.trees import Grads, Params
 
 Array = jax.Array
 Slots = dict[int, Any]
@@ -303,7 +304,7 @@ class LeafRule:
 
     # --- the whole tree ---------------------------------------------------------------------------
 
-    def init_tree(self, params: Any) -> Any:
+    def init_tree(self, params: Params) -> Any:
         """Return the initial state of the full tree; the state of a stack has a layer dim."""
         leaves: list[Any] = [None] * len(self.owners)
         for i, (weight, stacked) in enumerate(
@@ -317,7 +318,7 @@ class LeafRule:
         return jax.tree.unflatten(jax.tree.structure(self.layer_state), leaves)
 
     def update_tree(
-        self, grads: Any, state: Any, params: Any, loss: Array, move: Move
+        self, grads: Grads, state: Any, params: Params, loss: Array, move: Move
     ) -> tuple[Any, Any]:
         """Return the updates of the full tree, and the state after them.
 
@@ -544,7 +545,7 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 # --- the proof ------------------------------------------------------------------------------------
 
 
-def one_layer(params: Any, stacked: Sequence[bool]) -> Any:
+def one_layer(params: Params, stacked: Sequence[bool]) -> Any:
     """Return the abstract tree of one layer: stacks lose their layer dim."""
     leaves, tree = jax.tree.flatten(params)
     ones = [
@@ -556,7 +557,7 @@ def one_layer(params: Any, stacked: Sequence[bool]) -> Any:
 
 def leaf_rule(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     stacked: Sequence[bool],
     state: Any,
     closed: jex.ClosedJaxpr,

@@ -47,6 +47,7 @@ from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import HostBinding, HostState, find_rest
 from zerojax.optim.whole_tree import Update, clip_factor, finish, measure_grads
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
+from zerojax.trees import Grads
 
 Array = jax.Array
 
@@ -616,7 +617,9 @@ class HostUpdate:
 def update_on_host(host: HostUpdate) -> Update:
     """Return the update of a resident step whose optimizer runs on the host."""
 
-    def update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
+    def update(
+        state: TrainState, value: Array, grads: Grads
+    ) -> tuple[TrainState, dict[str, Array]]:
         config = host.config
         records = host.records
         # The kernels divide by the loss scale and clip.

@@ -66,6 +66,7 @@ from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
+from zerojax.trees import Batch
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5
@@ -82,7 +83,7 @@ def plan(
     model: Model | LayeredModel | Sizes,
     tx: optax.GradientTransformation | None = None,
     mesh: Mesh | Mapping[str, int] | None = None,
-    batch: Any = None,
+    batch: Batch = None,
     machine: Machine | str | None = None,
     *,
     fixed: Mapping[str, Any] | None = None,
@@ -159,7 +160,7 @@ def auto(
     model: Model | LayeredModel,
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    batch: Any,
+    batch: Batch,
     machine: Machine | str | None = None,
     *,
     axes: Axes | None = None,
@@ -191,7 +192,7 @@ class Planner:
         model: Any,
         tx: Any,
         mesh: Any,
-        batch: Any,
+        batch: Batch,
         machine: Machine | str | None,
         fixed: Mapping[str, Any] | None,
         min_disk_days: float | None,

@@ -26,6 +26,7 @@ from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks,
 from zerojax.models import LayeredModel, Model
 from zerojax.program import LoweredStep, Program, build_train_step
 from zerojax.sharding import own_mesh, without_mesh
+from zerojax.trees import Batch
 
 DISTANCES = (1, 2, 4)
 GROUPS = (2, 4, 5, 6, 8, 10)
@@ -108,7 +109,7 @@ def autotune(
     tx: optax.GradientTransformation,
     config: ZeroConfig,
     mesh: Mesh,
-    batch: Any,
+    batch: Batch,
     *,
     rates: Rates | str = "h200",
     distances: Sequence[int] = DISTANCES,

@@ -16,10 +16,11 @@ from zerojax.machines import Machine
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.plans import Plan, Validated
 from zerojax.program import Program, assemble
+from zerojax.trees import Batch
 
 
 def validated(
-    plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Any
+    plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Batch
 ) -> Validated:
     """Return the bytes per device of a plan's compiled step, next to the plan's own.
 

@@ -1,7 +1,7 @@
 """Check a model, an optimizer, a config and a mesh against each other, and build the program."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -22,6 +22,7 @@ from zerojax.runtime import find_peers
 from zerojax.sharding import DATA, TENSOR, Axes, own_mesh, parse_axes, without_mesh
 from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
+from zerojax.trees import Batch
 
 
 @without_mesh
@@ -31,7 +32,7 @@ def build_train_step(
     config: ZeroConfig,
     mesh: Mesh,
     *,
-    batch: Any = None,
+    batch: Batch = None,
     axes: Axes | None = None,
 ) -> Program:
     """Build a sharded train step.

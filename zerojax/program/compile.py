@@ -35,6 +35,7 @@ from zerojax.state import (
     numbered_next,
     unit_bytes,
 )
+from zerojax.trees import Batch
 
 _WRONG_OPTION = re.compile(r"No such compile option: '[^']*'|While setting option [^\n]*[^\n.]")
 """XLA's errors about options."""
@@ -177,7 +178,7 @@ class StepCompiler:
         self._rates = learning_rates(layout)
         self._ordered: dict[int, Any] = {}  # traced programs by id
 
-    def step(self, batch: Any) -> CompiledStep:
+    def step(self, batch: Batch) -> CompiledStep:
         """Return the step for batches of this shape, abstract or not.
 
         Must be called under the mesh.
@@ -256,7 +257,7 @@ class StepCompiler:
             params, model_state, rows.cut(batch, mesh)
         )
 
-    def grads(self, batch: Any) -> Any:
+    def grads(self, batch: Batch) -> Any:
         """Return `grads(state, batch, scratch)`, jitted, for batches of this shape.
 
         Must be called under the mesh.
@@ -275,7 +276,7 @@ class StepCompiler:
             )
         return self._grads_by_shape[key]
 
-    def _jit(self, batch: Any) -> CompiledStep:
+    def _jit(self, batch: Batch) -> CompiledStep:
         layout = self._layout
         mesh = self._layout.mesh
         step = self._step
@@ -320,7 +321,7 @@ class StepCompiler:
             compiled.clear()
 
 
-def _build_batch_key(batch: Any) -> Any:
+def _build_batch_key(batch: Batch) -> Any:
     """Return a hashable key for the shapes and dtypes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves)

@@ -24,6 +24,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from zerojax.state import Layout
+from zerojax.trees import Batch
 
 _LOCAL = ("swap_dir",)
 """Config fields that may differ between processes: each process has its own disk."""
@@ -59,13 +60,13 @@ def key_lines(key: jax.Array) -> list[str]:
     return [f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"]
 
 
-def batch_key(batch: Any) -> Any:
+def batch_key(batch: Batch) -> Any:
     """Return a hashable key for the shapes and dtypes of a batch, as this process gives it."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((getattr(a, "shape", None), getattr(a, "dtype", type(a))) for a in leaves)
 
 
-def batch_lines(batch: Any) -> list[str]:
+def batch_lines(batch: Batch) -> list[str]:
     """Return one line for each leaf of a batch, with the shape that this process gives."""
     return [
         f"{jax.tree_util.keystr(path) or 'batch'} {_leaf(a)}"

@@ -55,6 +55,7 @@ from zerojax.state import (
     state_key,
     write_layer,
 )
+from zerojax.trees import OptState, Params, Tree
 
 Array = jax.Array
 
@@ -123,9 +124,9 @@ def _first_state(
     model: Model | LayeredModel,
     layout: Layout,
     key: Array,
-    params: Any,
+    params: Params,
     master: Any,
-    opt_state: Any,
+    opt_state: OptState,
     pending: Any = None,
     frozen: Any = None,
 ) -> TrainState:
@@ -204,7 +205,7 @@ def _init_by_records(
                 return DiskArgument(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
             return next(stacks) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
-        def rooms(tree: Any) -> Any:
+        def rooms(tree: Tree) -> Any:
             return jax.tree.map(room, tree, is_leaf=lambda node: isinstance(node, OnDisk))
 
         weights = _unstacked(model, layout, key)
@@ -237,7 +238,7 @@ def _init_by_records(
     return init
 
 
-def _below(tree: Any, path: Sequence[str]) -> Any:
+def _below(tree: Tree, path: Sequence[str]) -> Any:
     """Return the subtree at a path of keys."""
     return functools.reduce(lambda node, key: node[key], path, tree)
 
@@ -264,7 +265,7 @@ def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[
     return _by_index(layout, indices, params)
 
 
-def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, Array]:
+def _by_index(layout: Layout, indices: Sequence[int], params: Params) -> dict[int, Array]:
     """Return the leaves of a part of the model by index, in float32; frozen ones in their dtype."""
     dtypes = [
         layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices

@@ -71,6 +71,7 @@ from zerojax.state import (
     check_is_there,
     masters,
 )
+from zerojax.trees import Batch, ModelState, Params
 
 
 class Predicts(Protocol):
@@ -219,7 +220,7 @@ class Program:
         return self._step.grads_moves()
 
     @without_mesh
-    def memory(self, batch: Any) -> MemoryReport:
+    def memory(self, batch: Batch) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, collective and host link.
 
         Args:
@@ -233,7 +234,7 @@ class Program:
             return program_memory(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
-    def operations(self, batch: Any) -> StepPlan:
+    def operations(self, batch: Batch) -> StepPlan:
         """Return every operation of a step on records, in order.
 
         A step loads, gathers, computes, reduces and stores records. `program.schedule`,
@@ -253,7 +254,7 @@ class Program:
             return steps_of_program(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
-    def kept(self, batch: Any) -> KeptValues:
+    def kept(self, batch: Batch) -> KeptValues:
         """Return the saved activations of a step, each with name, shape, spec, tier and bytes.
 
         It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. For a streamed
@@ -271,7 +272,7 @@ class Program:
             return kept_by_program(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
-    def host_copies(self, batch: Any) -> HostTraffic:
+    def host_copies(self, batch: Batch) -> HostTraffic:
         """Return the data that a step moves over each device's host link, by copies and by kernels.
 
         These are facts of the compiled program, not times. The step is compiled, and XLA's list of
@@ -303,18 +304,18 @@ class Program:
             # A streamed step's loops of unknown trip count run once.
             return host_traffic(text, read_thunks(folder, module_name(text)), unknown_trips=1)
 
-    def _check_given(self, batch: Any) -> None:
+    def _check_given(self, batch: Batch) -> None:
         """Raise ValueError for a batch that the model itself refuses."""
         if self.model.check_batch is not None:
             self.model.check_batch(batch)
 
-    def _check_shapes(self, batch: Any) -> None:
+    def _check_shapes(self, batch: Batch) -> None:
         """Raise ValueError for a batch that the model refuses, or that does not divide."""
         self._check_given(batch)
         check_batch(batch, self.mesh, self.config.num_microbatches)
 
     @without_mesh
-    def check(self, batch: Any) -> None:
+    def check(self, batch: Batch) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained.
 
         Nothing runs.
@@ -328,7 +329,7 @@ class Program:
             compiled.step.trace(*compiled.abstract_args)
 
     @without_mesh
-    def lower(self, abstract_batch: Any) -> LoweredStep:
+    def lower(self, abstract_batch: Batch) -> LoweredStep:
         """Lower the step for this mesh, whose devices need not be available.
 
         Args:
@@ -383,7 +384,7 @@ class Program:
                 )
             return self._runner.run("init", self._init.jitted, *arguments)
 
-    def _note(self, call: str, batch: Any) -> bool:
+    def _note(self, call: str, batch: Batch) -> bool:
         """Compare a call over a batch with the other processes' calls.
 
         This happens before the batch is placed: processes must agree on its shapes before any
@@ -420,7 +421,7 @@ class Program:
         return self._runner.calling()
 
     @without_mesh
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
         Args:
@@ -446,7 +447,7 @@ class Program:
         return self._stepped(state, batch)
 
     def _stepped(
-        self, state: TrainState, batch: Any, addresses_of: HostAddresses | None = None
+        self, state: TrainState, batch: Batch, addresses_of: HostAddresses | None = None
     ) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
@@ -485,7 +486,7 @@ class Program:
             return state, metrics | of_disk
 
     @without_mesh
-    def self_test(self, state: TrainState, batch: Any) -> tuple[TrainState, SelfTest]:
+    def self_test(self, state: TrainState, batch: Batch) -> tuple[TrainState, SelfTest]:
         """Run one train step with checks of XLA's promises, for a new device, driver or jaxlib.
 
         The step is compiled once more so that XLA, if it can, compares each slice's offset in host
@@ -530,7 +531,7 @@ class Program:
         )
 
     @without_mesh
-    def eval(self, state: TrainState, batch: Any) -> Any:
+    def eval(self, state: TrainState, batch: Batch) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
         If the model's loss has metrics, return a dict of "loss" and the metrics by name. The
@@ -551,7 +552,7 @@ class Program:
         )
 
     @without_mesh
-    def apply(self, state: TrainState, batch: Any) -> Any:
+    def apply(self, state: TrainState, batch: Batch) -> Any:
         """Return the outputs of the model's `predict`, without keys and without an update.
 
         The state is read where it is stored.
@@ -582,7 +583,7 @@ class Program:
 
     @without_mesh
     def apply_cached(
-        self, state: TrainState, batch: Any, cache: Any, length: int
+        self, state: TrainState, batch: Batch, cache: Any, length: int
     ) -> tuple[Any, Any]:
         """Return the outputs of `predict` for tokens that follow others, and the updated cache.
 
@@ -620,7 +621,7 @@ class Program:
                 build_gather(self.layout, self._gathered_early),
             )
 
-            def run(params: Any, model_state: Any, cache: Any, batch: Any) -> Any:
+            def run(params: Params, model_state: ModelState, cache: Any, batch: Batch) -> Any:
                 return step.apply(
                     params, model_state, batch if cache is None else {**batch, CACHE: cache}
                 )
@@ -633,14 +634,14 @@ class Program:
             params = self.layout.join(state)
             return self._cached[length](params, state.model_state, cache, batch)
 
-    def _any_batch(self, call: str, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
+    def _any_batch(self, call: str, state: TrainState, batch: Batch) -> tuple[Any, Rows | None]:
         check_is_there(state)
         self._check_given(batch)
         self._note(call, batch)
         return place_any_batch(batch, self.mesh)
 
     def _evaluate(
-        self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]
+        self, name: str, state: TrainState, batch: Batch, compiled: Callable[..., Any]
     ) -> Any:
         """Run `compiled(*args)`, a jitted function of a state's parameters and model state."""
         with self.calling(), jax.set_mesh(self.mesh):
@@ -654,7 +655,7 @@ class Program:
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
     @without_mesh
-    def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def grads(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
         """Return a step's loss over a batch and its gradients; nothing is updated or donated.
 
         The loss is the mean over microbatches, with the random keys that the next step would draw.
@@ -703,7 +704,7 @@ class Program:
         return metrics["loss"] if set(metrics) == {"loss"} else metrics
 
     @without_mesh
-    def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
+    def shard_batch(self, batch: Batch, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh, with dim 0 split over `data` and `fsdp`.
 
         Leaves that are already placed stay; numpy arrays are copied.
@@ -721,7 +722,7 @@ class Program:
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
         return place_batch(batch, self.mesh, count)
 
-    def abstract_batch(self, batch: Any) -> Any:
+    def abstract_batch(self, batch: Batch) -> Any:
         """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
         return abstract_batch(batch, self.mesh)
 

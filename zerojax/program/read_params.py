@@ -37,6 +37,7 @@ from zerojax.state import (
     read_layer,
     write_layer,
 )
+from zerojax.trees import Tree
 
 
 class ParamReader:
@@ -106,7 +107,7 @@ class ParamReader:
             ),
         )
 
-    def _read(self, read: Any, tree: Any, *args: Any) -> Any:
+    def _read(self, read: Any, tree: Tree, *args: Any) -> Any:
         """Call `read(tree, *args)`, which reads from any tier."""
         with self._runner.calling(), jax.set_mesh(self.layout.mesh):
             return self._runner.run("read", read, tree, *args, reads=tree)

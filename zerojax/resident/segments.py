@@ -36,6 +36,7 @@ from zerojax.jaxprs import (
     rebind_scan,
     trace,
 )
+from zerojax.trees import Params
 
 SLACK = 1.25
 """Largest bytes live at a cut, as a multiple of the least live bytes."""
@@ -53,7 +54,7 @@ def keep_by_segments(
       splits: how saved values are sharded with mode "save"; None leaves it to the partitioner.
     """
 
-    def segmented(params: Any, *data: Any) -> Any:
+    def segmented(params: Params, *data: Any) -> Any:
         program, out_shape = trace(loss, params, *data)
         values = jax.tree.leaves((params, *data))
         slots = dict(zip(program.inputs, values, strict=True))

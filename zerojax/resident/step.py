@@ -65,6 +65,7 @@ from zerojax.state import (
     with_loss_scale,
     with_model_state,
 )
+from zerojax.trees import Batch, ModelState, Params
 
 Array = jax.Array
 
@@ -134,7 +135,7 @@ class ResidentStep:
         self.schedule = stacked_schedule(schedules)
 
     def step(
-        self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
+        self, state: TrainState, batch: Batch, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[TrainState, dict[str, list[Any]]], dict[str, Array]]:
         """Run one step; `scratch` is returned unchanged."""
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
@@ -153,19 +154,23 @@ class ResidentStep:
             else update_by_record(self.update)
         )
 
-    def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
+    def evaluated(
+        self, params: Params, batch: Batch, key: Any, model_state: ModelState
+    ) -> tuple[Terms, Any]:
         """Return the objective of parameters as stored, and the model state after it.
 
         Gradients are reduced to where the stage stores them.
         """
         return self._gather(self._stored_objective, params, batch, key, model_state)
 
-    def eval(self, params: Any, model_state: Any, batch: Any) -> Array | dict[str, Array]:
+    def eval(
+        self, params: Params, model_state: ModelState, batch: Batch
+    ) -> Array | dict[str, Array]:
         """Return the loss of a batch, without random keys; if there are metrics, a dict of both."""
         terms, _ = self.evaluated(params, batch, None, model_state)
         return evaluation(terms.value(), divided(terms.metrics))
 
-    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict`, without random keys."""
         layout = self.layout
         model = self.model
@@ -178,7 +183,7 @@ class ResidentStep:
         return self._gather(predict, params, batch, model_state)
 
     def grads(
-        self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
+        self, state: TrainState, batch: Batch, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
         """Return the loss and the gradients of one step, without an update.
 
@@ -199,12 +204,12 @@ class ResidentStep:
     def check_grads(self) -> None:
         """Accept every config: all resident steps have their gradients on the device."""
 
-    def abstract_scratch(self, abstract_batch: Any) -> dict[str, list[Any]]:
+    def abstract_scratch(self, abstract_batch: Batch) -> dict[str, list[Any]]:
         """Return no stacks: gradients and activations stay on the device."""
         del abstract_batch
         return {}
 
-    def records_written(self, abstract_batch: Any) -> Sequence[DiskRecords]:
+    def records_written(self, abstract_batch: Batch) -> Sequence[DiskRecords]:
         """Return no records: only state is stored on disk, and it exists before the step."""
         del abstract_batch
         return ()
@@ -341,7 +346,7 @@ def build_grads(
     grads_at = layout.param_shardings(stage.opt_state)
     count = layout.config.num_microbatches
 
-    def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+    def derivative(scale: Array, data: Any, params: Params) -> tuple[Any, tuple[Any, ...]]:
         """Return the gradients of scale * loss, and a tuple of further results.
 
         The tuple holds the state that its gradient replaces, the loss, the metrics, and the model
@@ -373,7 +378,11 @@ def build_grads(
     sums_at = own_at if layout.reduces_once else grads_at
 
     def of_microbatch(
-        state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None
+        state: TrainState,
+        model_state: ModelState,
+        batch: Batch,
+        key: Any,
+        whole: Array | None = None,
     ) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         overwritten, rest = _overwritten(model_state)
@@ -385,7 +394,7 @@ def build_grads(
         # unsharded gradients.
         return Gradients(value, jax.lax.with_sharding_constraint(grads, sums_at), metrics, after)
 
-    def grads(state: TrainState, batch: Any) -> Gradients:
+    def grads(state: TrainState, batch: Batch) -> Gradients:
         # The key depends only on (key, step): a restored run draws the same masks as the original
         # run.
         key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
@@ -394,7 +403,7 @@ def build_grads(
         one = of_microbatch(state, state.model_state, batch, key)
         return one._replace(grads=jax.tree.map(lambda g: g.astype(jnp.float32), one.grads))
 
-    def accumulated(state: TrainState, batch: Any, key: Any) -> Gradients:
+    def accumulated(state: TrainState, batch: Batch, key: Any) -> Gradients:
         pieces = (split_microbatches(batch, count), jnp.arange(count))
 
         def inputs(piece: tuple[Any, Array]) -> tuple[Any, Any]:
@@ -441,7 +450,7 @@ def build_grads(
     return grads
 
 
-def _overwritten(model_state: Any) -> tuple[Any, Any]:
+def _overwritten(model_state: ModelState) -> tuple[Any, Any]:
     """Return the part of a model's state that its gradient replaces, or None; and the rest."""
     if not isinstance(model_state, dict) or OVERWRITTEN not in model_state:
         return None, model_state

@@ -76,6 +76,7 @@ from host_offload.trace import Recorder, Span, check_path
 from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.runtime.processes import AllProcesses
 from zerojax.state import DiskLayout, OnDisk
+from zerojax.trees import Tree
 
 logger = logging.getLogger("zerojax")
 
@@ -635,7 +636,7 @@ def _unbroken(work: Callable[[], None]) -> Callable[[], None]:
     return interrupts_wait(all_wait=True)(work)
 
 
-def _on_disk(tree: Any) -> list[OnDisk]:
+def _on_disk(tree: Tree) -> list[OnDisk]:
     """Return the leaves that are stored on disk."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, OnDisk))
     return [leaf for leaf in leaves if isinstance(leaf, OnDisk)]

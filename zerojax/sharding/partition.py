@@ -27,6 +27,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.sharding.specs import Spec, pad_spec, parse_axes
+from zerojax.trees import Params, Tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def leaf_spec(
 
 
 def param_specs(
-    abstract_params: Any,
+    abstract_params: Params,
     user_specs: Any,
     mesh: Mesh,
     axis: str,
@@ -154,7 +155,7 @@ def param_specs(
     }
 
 
-def broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
+def broadcast_specs(prefix: Any, tree: Tree) -> list[PartitionSpec]:
     """Return one spec per leaf, from a tree of specs that may be a prefix of the tree.
 
     A spec in the prefix applies to every leaf below it.
@@ -220,7 +221,7 @@ def misfit(
     return None
 
 
-def replicated_leaves(abstract_params: Any, specs: dict[str, LeafSpec]) -> list[Replicated]:
+def replicated_leaves(abstract_params: Params, specs: dict[str, LeafSpec]) -> list[Replicated]:
     """List the leaves that the ZeRO axis does not split, largest first."""
     replicated = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]:

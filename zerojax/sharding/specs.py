@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_offload.tiers import memory_kind
+from zerojax.trees import Tree
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """A PartitionSpec padded with None to one entry per dim."""
@@ -52,7 +53,7 @@ def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> Named
     return sharding if sharding.memory_kind else place(mesh, spec, tier)
 
 
-def explicit(tree: Any) -> Any:
+def explicit(tree: Tree) -> Any:
     """Return shardings with an explicit memory kind, if the mesh knows memory kinds.
 
     JAX pairs donated arguments with results by shape, and compares their memory kinds only if all

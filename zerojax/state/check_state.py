@@ -17,6 +17,7 @@ from zerojax.given import as_integer, as_number, shown
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
 from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
+from zerojax.trees import Tree
 
 _SHOWN = 3
 """Number of leaves that an error lists."""
@@ -163,7 +164,7 @@ def _name(state: TrainState, index: int) -> str:
     return _names(as_arguments(state))[index]
 
 
-def _names(tree: Any) -> list[str]:
+def _names(tree: Tree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 

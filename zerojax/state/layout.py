@@ -77,6 +77,7 @@ from zerojax.state.train_state import (
     join_frozen,
     split_frozen,
 )
+from zerojax.trees import OptState, Params, Tree
 
 logger = logging.getLogger("zerojax")
 
@@ -236,7 +237,7 @@ class Layout:
         dtype = self.leaves[index].dtype
         return jnp.promote_types(dtype, jnp.float32) if self.grads_in_float32 else dtype
 
-    def encode(self, params: Any, *part: str) -> Any:
+    def encode(self, params: Params, *part: str) -> Any:
         """Return parameters as they are stored, with some leaves encoded.
 
         Args:
@@ -246,7 +247,7 @@ class Layout:
         """
         return encode_tree(self.encodings, params, *part)
 
-    def decode(self, params: Any) -> Any:
+    def decode(self, params: Params) -> Any:
         """Return parameters as the model receives them, from gathered ones that may be encoded."""
         return decoded(params, self.compute_dtype) if self.encodings else params
 
@@ -347,7 +348,7 @@ class Layout:
 
 
 def _param_shardings(
-    params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str
+    params: Params, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str
 ) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded), tier),
@@ -355,7 +356,7 @@ def _param_shardings(
     )
 
 
-def _split(tree: Any, layers: Any, mesh: Mesh) -> Any:
+def _split(tree: Tree, layers: Any, mesh: Mesh) -> Any:
     """Return a tree of stacked leaves in host memory, with the first layers on the device.
 
     Args:
@@ -478,7 +479,7 @@ def build_layout(
     )
 
     def build_state(
-        scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any
+        scalar: Any, key: Any, params: Params, master: Any, opt_state: OptState, counter: Any
     ) -> TrainState:
         return TrainState(
             step=counter,
@@ -691,7 +692,7 @@ def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int
     return dataclasses.replace(group, leaves=tuple(trained), frozen=tuple(frozen))
 
 
-def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
+def _first_dims(model: Model | LayeredModel, params: Params) -> dict[str, int]:
     """Return the number of leading dims (layers, tiles) that are never split, by path."""
     if not isinstance(model, LayeredModel):
         return {}
@@ -723,7 +724,7 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
             return Split(leaf.device, leaf_on_disk(leaf.host))
         return leaf if shared else DiskArgument(token, leaf.shape, leaf.dtype)
 
-    def weights(tree: Any, tier: str) -> Any:
+    def weights(tree: Tree, tier: str) -> Any:
         return jax.tree.map(leaf_on_disk, tree, is_leaf=is_stored) if tier == "nvme" else tree
 
     opt_state = state.opt_state
@@ -777,7 +778,7 @@ def _split_opt_state(
     """
     of_leaves = [layers[leaf.stack] if leaf.is_stacked else 0 for leaf in leaves]
 
-    def split(tree: Any, layers: Sequence[int]) -> Any:
+    def split(tree: Tree, layers: Sequence[int]) -> Any:
         return _split(tree, jax.tree.unflatten(jax.tree.structure(tree), layers), mesh)
 
     opt_state = split(
@@ -805,7 +806,7 @@ def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
         )
 
 
-def _report_widened(params: Any, config: ZeroConfig) -> None:
+def _report_widened(params: Params, config: ZeroConfig) -> None:
     """Log that parameters that the model creates in 16 bits are kept in float32."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     narrow = [

@@ -35,6 +35,7 @@ from zerojax.state.layout import Layout
 from zerojax.state.ordering import wait_for
 from zerojax.state.records import Index, RecordSpec, pick, read_layer, store_leaves, write_layer
 from zerojax.state.train_state import OnDisk, TrainState, is_stored
+from zerojax.trees import OptState, Params
 
 Array = jax.Array
 logger = logging.getLogger("zerojax")
@@ -305,7 +306,7 @@ class StateRecords:
         """Return the state's leaves as flat lists."""
         return self.flatten_state(state.params, state.master, state.opt_state)
 
-    def flatten_state(self, params: Any, master: Any, opt_state: Any) -> FlatState:
+    def flatten_state(self, params: Params, master: Any, opt_state: OptState) -> FlatState:
         """Return the leaves of these trees of a state as flat lists."""
         masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
         weights, opt = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (params, opt_state))

@@ -38,6 +38,7 @@ from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.residuals import plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
 from zerojax.streamed.traced_block import TracedBlock
+from zerojax.trees import Params
 
 Array = jax.Array
 Scratch = dict[str, list[Array]]
@@ -251,11 +252,11 @@ class BlockTracer:
         """Return the shapes of a block's addition to the loss of one microbatch, or None."""
         return check_block(self.model, *self.abstract_call(x, inputs, count)).loss
 
-    def _run_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None]:
+    def _run_block(self, params: Params, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None]:
         out = call_block(self.model, params, x, key, given)
         return out.x, out.loss
 
-    def _check_state(self, params: Any, x: Any, key: Any, given: Given) -> None:
+    def _check_state(self, params: Params, x: Any, key: Any, given: Given) -> None:
         """Raise ValueError if the block changes its state."""
         if given.state is None:
             return

@@ -37,6 +37,7 @@ from zerojax.sharding import ActivationSpec
 from zerojax.state import is_stored, join_frozen, split_frozen
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.trees import Batch, Context, Grads, ModelState, Params
 
 Array = jax.Array
 
@@ -83,7 +84,7 @@ class EmbedHead:
             stack.name: stack.model for stack in list_stacks(model)
         }  # their `enter` may decode
 
-    def load(self, params: Any) -> Any:
+    def load(self, params: Params) -> Any:
         """Return the leaves of embedding and head, sharded, on the device."""
         # An OnDisk counts as one leaf, which `RecordSpec.load` reads.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
@@ -97,7 +98,7 @@ class EmbedHead:
         flags = self.plan.layout.flags
         return split_frozen(None if flags is None else _without_blocks(flags), unstacked)
 
-    def context(self, batch: Any) -> Any:
+    def context(self, batch: Batch) -> Any:
         """Return the context that all blocks read, of all microbatches, or None."""
         if self.model.context is None:
             return None
@@ -106,7 +107,7 @@ class EmbedHead:
             lambda b: constrain(call_context(self.model, constrain(b))), batch
         )
 
-    def embed(self, unstacked: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
+    def embed(self, unstacked: Any, batch: Batch, key: Any, state: Any) -> tuple[Any, Any]:
         """Return the first layer's input of one microbatch, and the state of embedding and head."""
         batch = self.activations.constrain(batch)
         key = derive_key(key, embed_number(self.model))
@@ -119,7 +120,9 @@ class EmbedHead:
         )
         return self.activations.constrain(x), state
 
-    def embed_all(self, unstacked: Any, batch: Any, keys: Any, state: Any) -> tuple[Any, Any, Any]:
+    def embed_all(
+        self, unstacked: Any, batch: Batch, keys: Any, state: Any
+    ) -> tuple[Any, Any, Any]:
         """Return the first layer's input, and the states before and after the embedding.
 
         All three are of all microbatches. The states belong to embedding and head. Both are kept
@@ -149,7 +152,7 @@ class EmbedHead:
         )
 
     def abstract_inputs(
-        self, abstract_params: Any, abstract_state: Any, abstract_batch: Any
+        self, abstract_params: Params, abstract_state: Any, abstract_batch: Batch
     ) -> list[Any]:
         """Return the shapes of the inputs of each run of layers, of all microbatches.
 
@@ -161,7 +164,7 @@ class EmbedHead:
           abstract_batch: shapes of the batch.
         """
 
-        def first(params: Any, model_state: Any, batch: Any) -> Any:
+        def first(params: Params, model_state: ModelState, batch: Batch) -> Any:
             batch, keys = self.microbatches.split(
                 batch, jax.random.key(0) if self.model.stochastic else None
             )
@@ -184,13 +187,15 @@ class EmbedHead:
         )
         return jax.eval_shape(first, *args, abstract_batch)
 
-    def inputs(self, stack: StackPlan, context: Any, keys: Any, model_state: Any) -> LayerInputs:
+    def inputs(
+        self, stack: StackPlan, context: Context, keys: Any, model_state: ModelState
+    ) -> LayerInputs:
         """Return the inputs that all layers of a stack read, of all microbatches."""
         of_blocks = None if model_state is None else stack.stack.of(model_state.get(BLOCKS))
         return LayerInputs(keys, context, per_layer_arrays(stack.model), of_blocks)
 
     def enter(
-        self, stack: StackPlan, unstacked: Any, x: Any, batch: Any, keys: Any
+        self, stack: StackPlan, unstacked: Any, x: Any, batch: Batch, keys: Any
     ) -> tuple[Any, Any]:
         """Return the first layer's input and the context of a stack, of all microbatches.
 
@@ -206,13 +211,13 @@ class EmbedHead:
         return self.microbatches.each(partial(self._enter, stack, unstacked), x, batch, keys)
 
     def _enter(
-        self, stack: StackPlan, unstacked: Any, x: Any, batch: Any, key: Any
+        self, stack: StackPlan, unstacked: Any, x: Any, batch: Batch, key: Any
     ) -> tuple[Any, Any]:
         """Return the first layer's input and the context of a stack, of one microbatch."""
         model = self._models[stack.name]
         key = derive_key(key, enter_number(self.model, stack.stack))
 
-        def enter(p: Any, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
+        def enter(p: Params, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
             return call_enter(model, p["embed"], x, b, k)
 
         with in_stack(stack.name):
@@ -225,7 +230,7 @@ class EmbedHead:
         stack: StackPlan,
         unstacked: Any,
         x: Any,
-        batch: Any,
+        batch: Batch,
         keys: Any,
         dx: Any,
         d_context: Any,
@@ -249,8 +254,8 @@ class EmbedHead:
             return dx, g_unstacked
         trained, frozen = self._split(unstacked)
 
-        def one(dx: Any, d_context: Any, x: Any, batch: Any, key: Any) -> tuple[list[Array], Any]:
-            def derivative(cotangents: Any, data: Any, params: Any) -> tuple[Any, Any]:
+        def one(dx: Any, d_context: Any, x: Any, batch: Batch, key: Any) -> tuple[list[Array], Any]:
+            def derivative(cotangents: Any, data: Any, params: Params) -> tuple[Any, Any]:
                 (x, batch, key), (trained, frozen) = data, params
 
                 def run(trained: Any, floats: Any) -> Any:
@@ -275,25 +280,25 @@ class EmbedHead:
         grads, dx = one(dx, d_context, x, batch, keys)
         return dx, [a + b for a, b in zip(g_unstacked, grads, strict=True)]
 
-    def head(self, unstacked: Any, x: Any, batch: Any, key: Any, state: Any) -> tuple[Loss, Any]:
+    def head(self, unstacked: Any, x: Any, batch: Batch, key: Any, state: Any) -> tuple[Loss, Any]:
         """Return the loss of one microbatch, and the state of embedding and head."""
         key = derive_key(key, head_number(self.model))
 
-        def loss(p: Any, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
+        def loss(p: Params, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
             return call_head(self.model, p["head"], p["embed"], x, b, k, s)
 
         return self._gather(loss, unstacked, x, batch, key, state)
 
-    def predict(self, unstacked: Any, x: Any, batch: Any, state: Any) -> Any:
+    def predict(self, unstacked: Any, x: Any, batch: Batch, state: Any) -> Any:
         """Return the model's outputs for one microbatch."""
 
-        def outputs(p: Any, x: Any, b: Any, s: Any) -> Any:
+        def outputs(p: Params, x: Any, b: Any, s: Any) -> Any:
             return call_predict(self.model, p["head"], p["embed"], x, b, s)
 
         return self._gather(outputs, unstacked, x, batch, state)
 
     def head_and_grads(
-        self, unstacked: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any
+        self, unstacked: Any, y: Any, batch: Batch, keys: Any, scale: Array, states: Any
     ) -> HeadResult:
         """Return the loss of all microbatches, the derivative of scale * loss, metrics and state.
 
@@ -327,7 +332,7 @@ class EmbedHead:
             if own is not None:
                 state = {**state, "head": own}
 
-            def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+            def derivative(scale: Array, data: Any, params: Params) -> tuple[Any, tuple[Any, ...]]:
                 (y, batch, key, state, whole), (trained, frozen) = data, params
 
                 def loss(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
@@ -370,7 +375,13 @@ class EmbedHead:
         )
 
     def embed_grads(
-        self, unstacked: Any, batch: Any, keys: Any, dx: Any, states: Any, g_unstacked: list[Array]
+        self,
+        unstacked: Any,
+        batch: Batch,
+        keys: Any,
+        dx: Any,
+        states: Any,
+        g_unstacked: list[Array],
     ) -> list[Array]:
         """Add the embedding's gradients to the head's.
 
@@ -387,8 +398,8 @@ class EmbedHead:
         """
         trained, frozen = self._split(unstacked)
 
-        def one(dx: Any, batch: Any, key: Any, state: Any) -> tuple[list[Array], None]:
-            def derivative(dx: Any, data: Any, params: Any) -> tuple[Any, None]:
+        def one(dx: Any, batch: Batch, key: Any, state: Any) -> tuple[list[Array], None]:
+            def derivative(dx: Any, data: Any, params: Params) -> tuple[Any, None]:
                 (batch, key, state), (trained, frozen) = data, params
                 embed = lambda p: floating(self.embed(join_frozen(p, frozen), batch, key, state)[0])  # noqa: E731
                 (g,) = jax.vjp(embed, trained)[1](dx)
@@ -408,16 +419,16 @@ class EmbedHead:
             )
         return [a + b for a, b in zip(g_unstacked, one(dx, batch, keys, states)[0], strict=True)]
 
-    def _reduced(self, grads: Any) -> list[Array]:
+    def _reduced(self, grads: Grads) -> list[Array]:
         """Return gradients of the leaves, placed where they are summed."""
         return self.plan.summed_at(jax.tree.leaves(grads), self.plan.unstacked)
 
 
-def _without_blocks(params: Any) -> Any:
+def _without_blocks(params: Params) -> Any:
     return {name: tree for name, tree in params.items() if name != BLOCKS}
 
 
-def embed_head_state(model_state: Any) -> Any:
+def embed_head_state(model_state: ModelState) -> Any:
     """Return the part of a model's state that belongs to embedding and head, or None."""
     return None if model_state is None else _without_blocks(model_state)
 

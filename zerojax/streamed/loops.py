@@ -22,6 +22,7 @@ from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 from zerojax.streamed.update_policies.interface import GradientSink, RecordGrads, loss_scale
+from zerojax.trees import Context, Params
 
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
@@ -154,7 +155,7 @@ class StackLoops:
             else None
         )
 
-        def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
+        def run(x: Any, key: Any, context: Context) -> tuple[Any, Loss | None, list[Array], Any]:
             args = (
                 params(),
                 x,
@@ -182,7 +183,7 @@ class StackLoops:
         )
 
     def _plain_block(
-        self, params: Any, x: Any, key: Any, given: Given
+        self, params: Params, x: Any, key: Any, given: Given
     ) -> tuple[Any, Loss | None, list[Array]]:
         out = call_block(self.stack.model, params, x, key, given)
         return out.x, out.loss, []
@@ -363,7 +364,9 @@ class StackLoops:
             else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
         )
 
-        def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
+        def derive(
+            dx: Any, values: list[Array], key: Any, context: Context
+        ) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
             given = inputs.given(context, now.layer)
             key = derive_key(key, stack.number(now.layer))

@@ -38,11 +38,12 @@ from zerojax.models import Given, floating
 from zerojax.streamed.linearized import linearized
 from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names
 from zerojax.tiling import find_loops, marked, parse
+from zerojax.trees import Params
 
 
 def plan_layer(
     block: Block,
-    params: Any,
+    params: Params,
     x: Any,
     key: Any,
     given: Given,
@@ -258,7 +259,7 @@ def check_names(
 
 
 def derivative_jaxpr(
-    layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
+    layer: TracedBlock, params: Params, x: Any, key: Any, given: Given
 ) -> jex.ClosedJaxpr:
     """Return `layer.backward` traced over abstract arguments.
 
@@ -279,7 +280,7 @@ def derivative_jaxpr(
 
 
 def _read_by_backward(
-    layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
+    layer: TracedBlock, params: Params, x: Any, key: Any, given: Given
 ) -> list[bool]:
     """Return, for each residual, whether the derivative reads it."""
     closed = derivative_jaxpr(layer, params, x, key, given)

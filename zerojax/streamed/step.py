@@ -75,6 +75,7 @@ from zerojax.streamed.update_policies.interface import (
 )
 from zerojax.streamed.update_policies.on_host import Delayed, HostUpdateInBackward, OnHost
 from zerojax.streamed.update_policies.stored import GradsAlone, UpdateByLayer, UpdateWholeTree
+from zerojax.trees import Batch, Context, ModelState, Params
 
 Array = jax.Array
 
@@ -169,7 +170,7 @@ class StreamedStep:
     # --- requirements of a step, from shapes alone
     # ----------------------------------------------------
 
-    def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
+    def abstract_residuals(self, abstract_batch: Batch) -> list[ResidualPlan]:
         """Return the arrays that forward saves of one layer of each run, from a batch's shapes."""
         state = self.layout.abstract_arrays
         entered = self.embed_head.abstract_inputs(
@@ -196,7 +197,7 @@ class StreamedStep:
                 [block], run.segment.saved_names, run.segment.offloaded_names, f" of {run.name}"
             )
 
-    def abstract_entered(self, abstract_batch: Any) -> list[Any]:
+    def abstract_entered(self, abstract_batch: Batch) -> list[Any]:
         """Return the shapes of (input, context) of each stack's `enter`, from a batch's shapes."""
         state = self.layout.abstract_arrays
         entered = self.embed_head.abstract_inputs(
@@ -206,7 +207,7 @@ class StreamedStep:
         is_made = lambda stack: stack.model.enter is not None and stack.run.starts_stack  # noqa: E731
         return [(before, inputs.context) for stack, (before, _, inputs) in pairs if is_made(stack)]
 
-    def abstract_scratch(self, abstract_batch: Any) -> Scratch:
+    def abstract_scratch(self, abstract_batch: Batch) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
         plan = self.plan
         pairs = zip(self.loops, self.abstract_residuals(abstract_batch), strict=True)
@@ -221,7 +222,7 @@ class StreamedStep:
             ],
         }
 
-    def records_written(self, abstract_batch: Any) -> list[DiskRecords]:
+    def records_written(self, abstract_batch: Batch) -> list[DiskRecords]:
         """Return the records on disk that a step writes before it reads them."""
         if self.layout.disk is None:
             return []
@@ -267,7 +268,7 @@ class StreamedStep:
     # --- the step ---------------------------------------------------------------------------------
 
     def step(
-        self, state: TrainState, batch: Any, scratch: Scratch
+        self, state: TrainState, batch: Batch, scratch: Scratch
     ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Run one step.
 
@@ -288,7 +289,7 @@ class StreamedStep:
         return (after, run.scratch), with_own(metrics, divided(run.own))
 
     def grads(
-        self, state: TrainState, batch: Any, scratch: Scratch
+        self, state: TrainState, batch: Batch, scratch: Scratch
     ) -> tuple[tuple[Any, Any], Scratch]:
         """Return the loss and the gradients of one step, without an update.
 
@@ -323,7 +324,7 @@ class StreamedStep:
                     f"{name}={needed!r} if they fit"
                 )
 
-    def _split(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def _split(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
         """Return the microbatches of a step and their random keys."""
         # The key depends only on (key, step): a restored run draws the same masks as the original
         # run.
@@ -333,7 +334,7 @@ class StreamedStep:
     def _derive(
         self,
         state: TrainState,
-        batch: Any,
+        batch: Batch,
         keys: Any,
         scratch: Scratch,
         sink: GradientSink[Any],
@@ -411,7 +412,7 @@ class StreamedStep:
             BackwardResult(state, loss, carried, g_unstacked, begin), own, head.state, scratch
         )
 
-    def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch; if there are metrics, a dict of both.
 
         The batch is one microbatch, without random keys.
@@ -421,7 +422,7 @@ class StreamedStep:
         value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
         return evaluation(value, divided(own))
 
-    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict` for a batch.
 
         The batch is one microbatch, without random keys.
@@ -430,7 +431,7 @@ class StreamedStep:
         return self.eval_embed_head.predict(unstacked, y, batch, state)
 
     def _eval_layers(
-        self, params: Any, model_state: Any, batch: Any
+        self, params: Params, model_state: ModelState, batch: Batch
     ) -> tuple[Any, Any, Loss | None, Any]:
         """Return (leaves of embedding and head, last layer's output, loss addition, state).
 
@@ -466,7 +467,7 @@ class StreamedStep:
         return self.host.start(self.plan.state_records.flat(state), state.pending, token)
 
 
-def _as_context(d_context: Any, context: Any) -> Any:
+def _as_context(d_context: Any, context: Context) -> Any:
     """Return a context's cotangents, summed in float32, in the dtypes of its leaves."""
     if d_context is None:
         return None

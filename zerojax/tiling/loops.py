@@ -27,6 +27,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.jaxprs import REMAT, FlatJaxpr, flatten
+from zerojax.trees import Params
 
 Array = jax.Array
 NAME = "zerojax_tiles"
@@ -357,7 +358,7 @@ def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:
     return {i.outs[0]: loop for i in program.instructions if (loop := parse(i.eqn)) is not None}
 
 
-def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
+def find_stacks(function: Callable[..., Any], params: Params, *args: Any) -> Any:
     """Return which leaves of abstract parameters are used only as stacks of tiles.
 
     The result is a tree of bool, shaped like `params`. A leaf counts if `function(params, *args)`

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from host_offload.disk import Box
 from zerojax.checkpoint import CheckpointError
+from zerojax.trees import Tree
 from zerojax.weights.names import Tensor, split_path
 
 
@@ -28,7 +29,7 @@ class ArrayTree:
       tiled: empty, since it is not known which arrays are tiles.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Tree) -> None:
         """Name the leaves of a tree.
 
         Args:

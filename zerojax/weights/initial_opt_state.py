@@ -24,6 +24,7 @@ import numpy as np
 
 from zerojax.checkpoint import INLINE_ELEMENTS
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, Instruction, bind, flatten
+from zerojax.trees import Params
 
 _COPIES = frozenset({"copy", "convert_element_type", "reshape", "name", "stop_gradient"})
 
@@ -40,7 +41,7 @@ InitialValue = np.ndarray | np.generic | Copy | None
 """
 
 
-def initial_values(init: Any, abstract_params: Any) -> list[InitialValue]:
+def initial_values(init: Any, abstract_params: Params) -> list[InitialValue]:
     """Return the initial value of each leaf of `init(params)`.
 
     Args:
