@@ -1,6 +1,8 @@
 """Draw where records are stored, and the list of operations that moves them."""
 
-from style import EDGE, GREY, INK, WIDTH, filled, heading, label, picture, rule
+from style import EDGE, GREY, INK, TEXTURES, WIDTH, filled, heading, label, picture, rule
+
+from zerojax.planner.charts import box
 
 TITLE = "Where records are stored, and the list that moves them"
 STEP = [
@@ -30,7 +32,7 @@ BOXES = [
     (12, 232, 218, 96, "Host memory, pinned", [
         "params, grads, opt_state,", "activations", "CPU's optimizer kernels",
     ], "host"),
-    (12, 368, 218, 60, "NVMe disk", ["a file per record: layer x kind"], "disk"),
+    (12, 368, 218, 60, "NVMe disk", ["a file per layer and kind"], "disk"),
     (262, 96, 206, 332, "One step is one list", STEP, "plain"),
 ]  # fmt: skip
 
@@ -47,18 +49,16 @@ def draw() -> str:
     body, top = heading(TITLE)
     top += 8
     for x, y, width, height, name, lines, texture in BOXES:
-        body.append(filled(x, top + y, width, height, texture, rx=5))
-        body.append(
-            label(
-                x + 10, top + y + 20, name, bold=True, size=12.5, halo=texture in ("host", "disk")
-            )
-        )
+        # Texts are on plain colour; the pattern is a strip beside them.
+        fill, ink = TEXTURES[texture].colour, TEXTURES[texture].ink
+        body.append(box(x, top + y, width, height, fill=fill, stroke=ink, stroke_width=0.6))
+        if texture != "plain":
+            body.append(filled(x, top + y, 8, height, texture))
+        body.append(label(x + 18, top + y + 20, name, bold=True, size=12.5))
         for n, words in enumerate(lines):
-            if not words:
-                continue
-            indent = 10 + 7 * (len(words) - len(words.lstrip()))
-            row = top + y + 42 + 18 * n
-            body.append(label(x + indent, row, words.strip(), halo=texture in ("host", "disk")))
+            if words:
+                indent = 18 + 7 * (len(words) - len(words.lstrip()))
+                body.append(label(x + indent, top + y + 42 + 18 * n, words.strip()))
     for y, words in ((192, "load, store: the host link"), (328, "read, write: swap")):
         a, b = top + y + 4, top + y + 36
         body += arrow(f"M30 {a}V{b}", f"M25 {a + 6}l5 -6l5 6", f"M25 {b - 6}l5 6l5 -6")
