@@ -71,6 +71,14 @@ def test_every_page_is_in_the_site():
             assert f"\n{path}\n" in site, path
 
 
+def test_files_that_how_it_works_names_exist():
+    page = (blocks.ROOT / "docs/how_it_works.md").read_text()
+    paths = re.findall(r"`((?:zerojax|host_offload|pallas_kernels|tests)/[\w/.]*)`", page)
+    assert len(paths) > 40
+    for path in paths:
+        assert (blocks.ROOT / path).exists(), path
+
+
 def test_config_page_is_what_the_docstrings_say():
     path = blocks.ROOT / "docs/generate_config.py"
     spec = importlib.util.spec_from_file_location("generate_config", path)
