@@ -228,7 +228,15 @@ class ZeroConfig:
     frozen_dtype: Literal["int8", "nf4"] | None = None
 
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
-        """Return an instance; reject positional values and unknown fields by name."""
+        """Return an instance; reject positional values and unknown fields by name.
+
+        Args:
+          *values: not accepted: every field is given by name.
+          **fields: fields of the config.
+
+        Raises:
+          ValueError: a value has no name, or there is no field of a name.
+        """
         # A dataclass raises a TypeError for an unknown keyword, which suggests no alternative.
         if values:
             raise ValueError(

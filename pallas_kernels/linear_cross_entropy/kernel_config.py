@@ -78,7 +78,13 @@ class KernelConfig:
                 )
 
     def parts_of(self, tokens: int, hidden: int, columns: int) -> int:
-        """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D]."""
+        """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D].
+
+        Args:
+          tokens: number of tokens T.
+          hidden: width D.
+          columns: number of columns V.
+        """
         assert self.num_cores is not None
         num_blocks, num_tiles = -(-tokens // ROWS), -(-columns // self.block_v)
         together = min(num_blocks, self.num_cores) * ROWS * hidden * ITEMSIZE

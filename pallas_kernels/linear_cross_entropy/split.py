@@ -124,7 +124,13 @@ class Split:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def check(self, tokens: int, hidden: int, vocab: int) -> None:
-        """Raise ValueError if a dim is not divisible by the devices along its axes."""
+        """Raise ValueError if a dim is not divisible by the devices along its axes.
+
+        Args:
+          tokens: number of tokens T of all devices.
+          hidden: width D.
+          vocab: number of words V.
+        """
         for name, size, axes in (
             ("T", tokens, self.tokens),
             ("D", hidden, _entry(self.grad_spec, 0)),

@@ -82,6 +82,11 @@ class Split:
     def shard(self, m: int, n: int, k: int) -> tuple[int, int, int]:
         """Return M, N and K of one device's product, from the full dims.
 
+        Args:
+          m: rows M of x and of the result.
+          n: columns N of w and of the result.
+          k: summed dim K.
+
         Raises:
           ValueError: a dim is not divisible by the devices along its axes.
         """

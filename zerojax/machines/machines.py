@@ -235,6 +235,9 @@ class Machine:
     def needs(self, *names: str) -> tuple[float, ...]:
         """Return several figures, in the units of `Machine`.
 
+        Args:
+          *names: names of figures, such as "link_up".
+
         Raises:
           ValueError: figures are unknown (the message lists all of them), or no figure has such a
             name.
@@ -298,6 +301,9 @@ class Machine:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text of `to_toml` to a file, replacing an existing file.
+
+        Args:
+          path: path of the file.
 
         Raises:
           OSError: the file cannot be written.
