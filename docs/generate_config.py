@@ -25,9 +25,9 @@ INTRODUCTION = """\
 combination that cannot work raises `ValueError` immediately. A valid combination that is not
 supported raises `NotImplementedError` in `zj.build_train_step`. All fields are given by name.
 
-The tiers are `"device"` (the memory of the accelerator), `"pinned_host"` (host memory that the
-device can reach) and `"nvme"` (a folder on a local disk). See [offload.md](offload.md) and
-[nvme.md](nvme.md).
+The tiers are `"device"` (the memory of the accelerator), `"pinned_host"` ([host
+memory](offload.md) that the device can reach) and `"nvme"` (a folder on a local
+[disk](nvme.md)).
 
 These combinations raise an error that names both settings:
 
