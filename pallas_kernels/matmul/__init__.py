@@ -122,7 +122,11 @@ def matmul(
 
 
 def is_measured(*arrays: Any) -> bool:
-    """Return whether the table of measurements has a row for the target device of these arrays."""
+    """Return whether the table of measurements has a row for the target device of these arrays.
+
+    Args:
+      *arrays: arrays of one product, whose device counts.
+    """
     target = target_of(*arrays)
     return any(
         (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()

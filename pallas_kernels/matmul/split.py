@@ -76,7 +76,11 @@ class Split:
         return PartitionSpec(self.summed, *whole) if self.summed else PartitionSpec(*whole)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of pieces into which `axes` split a dim."""
+        """Return the number of pieces into which `axes` split a dim.
+
+        Args:
+          axes: names of mesh axes; none leave the dim in one piece.
+        """
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def shard(self, m: int, n: int, k: int) -> tuple[int, int, int]:

@@ -85,7 +85,11 @@ def test_a_docstring_names_each_parameter(name):
     if inspect.isclass(thing):
         constructors = (thing.__init__, thing.__new__)
         docstring += "\n".join(inspect.getdoc(make) or "" for make in constructors)
-    missing = [p for p in parameters(thing) if not is_named(p, docstring)]
+    given = parameters(thing)
+    if given and name.rpartition(".")[2] not in INTERNAL:
+        listed = re.search(r"^(Args|Attributes):$", docstring, re.MULTILINE)
+        assert listed, f"{name}: its docstring has neither Args nor Attributes"
+    missing = [p for p in given if not is_named(p, docstring)]
     assert not missing, f"{name}: the docstring does not name {', '.join(missing)}"
 
 

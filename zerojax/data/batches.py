@@ -75,9 +75,12 @@ class Batches:
         return batch
 
     def go_to(self, step: int) -> None:
-        """Continue with the batch of `step`, counted from 0.
+        """Continue with the batch of a step.
 
         This position is valid after a restore with a different number of processes.
+
+        Args:
+          step: number of the step, counted from 0.
         """
         self._read.set_state({"next_index": step})  # grain's name for it
         self._next = step

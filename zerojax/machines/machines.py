@@ -224,7 +224,10 @@ class Machine:
         return {name: value for name, value in (known | given).items() if value is not None}
 
     def need(self, name: str) -> float:
-        """Return one figure, such as "link_up" or "flops.bf16", in the units of `Machine`.
+        """Return one figure, in the units of `Machine`.
+
+        Args:
+          name: name of a figure, such as "link_up" or "flops.bf16".
 
         Raises:
           ValueError: the figure is unknown (the message says how to provide it), or no figure has

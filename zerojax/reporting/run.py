@@ -223,7 +223,11 @@ class Run:
             self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take figures in a `pause` that belong to no step, such as {"validation/loss": 2.5}.
+        """Take figures in a `pause` that belong to no step.
+
+        Args:
+          step: number of the last step.
+          figures: numbers by name, such as {"validation/loss": 2.5}.
 
         Raises:
           ValueError: `step` is not a whole number.
