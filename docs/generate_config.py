@@ -66,13 +66,12 @@ def summary(cls: type) -> str:
 def table(cls: type) -> str:
     """Return one row for each field."""
     meanings, types = attributes(cls), typing.get_type_hints(cls)
-    rows = ["| field | values | default | meaning |", "|---|---|---|---|"]
+    rows = ["| field | values | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
         meaning = meanings[field.name]
         cells = (
             f"`{field.name}`",
-            values(types[field.name]),
-            default(field),
+            f"{values(types[field.name])}; {default(field)}",
             meaning[0].upper() + meaning[1:],
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -121,12 +120,12 @@ def values(annotation: Any) -> str:
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as Python code."""
+    """Return a field's default as Python code, or that it is required."""
     if field.default is not dataclasses.MISSING:
-        return f"`{code(field.default)}`"
+        return f"default `{code(field.default)}`"
     if field.default_factory is dataclasses.MISSING:
-        return "none: it is given"
-    return f"`{field.default_factory.__name__}()`"  # pyright: ignore[reportAttributeAccessIssue]
+        return "required"
+    return f"default `{field.default_factory.__name__}()`"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def code(value: Any) -> str:
