@@ -131,14 +131,30 @@ def encoded_spec(layout: Layout, spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def abstract_encoded(layout: Layout, shape: Sequence[int]) -> Encoded:
-    """Return ShapeDtypeStructs of the encoded arrays for a leaf, shard or stack of `shape`."""
+    """Return ShapeDtypeStructs of the encoded arrays.
+
+    Args:
+      layout: layout of the full leaf of one layer.
+      shape: shape of the leaf, of a shard of it, or of a stack of either.
+
+    Raises:
+      ValueError: the shape does not fit the layout.
+    """
     return jax.eval_shape(
         functools.partial(encode, layout=layout), jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
     )
 
 
 def encoded_bytes(layout: Layout, shape: Sequence[int]) -> int:
-    """Return the bytes of the encoded arrays of a leaf of this shape."""
+    """Return the bytes of the encoded arrays.
+
+    Args:
+      layout: layout of the full leaf of one layer.
+      shape: shape of the leaf, of a shard of it, or of a stack of either.
+
+    Raises:
+      ValueError: the shape does not fit the layout.
+    """
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract_encoded(layout, shape)))
 
 

@@ -127,9 +127,9 @@ class ZeroConfig:
         or "nvme") stores the layer's input in that tier and recomputes everything else.
         `program.kept` lists the saved activations. A tuple of `zerojax.Segment` gives each group of
         contiguous layers of a LayeredModel, first layer first, its own choice.
-      saved_names: additional values to keep on the device, named in the block by
-        `jax.ad_checkpoint.checkpoint_name`. "#2" is value number 2 in `program.kept`, counted among
-        the values that "save" keeps.
+      saved_names: additional values to keep on the device, named in the block by `checkpoint_name`
+        of `jax.ad_checkpoint`. "#2" is value number 2 in `program.kept`, counted among the values
+        that "save" keeps.
       offloaded_names: additional values to keep in pinned host memory, named as in `saved_names`.
       partition_activations: split a LayeredModel's saved activations over the mesh axis `tensor`,
         unless `tensor` splits them already, and gather them for backward. Applies to every mode and
@@ -178,7 +178,7 @@ class ZeroConfig:
         they run one after another: on an H200 a step took 1.64 times as long. A step that keeps
         everything on the device always uses XLA's default.
       device_budget_bytes: most bytes per device for records in flight, including gathered
-        parameters: `program.operations(batch).peak_bytes`. None: no limit.
+        parameters: `peak_bytes` of `program.operations(batch)`. None: no limit.
       min_shard_bytes: size in float32 bytes below which a parameter stays replicated (ZeRO's
         persistence threshold).
       swap_dir: folder of the nvme tier: a str or an os.PathLike, stored as a str.
@@ -229,7 +229,15 @@ class ZeroConfig:
     frozen_dtype: Literal["int8", "nf4"] | None = None
 
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
-        """Return an instance; reject positional values and unknown fields by name."""
+        """Return an instance; reject positional values and unknown fields by name.
+
+        Args:
+          *values: not accepted: every field is given by name.
+          **fields: fields of the config.
+
+        Raises:
+          ValueError: a value has no name, or there is no field of a name.
+        """
         # A dataclass raises a TypeError for an unknown keyword, which suggests no alternative.
         if values:
             raise ValueError(

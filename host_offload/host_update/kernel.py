@@ -1,6 +1,6 @@
 """Compile an elementwise jaxpr to a fused loop over host memory.
 
-A host optimizer (ZeRO-Offload, arXiv:2101.06840, section 4.3) touches each byte of its state once
+A host optimizer (ZeRO-Offload, arXiv:2101.06840, section 5.1) touches each byte of its state once
 per step and computes little, so memory bandwidth limits its speed. The published solution is Adam,
 written by hand in vector instructions. Here the loop is generated from the jaxpr of any elementwise
 update rule. Each array is read once and written once,

@@ -294,7 +294,12 @@ class Phase:
         return list(dict.fromkeys(ticks))
 
     def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
-        """Return the `kinds` that are off the device for a layer: all, or all but opt_state."""
+        """Return the kinds that are off the device for a layer: all, or all but opt_state.
+
+        Args:
+          kinds: kinds of records, such as "params" and "opt_state".
+          layer: index of the layer, counted from 0.
+        """
         return (
             kinds
             if layer >= self.device_layers
@@ -305,6 +310,9 @@ class Phase:
         """Return the `fetches` that are off the device for the layer of a tick.
 
         These are all kinds, or all but opt_state.
+
+        Args:
+          tick: index of the tick, counted from 0 for the first layer that is computed.
         """
         return self.off_device(self.fetches, int(self.layer[tick]))
 
@@ -627,6 +635,9 @@ class Schedule:
 
     def phase(self, name: str) -> Phase:
         """Return the phase with a name.
+
+        Args:
+          name: name of the phase, such as "forward".
 
         Raises:
           ValueError: this schedule has no such phase.

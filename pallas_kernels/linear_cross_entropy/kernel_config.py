@@ -78,7 +78,13 @@ class KernelConfig:
                 )
 
     def count_parts(self, tokens: int, hidden: int, columns: int) -> int:
-        """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D]."""
+        """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D].
+
+        Args:
+          tokens: number of tokens T.
+          hidden: width D.
+          columns: number of columns V.
+        """
         assert self.num_cores is not None
         num_blocks = -(-tokens // ROWS)
         num_tiles = -(-columns // self.block_v)

@@ -127,7 +127,11 @@ def matmul(
 
 
 def is_measured(*arrays: Any) -> bool:
-    """Return whether the table of measurements has a row for the target device of these arrays."""
+    """Return whether the table of measurements has a row for the target device of these arrays.
+
+    Args:
+      *arrays: arrays of one product, whose device counts.
+    """
     target = find_target(*arrays)
     return any(
         (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()
@@ -146,7 +150,17 @@ def is_faster(
 ) -> bool:
     """Return whether `matmul` would use the kernel for these arguments with `implementation=None`.
 
-    It does if a measurement shows that the kernel is faster. The arguments are those of `matmul`.
+    It does if a measurement shows that the kernel is faster. Only shapes, dtypes and devices
+    of the arrays matter.
+
+    Args:
+      x: activations `[..., K]`.
+      w: weight `[K, N]`, or a pair `(gate, up)`.
+      bias: bias `[N]`, a pair for two weights, or None.
+      activation: "gelu", "silu" or None.
+      accumulate: existing output `[..., N]`, a pair for two weights, or None.
+      preferred_element_type: dtype of the result, as in `matmul`.
+      split: how the arrays are split over a mesh, or None.
 
     Raises:
       ValueError: the arguments do not fit; see `matmul`.

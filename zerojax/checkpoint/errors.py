@@ -60,7 +60,11 @@ class DamagedError(CheckpointError):
 
 
 class IteratorError(CheckpointError):
-    """A checkpoint holds no position for the iterators of these processes."""
+    """A checkpoint holds no position for the iterators of these processes.
+
+    Attributes:
+      errno: None, because no operation of the operating system failed.
+    """
 
 
 def explained(error: BaseException, action: str) -> CheckpointError:

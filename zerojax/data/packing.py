@@ -116,7 +116,11 @@ class Rows:
         return len(self.starts) - 1
 
     def members(self, row: int) -> np.ndarray:
-        """Return the indices of the examples in a row, in order."""
+        """Return the indices of the examples in a row, in order.
+
+        Args:
+          row: index of the row, counted from 0.
+        """
         return self.order[self.starts[row] : self.starts[row + 1]]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:

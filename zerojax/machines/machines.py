@@ -226,7 +226,10 @@ class Machine:
         return {name: value for name, value in (known | given).items() if value is not None}
 
     def need(self, name: str) -> float:
-        """Return one figure, such as "link_up" or "flops.bf16", in the units of `Machine`.
+        """Return one figure, in the units of `Machine`.
+
+        Args:
+          name: name of a figure, such as "link_up" or "flops.bf16".
 
         Raises:
           ValueError: the figure is unknown (the message says how to provide it), or no figure has
@@ -236,6 +239,9 @@ class Machine:
 
     def needs(self, *names: str) -> tuple[float, ...]:
         """Return several figures, in the units of `Machine`.
+
+        Args:
+          *names: names of figures, such as "link_up".
 
         Raises:
           ValueError: figures are unknown (the message lists all of them), or no figure has such a
@@ -300,6 +306,9 @@ class Machine:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text of `to_toml` to a file, replacing an existing file.
+
+        Args:
+          path: path of the file.
 
         Raises:
           OSError: the file cannot be written.

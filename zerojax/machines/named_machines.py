@@ -121,7 +121,11 @@ NAMED: Mapping[str, Machine] = MappingProxyType(
 
 
 def machine_of(device_kind: str) -> str | None:
-    """Return the machine's name for a JAX device kind such as "NVIDIA H200"; None if unknown."""
+    """Return the name of the machine with these devices, or None if it is not known.
+
+    Args:
+      device_kind: `device_kind` of a JAX device, such as "NVIDIA H200".
+    """
     chip = find_chip(device_kind)
     return None if chip is None else chip.name
 

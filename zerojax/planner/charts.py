@@ -83,7 +83,14 @@ def element(name: str, *inside: str, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> str:
-    """Return a text element whose baseline is at y."""
+    """Return an SVG text element.
+
+    Args:
+      x: left end of the text, in pixels.
+      y: baseline of the text, in pixels.
+      words: text, which is escaped here.
+      **attributes: attributes, as in `element`.
+    """
     return element("text", html.escape(words), x=float(x), y=float(y), **attributes)
 
 
@@ -104,7 +111,15 @@ def box(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
-    """Return a straight line from (x1, y1) to (x2, y2)."""
+    """Return a straight line from (x1, y1) to (x2, y2), in pixels.
+
+    Args:
+      x1: horizontal position of the first end.
+      y1: vertical position of the first end.
+      x2: horizontal position of the second end.
+      y2: vertical position of the second end.
+      **attributes: attributes, as in `element`; the line is light grey unless they say otherwise.
+    """
     return element(
         "path", d=f"M{x1:.6g} {y1:.6g}L{x2:.6g} {y2:.6g}", **{"stroke": LIGHT, **attributes}
     )

@@ -79,7 +79,12 @@ def draw_plan(plan: Drawable) -> str:
 
 
 def draw_parts(title: str, parts: Sequence[Part]) -> str:
-    """Return parts, one below the other with headings, as a standalone SVG document."""
+    """Return parts, one below the other with headings, as a standalone SVG document.
+
+    Args:
+      title: title above the parts; empty for none.
+      parts: drawings with their headings.
+    """
     titles = wrap_text(title, WIDTH - 2 * EDGE, size=16) if title else []
     body = [
         text(EDGE, 30 + 20 * n, row, font_size=16, font_weight="bold")

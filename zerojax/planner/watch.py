@@ -74,6 +74,9 @@ class StepWatch:
 
         The first step compiles, and is not counted.
 
+        Args:
+          metrics: metrics of the step, as `program.step` returns them.
+
         Raises:
           ValueError: `metrics` is not a mapping.
         """

@@ -723,7 +723,11 @@ class Program:
         return place_batch(batch, self.mesh, count)
 
     def abstract_batch(self, batch: Batch) -> Any:
-        """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
+        """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding.
+
+        Args:
+          batch: tree of arrays or ShapeDtypeStructs, with the rows of all devices in dim 0.
+        """
         return abstract_batch(batch, self.mesh)
 
     def trace_swaps(
@@ -759,6 +763,9 @@ class Program:
         A LayeredModel's tree is `{"embed", "blocks", "head"}`. Leaves on nvme are
         `zerojax.state.OnDisk`.
 
+        Args:
+          state: state of this program.
+
         Raises:
           ValueError: the state was donated.
         """
@@ -771,6 +778,9 @@ class Program:
 
         Frozen parameters have no master and are None. With a fraction of the optimizer state on the
         device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
+
+        Args:
+          state: state of this program.
 
         Raises:
           ValueError: the state was donated.
@@ -786,6 +796,9 @@ class Program:
         To evaluate with them, pass them to `eval` in place of the parameters:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
+
+        Args:
+          state: state of this program.
 
         Raises:
           ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters are

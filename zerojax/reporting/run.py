@@ -223,7 +223,11 @@ class Run:
             self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take figures in a `pause` that belong to no step, such as {"validation/loss": 2.5}.
+        """Take figures in a `pause` that belong to no step.
+
+        Args:
+          step: number of the last step.
+          figures: numbers by name, such as {"validation/loss": 2.5}.
 
         Raises:
           ValueError: `step` is not a whole number.
@@ -250,7 +254,11 @@ class Run:
             self._take()
 
     def print(self, text: str) -> None:
-        """Print a line above the bar, in process 0."""
+        """Print a line above the bar, in process 0.
+
+        Args:
+          text: line, without its line end.
+        """
         self._display.print(text)
 
     @property
