@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zerojax.planner.charts import element, line, rows_of, text
+from zerojax.planner.charts import element, line, text, wrap_text
 
 WIDTH, EDGE, SIZE = 480.0, 12.0, 12.0
 """Width of a picture, its margin, and the size of its texts."""
@@ -73,7 +73,7 @@ def wrapped(
     x: float, y: float, words: str, width: float, *, size: float = SIZE, **more: object
 ) -> tuple[list[str], float]:
     """Return a text in rows of at most `width`, and the y position below them."""
-    rows = rows_of(words, width, size)
+    rows = wrap_text(words, width, size)
     drawn = [
         label(x, y + size * (1 + 1.3 * n), row, size=size, **more)  # type: ignore[arg-type]
         for n, row in enumerate(rows)
