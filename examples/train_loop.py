@@ -22,7 +22,7 @@ import tyro
 import zerojax as zj
 from zerojax.memory import MemoryReport
 from zerojax.planner import changed
-from zerojax.reporting import modules_of
+from zerojax.reporting import import_writers
 from zerojax.runtime import AllProcesses
 
 TRACED_STEPS = 3
@@ -202,7 +202,7 @@ def check_loop(options: LoopOptions) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {folder} is a file, but a folder is needed"
             )
-    modules_of(options.report_to)
+    import_writers(options.report_to)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def open_run(
         memory=memory,
         plan=plan,
         machine=machine_of(options),
-        config={name: value for name, value in vars(options).items() if name != "zero"},
+        config=options,
         profile=options.profile,
     )
 

@@ -14,6 +14,7 @@
             if step % 100 == 0:
                 with run.pause():                     # this time does not count as step time
                     run.log(step, {"validation/loss": validate(state)})
+        run.sample(generate(state, "def "), prompt="def ")
 
 Reading a metric's value waits for its step, and the device would then wait for the next program. On
 an accelerator the values of a step are therefore fetched when the next step has been started: one
@@ -24,20 +25,18 @@ Consecutive skipped steps, and batches with a fault, are reported on a line of t
 report.
 
 The folder holds `report.html`, which is written at each pause (at most once a minute) and at the
-end, even after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, with one line of figures per step; and
-TensorBoard's events. Only process 0 writes and prints. The folder is locked while the run writes
+end, even after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, with one line of figures per step;
+`sessions.json`, with the start, duration and end of each process of the run; and TensorBoard's
+events. Only process 0 writes and prints. The folder is locked while the run writes
 to it. A full disk costs figures and a warning, but never ends the training.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -45,20 +44,39 @@ import jax
 from zerojax.given import as_path, whole_number
 from zerojax.machines import Machine
 from zerojax.memory import MemoryReport
-from zerojax.planner import Plan, StepWatch, changed
+from zerojax.planner import Plan, StepWatch
 from zerojax.program import Program, SkippedSteps
-from zerojax.reporting.about import capacity_of, hardware_of, peaks_of, versions
+from zerojax.reporting.about import describe_machine, measure_capacity, measure_peaks
 from zerojax.reporting.display import Display
 from zerojax.reporting.folder import PAGE, RunFolder, set_aside
 from zerojax.reporting.history import History
-from zerojax.reporting.page import Report, write_page
+from zerojax.reporting.page import Report, Sample, write_page
+from zerojax.reporting.profiler import Profiler
+from zerojax.reporting.sessions import (
+    RUNNING,
+    Session,
+    format_start,
+    mark_killed,
+    read_command,
+    read_sessions,
+    write_sessions,
+)
+from zerojax.reporting.settings import flatten_settings
+from zerojax.reporting.signals import raise_on_sigterm
 from zerojax.reporting.speed import Speed, describe, peak_flops
-from zerojax.reporting.writers import Guarded, TensorBoard, Wandb, Writer, modules_of
+from zerojax.reporting.summary import (
+    Failure,
+    build_facts,
+    describe_end,
+    describe_failure,
+    find_problems,
+)
+from zerojax.reporting.writers import Guarded, TensorBoard, Wandb, Writer, import_writers
 from zerojax.runtime import AllProcesses
 
 _PAGE_SECONDS = 60.0
-_PROFILE_AFTER = 2
-"""Number of steps before the profiled ones; the first one compiles."""
+_MOST_NOTICES = 20
+"""Most notices of skipped steps on the page: the first ones."""
 logger = logging.getLogger("zerojax")
 
 
@@ -91,7 +109,7 @@ class Run:
         bars: bool | None = None,
         late: bool | None = None,
     ) -> None:
-        """Make a run; entering it locks its folder, and its first step writes files.
+        """Make a run; entering it locks its folder, and `begin` or its first step writes files.
 
         Args:
           logdir: folder of the run's files, for this run alone; it is made when the run is entered.
@@ -111,7 +129,7 @@ class Run:
           plan: plan to compare the steps with.
           machine: machine whose disks' endurance is known; the plan's by default.
           config: options of the run, for the report: a mapping or a dataclass of numbers, texts and
-            None, possibly nested.
+            None, possibly nested. The report lists a dataclass's defaults separately.
           name: name of the run; the folder's name by default.
           profile: number of steps to trace by `jax.profiler`, from the third one on, into the
             folder, for TensorBoard or XProf.
@@ -123,9 +141,6 @@ class Run:
           ValueError: `report_to` has an unknown name, or a number is below its minimum.
           ModuleNotFoundError: a package is missing; the message names what to install.
         """
-        steps = None if steps is None else whole_number("steps", steps, 0)
-        tokens = None if tokens is None else whole_number("tokens", tokens, 1)
-        profile = 0 if profile is None else whole_number("profile", profile, 0)
         folder = as_path(logdir)
         if folder is None:
             raise ValueError(
@@ -136,41 +151,53 @@ class Run:
         self.figures: dict[str, float] = {}
         self.watch = StepWatch(plan, machine=machine)
         self.ended = ""
-        self._modules = modules_of(report_to)
-        self._schedule, self._steps, self._memory, self._profile = schedule, steps, memory, profile
         self._program, self._mesh = program, program.mesh
-        self._config = _flat(config)
-        self._is_first = jax.process_index() == 0
+        self._schedule, self._memory = schedule, memory
+        self._num_steps = None if steps is None else whole_number("steps", steps, 0)
+        self._profiler = Profiler(self.logdir, whole_number("profile", profile or 0, 0))
+        self._speed = Speed(
+            tokens=None if tokens is None else whole_number("tokens", tokens, 1),
+            flops_per_token=flops_per_token,
+            peak=peak_flops(self._mesh, program.config.precision),
+            devices=len(self._mesh.local_devices),
+        )
+        self._modules = import_writers(report_to)
+        self._settings = flatten_settings(config)
+        self._options = flatten_settings(config, omitted=(type(program.config),))
+        self._is_writer = jax.process_index() == 0
         is_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._lag = int(not is_cpu if late is None else late)
-        peak = peak_flops(self._mesh, program.config.precision)
-        count = len(self._mesh.local_devices)
-        self._speed = Speed(
-            tokens=tokens, flops_per_token=flops_per_token, peak=peak, devices=count
-        )
+        self._display = Display(is_quiet=not self._is_writer, has_bars=bars)
+        self._skipped = SkippedSteps(program.config)
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
-        self._skipped, self._said = SkippedSteps(program.config), ""
-        self._started = 0
-        self._is_profiling = False
+        self._num_started = 0
+        self._notices: list[str] = []
+        self._samples: list[Sample] = []
+        self._failure: Failure | None = None
         self._folder: RunFolder | None = None
         self._history: History | None = None
         self._writers: list[Writer] = []
-        self._display = Display(is_quiet=not self._is_first, has_bars=bars)
+        self._earlier_sessions: list[Session] = []
+        self._first_step, self._last_step = 1, 0
+        self._start = self._clock_start = self._page_written = 0.0
+        self._machine: dict[str, str] = {}
         self._capacity: dict[str, float | None] = {}
-        self._page_written = 0.0
-        self._received: list[int] = []
+        self._signals: list[int] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Lock the folder and start the display."""
+        self._start, self._clock_start = time.time(), time.monotonic()
         # Measure before the program makes its files, or the disk would seem smaller.
-        self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
+        self._capacity = measure_capacity(self._mesh, self._program.config.swap_dir)
+        if self._is_writer:
+            self._machine = describe_machine(self._mesh)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_folder)
             AllProcesses(self._mesh, f"opening logdir={self.logdir!r}", ValueError).do(
                 self._open_folder
             )
-            stack.enter_context(_sigterm_raises(self._received))
+            stack.enter_context(raise_on_sigterm(self._signals))
             stack.enter_context(self._display)
             self._stack = stack.pop_all()
         return self
@@ -186,17 +213,41 @@ class Run:
             if error is None:
                 self.flush()
             else:
-                self.ended = self.ended or f"{type(error).__name__}: {error}"
-                with contextlib.suppress(
-                    Exception
-                ):  # the failed step has no values, and its error is already propagating
+                self._failure = describe_failure(error)
+                # The failed step has no values, and its error is already propagating.
+                with contextlib.suppress(Exception):
                     self.flush()
-            self._end_profile()
+                self.ended = self.ended or f"failed: {self._failure.message}"
+            self._profiler.stop(self.print)
+            # A run that ends before its first step leaves an earlier run's page as it is.
+            is_unused = self._folder is not None and not self._folder.has_figures()
+            if self._history is None and is_unused:
+                self._open_files(1)
             for writer in self._writers:
                 writer.close(failed=error is not None)
-            self._write_page(self.ended or "ended as planned")
+            self._write_page(self.ended or describe_end(self._last_step, self._num_steps))
 
     # --- called by the training loop --------------------------------------------------------------
+
+    def begin(self, step: int = 1) -> None:
+        """Say which step comes first, and write a page that shows the run as running.
+
+        Without this call, the first call of `step` or `log` begins the run. A run that resumes
+        needs it only if no steps may remain.
+
+        Args:
+          step: number of the next step: 1 for a new run, whose folder is cleared, more for a run
+            that resumes.
+
+        Raises:
+          ValueError: `step` is not a positive whole number, or the run has already begun.
+        """
+        step = whole_number("step", step, 1)
+        if self._history is not None:
+            raise ValueError(f"step={step}: the run has already begun, at step {self._first_step}")
+        if self._is_writer:
+            self._open_files(step)
+            self._write_page(RUNNING)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a started step, and fetch the values of the step before.
@@ -208,28 +259,38 @@ class Run:
           metrics: metrics returned by `program.step`.
         """
         step = whole_number("step", step, 0)
-        if self._received:  # other code caught the SystemExit that was raised at the signal
-            raise SystemExit(128 + self._received[0])
-        self._started += 1
+        if self._signals:  # other code caught the SystemExit that was raised at the signal
+            raise SystemExit(128 + self._signals[0])
+        self._num_started += 1
         self._pending.append((step, metrics))
         while len(self._pending) > self._lag:
             self._take()
-        if (
-            self._profile
-            and self._is_first
-            and self._started in (_PROFILE_AFTER, _PROFILE_AFTER + self._profile)
-        ):
-            self.flush()  # so that a trace has complete steps
-            self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
+        if self._is_writer:
+            self._profiler.step(self._num_started, self.flush, self.print)
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take figures in a `pause` that belong to no step, such as {"validation/loss": 2.5}.
+        """Take figures in a `pause`, such as {"validation/loss": 2.5}.
+
+        Args:
+          step: number of steps so far; 0 before the first one.
+          figures: values by name.
 
         Raises:
           ValueError: `step` is not a whole number.
         """
         step = whole_number("step", step, 0)
-        self._record(step, {name: float(value) for name, value in figures.items()})
+        values = {name: float(value) for name, value in figures.items()}
+        self._record(step, values, next_step=step + 1)
+
+    def sample(self, text: str, prompt: str = "") -> None:
+        """Print a text that the model generated, and show it in the report.
+
+        Args:
+          text: generated text, without the prompt.
+          prompt: beginning of the text, which the model was given.
+        """
+        self._samples.append(Sample(prompt, text))
+        self.print(f"\n--- sample ---\n{prompt}{text}")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -239,10 +300,9 @@ class Run:
             yield
         finally:
             self.watch.pause()
-            if self._speed.since is not None:
-                if time.monotonic() - self._page_written > _PAGE_SECONDS:
-                    self._write_page("running")
-                self._speed.restart(time.monotonic())
+            if time.monotonic() - self._page_written > _PAGE_SECONDS:
+                self._write_page(RUNNING)
+            self._speed.restart(time.monotonic())
 
     def flush(self) -> None:
         """Fetch the values of all started steps."""
@@ -255,8 +315,8 @@ class Run:
 
     @property
     def line(self) -> str:
-        """The last figures in one line."""
-        return describe(self.figures)
+        """The last figures in one line; rates are those of the last interval between pauses."""
+        return describe(self.figures | self._speed.measure_interval())
 
     # --- implementation ---------------------------------------------------------------------------
 
@@ -266,173 +326,104 @@ class Run:
         fetched = jax.device_get(dict(metrics))
         values = {f"train/{name}": float(value) for name, value in fetched.items()}
         self.watch.step(metrics)
-        if self._schedule is not None and not any(
-            name.startswith("train/learning_rate") for name in values
-        ):
-            skipped = int(values.get("train/skipped_steps", 0))
-            values["train/learning_rate"] = self._rate(max(0, step - 1 - skipped))
-        is_first = self._speed.since is None
-        self._record(step, values | self._speed.add(metrics, time.monotonic()))
-        if is_first:
+        has_rate = any(name.startswith("train/learning_rate") for name in values)
+        if self._schedule is not None and not has_rate:
+            num_skipped = int(values.get("train/skipped_steps", 0))
+            values["train/learning_rate"] = self._compute_rate(max(0, step - 1 - num_skipped))
+        is_compiled = not self._speed.is_started
+        rates = self._speed.add(step, fetched, time.monotonic())
+        self._record(step, values | rates, next_step=step)
+        self._last_step = step
+        if is_compiled:
             self.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
-        if (said := self._skipped.add(fetched)) is not None:
-            self._said = f"step {step}: {said}"
-            self.print(self._said)
-        self._display.step(step, self._steps, self.line)
+        notice = self._skipped.add(fetched)
+        if notice is not None:
+            self.print(f"step {step}: {notice}")
+            if len(self._notices) < _MOST_NOTICES:
+                self._notices.append(f"Step {step:,}: {notice}")
+        self._display.step(step, self._num_steps, self.line)
 
-    def _rate(self, updates: int) -> float:
+    def _compute_rate(self, updates: int) -> float:
         """Return the schedule's value, computed on a CPU so that no device waits for it."""
         assert self._schedule is not None
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return float(self._schedule(updates))
 
-    def _record(self, step: int, figures: Mapping[str, float]) -> None:
+    def _record(self, step: int, figures: Mapping[str, float], next_step: int) -> None:
         self.figures.update(figures)
-        if not self._is_first:
+        if not self._is_writer:
             return
         if self._history is None:
-            self._history = self._open_history(step)
+            self._open_files(next_step)
         for writer in self._writers:
             writer.write(step, figures)
 
     def _open_folder(self) -> None:
         """Lock the folder in process 0, and open the writers that must be able to fail early."""
-        if not self._is_first:
+        if not self._is_writer:
             return
         self._folder = RunFolder(self.logdir)
-        if (module := self._modules.get("wandb")) is not None:
-            self._writers.append(
-                Guarded("wandb", Wandb(module, self.logdir, self.name, self._config))
-            )
+        module = self._modules.get("wandb")
+        if module is not None:
+            config = {setting.name: setting.value for setting in self._settings}
+            self._writers.append(Guarded("wandb", Wandb(module, self.logdir, self.name, config)))
 
     def _close_folder(self) -> None:
         if self._folder is not None:
             self._folder.close()
 
-    def _open_history(self, first: int) -> History:
+    def _open_files(self, first_step: int) -> None:
         """Open the files whose content depends on the step at which the run begins."""
         if self._folder is None:
             raise RuntimeError(
                 "a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)"
             )
-        if first == 1:
+        self._first_step, self._last_step = first_step, first_step - 1
+        if first_step <= 1:
             set_aside(self._folder.file(PAGE))
-        history = History(self._folder, first)
-        self._writers.append(history)
+        else:
+            self._earlier_sessions = [mark_killed(one) for one in read_sessions(self._folder)]
+        # A new run also drops an earlier run's figures before its first step.
+        self._history = History(self._folder, first_step if first_step > 1 else 0)
+        self._writers.append(self._history)
         if "tensorboard" in self._modules:
             self._writers.append(
-                Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first))
+                Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first_step))
             )
-        return history
-
-    def _begin_profile(self) -> None:
-        jax.profiler.start_trace(self.logdir)
-        self._is_profiling = True
-
-    def _end_profile(self) -> None:
-        if not self._is_profiling:
-            return
-        self._is_profiling = False
-        try:
-            jax.profiler.stop_trace()
-        except Exception as error:  # such as a full disk, as JAX or its profiler reports it
-            logger.warning("the profile could not be written to %s: %s", self.logdir, error)
-            return
-        self.print(
-            f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package "
-            "xprof"
-        )
 
     def _write_page(self, state: str) -> None:
-        if self._history is None:
+        if self._history is None or self._folder is None:
             return
         self._page_written = time.monotonic()
-        steps, _ = self._history.series.get("train/loss", ((0,), ()))
-        of = f" of {self._steps:,}" if self._steps else ""
-        summary = {"state": state, "steps": f"{steps[-1]:,}{of}", "last figures": self.line}
-        if "validation/loss" in self.figures:
-            summary["validation loss"] = f"{self.figures['validation/loss']:.4f}"
-        if self.watch.written_a_day:
-            days = (
-                ""
-                if self.watch.disk_days is None
-                else f", {self.watch.disk_days:,.0f} days to its TBW"
-            )
-            summary["disk"] = f"{self.watch.written_a_day / 1e12:.3g} TB a day{days}"
-        if self._said:
-            summary["skipped steps"] = self._said
-        memory = self._memory
+        current = Session(
+            started=format_start(self._start),
+            seconds=max(0.0, time.monotonic() - self._clock_start),
+            first_step=self._first_step,
+            last_step=self._last_step,
+            state=state,
+            command=read_command(),
+        )
+        sessions = [*self._earlier_sessions, current]
+        series, memory = self._history.series, self._memory
+        facts = build_facts(series, sessions, self._num_steps, self._speed, self.watch, memory)
         report = Report(
             name=self.name,
-            summary=summary | ({} if memory is None else {"parameters": f"{memory.num_params:,}"}),
-            series=self._history.series,
+            facts=facts | measure_peaks(self._mesh.local_devices),
+            problems=find_problems(series, self._notices, self._failure),
+            trace="" if self._failure is None else self._failure.trace,
+            series=series,
             tiers=None if memory is None else memory.tiers,
             capacity=self._capacity,
-            tables={
-                "Hardware": hardware_of(self._mesh) | peaks_of(self._mesh.local_devices),
-                "Versions": versions(),
-                "ZeroConfig, but for defaults": _flat(changed(self._program.config)),
-                "Options": self._config,
-            },
+            samples=self._samples,
+            sessions=sessions,
+            options=self._options,
+            config=flatten_settings(self._program.config),
+            machine=self._machine,
+            written=format_start(time.time()),
         )
-        assert self._folder is not None
         path = self._folder.file(PAGE)
         try:
             write_page(path, report)
+            write_sessions(self._folder, sessions)
         except OSError as error:
             logger.warning("%s could not be written: %s", path, error)
-
-
-def _flat(config: Any) -> dict[str, str]:
-    """Return options as texts; nested options get dotted names.
-
-    Raises:
-      ValueError: the options are neither a mapping nor a dataclass.
-    """
-    if config is None:
-        return {}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if not isinstance(config, Mapping):
-        raise ValueError(f"config={config!r}: a mapping or a dataclass is needed")
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        is_nested = isinstance(value, Mapping) or (
-            dataclasses.is_dataclass(value) and not isinstance(value, type)
-        )
-        found |= (
-            {f"{name}.{below}": text for below, text in _flat(value).items()}
-            if is_nested
-            else {str(name): str(value)}
-        )
-    return found
-
-
-@contextlib.contextmanager
-def _sigterm_raises(received: list[int]) -> Iterator[None]:
-    """Make SIGTERM raise SystemExit(143) instead of killing the process, and add it to `received`.
-
-    Python's garbage collector, for example, swallows exceptions raised while it runs, so the next
-    step checks `received`.
-
-    An existing handler, such as `zj.Preemption`'s, stays. In a run of several processes the handler
-    is JAX's, which Python does not see.
-    """
-    is_free = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if not is_free or jax.process_count() > 1:
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        received.append(number)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
