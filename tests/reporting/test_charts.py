@@ -105,6 +105,20 @@ def test_ticks_are_round_and_have_different_labels(high):
 
 
 @pytest.mark.parametrize(
+    ("high", "labels"),
+    [
+        (3e7, ["0 M", "10 M", "20 M", "30 M"]),
+        (0.003, ["0.000", "0.001", "0.002", "0.003"]),
+        (20_000, ["0", "5,000", "10,000", "15,000", "20,000"]),
+        (3e-5, ["0", "1e-05", "2e-05", "3e-05"]),
+        (3e20, ["0", "1e+20", "2e+20", "3e+20"]),
+    ],
+)
+def test_labels_of_ticks_are_short(high, labels):
+    assert list(label_ticks(choose_ticks(0.0, high)).values()) == labels
+
+
+@pytest.mark.parametrize(
     ("first", "last", "steps"),
     [
         (7, 7, [7]),

@@ -18,6 +18,7 @@ import pytest
 import toys
 
 import zerojax as zj
+from zerojax.reporting import recorder as recorder_module
 from zerojax.reporting import run as run_module
 from zerojax.reporting import writers
 
@@ -176,11 +177,11 @@ def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
     page = (tmp_path / "report.html").read_text()
     words = {
         "error": "Failed: ZeroDivisionError: no &lt;such&gt; number.",
-        "sigterm": "Failed: SystemExit: 143.",
-        "interrupt": "Failed: KeyboardInterrupt.",
+        "sigterm": "Stopped by SIGTERM.",
+        "interrupt": "Stopped by Ctrl-C.",
     }
     assert words[end] in page
-    assert "in leave" in page.partition("Traceback")[2]
+    assert ("in leave" in page.partition("Traceback")[2]) == (end == "error")
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]  # including the last one
     if end == "sigterm":
         assert ended.value.code == 143
@@ -190,7 +191,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(program, tmp_path, monkeypat
     def full(path, report):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_module, "write_page", full)
+    monkeypatch.setattr(recorder_module, "write_page", full)
     with caplog.at_level(logging.WARNING, "zerojax"), pytest.raises(ZeroDivisionError):
         make_steps(run_of(program, tmp_path), 1, lambda: 1 // 0)
     assert "No space left" in caplog.text

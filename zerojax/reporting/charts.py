@@ -11,13 +11,18 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from zerojax.planner import element, round_ticks, text
 from zerojax.program import FAULT
 from zerojax.reporting.history import Point, Series
 
-PLOT_WIDTH, PLOT_HEIGHT = 340, 170
-LEFT, TOP, RIGHT, BOTTOM = 56, 10, 14, 36
+PLOT_WIDTH = 340
+PLOT_HEIGHT = 170
+LEFT = 56
+TOP = 10
+RIGHT = 14
+BOTTOM = 36
 """Room around the plot in pixels, for the numbers of the axes."""
 MOST_POINTS = 480
 """Most points of a line."""
@@ -25,7 +30,8 @@ NUM_STYLES = 6
 """Number of line styles in the style sheet."""
 CROSS = "\N{MULTIPLICATION SIGN}"
 """Sign of a value that is not finite, in a chart's key."""
-_SMALLEST, _LARGEST = 1e-100, 1e100
+_SMALLEST = 1e-100
+_LARGEST = 1e100
 """Smaller ranges are drawn as if they were zero, larger values as if they were not finite."""
 
 
@@ -196,12 +202,12 @@ def draw_chart(chart: Chart) -> str:
     At least one line must have a value that can be drawn.
     """
     lines = [line for line in chart.lines if line.points]
-    points = [point for line in lines for point in line.drawn]
-    values = [point.value for point in points]
-    if chart.from_zero:
-        values.append(0.0)
+    values = [0.0] if chart.from_zero else []
+    steps: list[int] = []
+    for line in lines:
+        values += [point.value for point in line.drawn]
+        steps += [point.step for point in line.points]
     ticks = choose_ticks(min(values), max(values))
-    steps = [point.step for line in lines for point in line.points]
     scale = Scale(min(steps), max(steps), min(ticks[0], *values), max(ticks[-1], *values))
     body = _draw_axes(scale, ticks, chart.unit)
     for number, line in enumerate(lines):
@@ -228,7 +234,8 @@ def draw_chart(chart: Chart) -> str:
 def _draw_axes(scale: Scale, ticks: Iterable[float], unit: str) -> list[str]:
     """Return grid lines, and the numbers of both axes."""
     body = []
-    right, bottom = LEFT + PLOT_WIDTH, TOP + PLOT_HEIGHT
+    right = LEFT + PLOT_WIDTH
+    bottom = TOP + PLOT_HEIGHT
     labels = label_ticks(ticks)
     for tick, label in labels.items():
         y = scale.y(tick)
@@ -257,7 +264,8 @@ def _draw_line(line: Line, number: int, scale: Scale) -> list[str]:
     body.append(element("polyline", points=places, class_=f"line {style}"))
     if line.has_dots or len(groups) == 1:
         for group in groups:
-            x, y = scale.x(group.step), scale.y(group.mean)
+            x = scale.x(group.step)
+            y = scale.y(group.mean)
             body.append(element("circle", cx=x, cy=y, r=3, class_=f"dot {style}"))
     bottom = TOP + PLOT_HEIGHT
     for x in sorted({round(scale.x(point.step)) for point in line.missing}):
@@ -276,7 +284,8 @@ def _draw_sample(line: Line, number: int) -> str:
 
 
 def _describe_key(line: Line, unit: str) -> str:
-    drawn, missing = line.drawn, line.missing
+    drawn = line.drawn
+    missing = line.missing
     words = line.name
     if drawn:
         words += f", last {format_number(drawn[-1].value)}{unit}"
@@ -287,7 +296,8 @@ def _describe_key(line: Line, unit: str) -> str:
 
 def describe_line(line: Line) -> str:
     """Return a line in words, for readers who do not see it."""
-    drawn, missing = line.drawn, line.missing
+    drawn = line.drawn
+    missing = line.missing
     facts = []
     if drawn:
         least = min(drawn, key=lambda point: point.value)
@@ -317,6 +327,16 @@ def group_points(points: Sequence[Point], most: int) -> list[Group]:
 # --- numbers of the axes --------------------------------------------------------------------------
 
 
+class Prefix(NamedTuple):
+    """A decimal prefix: letter after a number, and the factor that it stands for."""
+
+    letter: str
+    factor: float
+
+
+_PREFIXES = (Prefix("", 1.0), Prefix(" M", 1e6), Prefix(" G", 1e9), Prefix(" T", 1e12))
+
+
 def choose_ticks(low: float, high: float) -> list[float]:
     """Return round numbers that cover the range from `low` to `high`."""
     # A range too small for floating-point ticks is widened.
@@ -343,13 +363,25 @@ def label_ticks(ticks: Iterable[float]) -> dict[float, str]:
     ticks = list(ticks)
     distance = ticks[1] - ticks[0]
     largest = max(abs(ticks[0]), abs(ticks[-1]))
-    if largest >= 1e6 or largest < 1e-3:
+    prefix = _choose_prefix(largest)
+    if not 1e-3 <= largest / prefix.factor < 1e6:
         digits = max(3, math.ceil(math.log10(largest / distance)) + 1)
         return {tick: f"{tick:.{digits}g}" for tick in ticks}
+    distance /= prefix.factor
     decimals = max(0, -math.floor(math.log10(distance) + 1e-9))
-    return {tick: f"{tick + 0.0:,.{decimals}f}" for tick in ticks}
+    return {tick: f"{tick / prefix.factor + 0.0:,.{decimals}f}{prefix.letter}" for tick in ticks}
 
 
 def format_number(value: float) -> str:
-    """Return a number with four digits, or all digits of its integer part up to a million."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
+    """Return a number with four digits, or as a whole number up to a million."""
+    prefix = _choose_prefix(abs(value))
+    scaled = value / prefix.factor
+    is_whole = not prefix.letter and 1e3 <= abs(scaled) < 1e6
+    return f"{scaled:,.0f}" if is_whole else f"{scaled:.4g}{prefix.letter}"
+
+
+def _choose_prefix(value: float) -> Prefix:
+    """Return the largest prefix that is below a value from a million on; otherwise no prefix."""
+    if not 1e6 <= value < 1e15:
+        return _PREFIXES[0]
+    return max((one for one in _PREFIXES if one.factor <= value), key=lambda one: one.factor)

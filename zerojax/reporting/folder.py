@@ -82,7 +82,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock on the folder."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is not None:
             with contextlib.suppress(OSError):  # only the process number was written
                 os.close(lock)

@@ -104,7 +104,8 @@ class History:
             logger.warning(
                 "%s lacks %d lines, which could not be written", self._path, len(self._pending)
             )
-        fd, self._fd = self._fd, None
+        fd = self._fd
+        self._fd = None
         if fd is not None:
             # A network file system reports errors here that were already logged.
             with contextlib.suppress(OSError):

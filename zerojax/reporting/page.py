@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zerojax.machines import size_of
 from zerojax.planner import element
-from zerojax.reporting.charts import build_charts, draw_chart, format_number
+from zerojax.reporting.charts import build_charts, draw_chart
 from zerojax.reporting.folder import METRICS, replace_file
 from zerojax.reporting.history import Series
 from zerojax.reporting.sessions import RUNNING, Session
@@ -72,6 +72,7 @@ th, td { text-align: left; vertical-align: top; padding: 3px 16px 3px 0;
 th { font-weight: normal; color: var(--pale); overflow-wrap: break-word; }
 td.number, th.number { text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
+.whole { white-space: nowrap; }
 summary { cursor: pointer; margin: 8px 0; }
 footer { margin: 32px 0 0; color: var(--pale); font-size: 13px; }
 """
@@ -141,7 +142,8 @@ def write_page(path: str, report: Report) -> None:
 
 def render_page(report: Report) -> str:
     """Return the page as HTML."""
-    name, session = escape(report.name), report.sessions[-1]
+    name = escape(report.name)
+    session = report.sessions[-1]
     state = f"{session.state[:1].upper()}{session.state[1:]}"
     note = " Reload the page for newer figures." if session.state == RUNNING else ""
     charts = "".join(draw_chart(chart) for chart in build_charts(report.series))
@@ -150,7 +152,8 @@ def render_page(report: Report) -> str:
         f"<dl>{_render_facts(report.facts)}</dl>",
         _render_section("Command", f"<pre>{escape(session.command)}</pre>"),
         _render_section(
-            "Curves", f'<div class="charts">{charts}</div>' if charts else "<p>No steps yet.</p>"
+            "Curves",
+            f'<div class="charts">{charts}</div>' if charts else "<p>No figures were reported.</p>",
         ),
         _render_section("Samples", "".join(map(_render_sample, report.samples))),
         _render_section("Memory per device", _render_tiers(report.tiers, report.capacity)),
@@ -227,8 +230,10 @@ def _render_sessions(sessions: Sequence[Session]) -> str:
         steps = f"{session.first_step:,} to {session.last_step:,}"
         if session.last_step < session.first_step:
             steps = "none"
-        cells = (session.started, format_duration(session.seconds), steps, session.state)
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+        # On a narrow screen a date may break before its time, but not inside.
+        words = [f'<span class="whole">{escape(word)}</span>' for word in session.started.split()]
+        cells = [escape(cell) for cell in (format_duration(session.seconds), steps, session.state)]
+        rows.append("".join(f"<td>{cell}</td>" for cell in (" ".join(words), *cells)))
     head = "".join(
         f'<th scope="col">{name}</th>' for name in ("started", "duration", "steps", "state")
     )
@@ -263,7 +268,8 @@ def _render_setting(setting: Setting) -> str:
 
 # --- memory ---------------------------------------------------------------------------------------
 
-_BAR_WIDTH, _BAR_HEIGHT = 1000, 18
+_BAR_WIDTH = 1000
+_BAR_HEIGHT = 18
 
 
 def _render_tiers(
@@ -285,7 +291,7 @@ def _render_tier(tier: str, kinds: Mapping[str, int], capacity: float | None) ->
     total = sum(kinds.values())
     words = f"{tier}: {size_of(total)}"
     if capacity:
-        words += f" of {size_of(capacity)} ({format_number(100 * total / capacity)} %)"
+        words += f" of {size_of(capacity)} ({_format_share(total / capacity)})"
     rows = "".join(
         f'<tr><th scope="row">{escape(kind)}</th><td class="number">{size_of(num_bytes)}</td></tr>'
         for kind, num_bytes in kinds.items()
@@ -296,12 +302,18 @@ def _render_tier(tier: str, kinds: Mapping[str, int], capacity: float | None) ->
     )
 
 
+def _format_share(share: float) -> str:
+    percent = 100 * share
+    return "less than 0.01 %" if percent < 0.01 else f"{percent:.3g} %"
+
+
 def _draw_bar(label: str, kinds: Mapping[str, int], capacity: float | None) -> str:
     """Return a bar whose length is the tier's capacity, or the bytes used if they are more."""
     total = sum(kinds.values())
     scale = _BAR_WIDTH / max(total, capacity or 0)
     room = element("rect", width=_BAR_WIDTH, height=_BAR_HEIGHT, class_="room")
-    body, x = [room], 0.0
+    body = [room]
+    x = 0.0
     for kind, num_bytes in kinds.items():
         width = num_bytes * scale
         title = element("title", escape(f"{kind} {size_of(num_bytes)}"))

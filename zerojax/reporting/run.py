@@ -32,8 +32,8 @@ to it. A full disk costs figures and a warning, but never ends the training.
 """
 
 import contextlib
-import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -48,21 +48,11 @@ from zerojax.planner import Plan, StepWatch
 from zerojax.program import Program, SkippedSteps
 from zerojax.reporting.about import describe_machine, measure_capacity, measure_peaks
 from zerojax.reporting.display import Display
-from zerojax.reporting.folder import PAGE, RunFolder, set_aside
-from zerojax.reporting.history import History
-from zerojax.reporting.page import Report, Sample, write_page
+from zerojax.reporting.page import Report, Sample
 from zerojax.reporting.profiler import Profiler
-from zerojax.reporting.sessions import (
-    RUNNING,
-    Session,
-    format_start,
-    mark_killed,
-    read_command,
-    read_sessions,
-    write_sessions,
-)
+from zerojax.reporting.recorder import Recorder
+from zerojax.reporting.sessions import RUNNING, format_start
 from zerojax.reporting.settings import flatten_settings
-from zerojax.reporting.signals import raise_on_sigterm
 from zerojax.reporting.speed import Speed, describe, peak_flops
 from zerojax.reporting.summary import (
     Failure,
@@ -71,13 +61,12 @@ from zerojax.reporting.summary import (
     describe_failure,
     find_problems,
 )
-from zerojax.reporting.writers import Guarded, TensorBoard, Wandb, Writer, import_writers
-from zerojax.runtime import AllProcesses
+from zerojax.reporting.writers import import_writers
+from zerojax.runtime import AllProcesses, raise_on_sigterm
 
 _PAGE_SECONDS = 60.0
 _MOST_NOTICES = 20
 """Most notices of skipped steps on the page: the first ones."""
-logger = logging.getLogger("zerojax")
 
 
 class Run:
@@ -151,8 +140,10 @@ class Run:
         self.figures: dict[str, float] = {}
         self.watch = StepWatch(plan, machine=machine)
         self.ended = ""
-        self._program, self._mesh = program, program.mesh
-        self._schedule, self._memory = schedule, memory
+        self._program = program
+        self._mesh = program.mesh
+        self._schedule = schedule
+        self._memory = memory
         self._num_steps = None if steps is None else whole_number("steps", steps, 0)
         self._profiler = Profiler(self.logdir, whole_number("profile", profile or 0, 0))
         self._speed = Speed(
@@ -161,25 +152,21 @@ class Run:
             peak=peak_flops(self._mesh, program.config.precision),
             devices=len(self._mesh.local_devices),
         )
-        self._modules = import_writers(report_to)
+        self._config = config
         self._settings = flatten_settings(config)
-        self._options = flatten_settings(config, omitted=(type(program.config),))
-        self._is_writer = jax.process_index() == 0
+        is_first_process = jax.process_index() == 0
+        self._recorder = Recorder(self.logdir, import_writers(report_to), is_first_process)
+        self._display = Display(is_quiet=not is_first_process, has_bars=bars)
         is_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._lag = int(not is_cpu if late is None else late)
-        self._display = Display(is_quiet=not self._is_writer, has_bars=bars)
         self._skipped = SkippedSteps(program.config)
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._num_started = 0
+        self._last_step = 0
         self._notices: list[str] = []
         self._samples: list[Sample] = []
         self._failure: Failure | None = None
-        self._folder: RunFolder | None = None
-        self._history: History | None = None
-        self._writers: list[Writer] = []
-        self._earlier_sessions: list[Session] = []
-        self._first_step, self._last_step = 1, 0
-        self._start = self._clock_start = self._page_written = 0.0
+        self._page_written = 0.0
         self._machine: dict[str, str] = {}
         self._capacity: dict[str, float | None] = {}
         self._signals: list[int] = []
@@ -187,15 +174,14 @@ class Run:
 
     def __enter__(self) -> Self:
         """Lock the folder and start the display."""
-        self._start, self._clock_start = time.time(), time.monotonic()
         # Measure before the program makes its files, or the disk would seem smaller.
         self._capacity = measure_capacity(self._mesh, self._program.config.swap_dir)
-        if self._is_writer:
+        if self._recorder.is_active:
             self._machine = describe_machine(self._mesh)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._close_folder)
+            stack.callback(self._recorder.release)
             AllProcesses(self._mesh, f"opening logdir={self.logdir!r}", ValueError).do(
-                self._open_folder
+                lambda: self._recorder.open(self.name, self._settings)
             )
             stack.enter_context(raise_on_sigterm(self._signals))
             stack.enter_context(self._display)
@@ -213,18 +199,15 @@ class Run:
             if error is None:
                 self.flush()
             else:
-                self._failure = describe_failure(error)
                 # The failed step has no values, and its error is already propagating.
                 with contextlib.suppress(Exception):
                     self.flush()
-                self.ended = self.ended or f"failed: {self._failure.message}"
+                self.ended = self.ended or self._explain(error)
             self._profiler.stop(self.print)
             # A run that ends before its first step leaves an earlier run's page as it is.
-            is_unused = self._folder is not None and not self._folder.has_figures()
-            if self._history is None and is_unused:
-                self._open_files(1)
-            for writer in self._writers:
-                writer.close(failed=error is not None)
+            if not self._recorder.is_begun and self._recorder.is_unused:
+                self._begin(1)
+            self._recorder.close_writers(failed=error is not None)
             self._write_page(self.ended or describe_end(self._last_step, self._num_steps))
 
     # --- called by the training loop --------------------------------------------------------------
@@ -243,11 +226,12 @@ class Run:
           ValueError: `step` is not a positive whole number, or the run has already begun.
         """
         step = whole_number("step", step, 1)
-        if self._history is not None:
-            raise ValueError(f"step={step}: the run has already begun, at step {self._first_step}")
-        if self._is_writer:
-            self._open_files(step)
-            self._write_page(RUNNING)
+        if self._recorder.is_begun:
+            raise ValueError(
+                f"step={step}: the run has already begun, at step {self._recorder.first_step}"
+            )
+        self._begin(step)
+        self._write_page(RUNNING)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a started step, and fetch the values of the step before.
@@ -265,7 +249,7 @@ class Run:
         self._pending.append((step, metrics))
         while len(self._pending) > self._lag:
             self._take()
-        if self._is_writer:
+        if self._recorder.is_active:
             self._profiler.step(self._num_started, self.flush, self.print)
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -320,6 +304,15 @@ class Run:
 
     # --- implementation ---------------------------------------------------------------------------
 
+    def _explain(self, error: BaseException) -> str:
+        """Return how an error ended the run, and keep it for the page unless a signal raised it."""
+        if self._signals:
+            return f"stopped by {signal.Signals(self._signals[0]).name}"
+        if isinstance(error, KeyboardInterrupt):
+            return "stopped by Ctrl-C"
+        self._failure = describe_failure(error)
+        return f"failed: {self._failure.message}"
+
     def _take(self) -> None:
         """Fetch the values of the oldest step, which waits for it."""
         step, metrics = self._pending.pop(0)
@@ -351,60 +344,22 @@ class Run:
 
     def _record(self, step: int, figures: Mapping[str, float], next_step: int) -> None:
         self.figures.update(figures)
-        if not self._is_writer:
-            return
-        if self._history is None:
-            self._open_files(next_step)
-        for writer in self._writers:
-            writer.write(step, figures)
+        if not self._recorder.is_begun:
+            self._begin(next_step)
+        self._recorder.write(step, figures)
 
-    def _open_folder(self) -> None:
-        """Lock the folder in process 0, and open the writers that must be able to fail early."""
-        if not self._is_writer:
-            return
-        self._folder = RunFolder(self.logdir)
-        module = self._modules.get("wandb")
-        if module is not None:
-            config = {setting.name: setting.value for setting in self._settings}
-            self._writers.append(Guarded("wandb", Wandb(module, self.logdir, self.name, config)))
-
-    def _close_folder(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
-
-    def _open_files(self, first_step: int) -> None:
-        """Open the files whose content depends on the step at which the run begins."""
-        if self._folder is None:
-            raise RuntimeError(
-                "a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)"
-            )
-        self._first_step, self._last_step = first_step, first_step - 1
-        if first_step <= 1:
-            set_aside(self._folder.file(PAGE))
-        else:
-            self._earlier_sessions = [mark_killed(one) for one in read_sessions(self._folder)]
-        # A new run also drops an earlier run's figures before its first step.
-        self._history = History(self._folder, first_step if first_step > 1 else 0)
-        self._writers.append(self._history)
-        if "tensorboard" in self._modules:
-            self._writers.append(
-                Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first_step))
-            )
+    def _begin(self, first_step: int) -> None:
+        self._recorder.begin(first_step)
+        if self._recorder.is_begun:
+            self._last_step = first_step - 1
 
     def _write_page(self, state: str) -> None:
-        if self._history is None or self._folder is None:
+        if not self._recorder.is_begun:
             return
         self._page_written = time.monotonic()
-        current = Session(
-            started=format_start(self._start),
-            seconds=max(0.0, time.monotonic() - self._clock_start),
-            first_step=self._first_step,
-            last_step=self._last_step,
-            state=state,
-            command=read_command(),
-        )
-        sessions = [*self._earlier_sessions, current]
-        series, memory = self._history.series, self._memory
+        sessions = self._recorder.list_sessions(self._last_step, state)
+        series = self._recorder.series
+        memory = self._memory
         facts = build_facts(series, sessions, self._num_steps, self._speed, self.watch, memory)
         report = Report(
             name=self.name,
@@ -416,14 +371,9 @@ class Run:
             capacity=self._capacity,
             samples=self._samples,
             sessions=sessions,
-            options=self._options,
+            options=flatten_settings(self._config, omitted=(type(self._program.config),)),
             config=flatten_settings(self._program.config),
             machine=self._machine,
             written=format_start(time.time()),
         )
-        path = self._folder.file(PAGE)
-        try:
-            write_page(path, report)
-            write_sessions(self._folder, sessions)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", path, error)
+        self._recorder.write_page(report)

@@ -15,6 +15,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 
 from host_offload.fields import Field, parse_json
 from zerojax.reporting.folder import SESSIONS, RunFolder, open_file, replace_file
@@ -59,7 +60,7 @@ def read_sessions(folder: RunFolder) -> list[Session]:
         return []
 
 
-def write_sessions(folder: RunFolder, sessions: list[Session]) -> None:
+def write_sessions(folder: RunFolder, sessions: Sequence[Session]) -> None:
     """Replace the file.
 
     Raises:

@@ -13,7 +13,9 @@ from zerojax.reporting.sessions import RUNNING, Session
 from zerojax.reporting.speed import Speed
 
 FINISHED = "finished"
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,8 @@ def _format_loss(point: Point) -> str:
 
 def _describe_rates(speed: Speed, watch: StepWatch) -> dict[str, str]:
     """Return the rates of the last interval, each with its steps."""
-    rates, interval = speed.measure_interval(), speed.interval
+    rates = speed.measure_interval()
+    interval = speed.interval
     if interval is None:
         return {}
     steps = f"in steps {interval.first_step:,} to {interval.last_step:,}"

@@ -136,7 +136,8 @@ class Guarded:
         return self._reopen()
 
     def _abandon(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             with contextlib.suppress(Exception):
                 writer.close(failed=True)
