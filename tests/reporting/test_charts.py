@@ -86,6 +86,7 @@ def test_both_axes_have_numbers():
         [1e16, 1e16 + 2],
         [1e6, 1000100.0],
         [math.nan, 1.0],
+        [math.inf, 1.0],
     ],
 )
 def test_any_values_can_be_drawn(values):

@@ -139,10 +139,11 @@ def test_the_page_shows_samples_as_they_are(program, tmp_path, capsys):
     with make_run(program, tmp_path) as run:
         take_steps(run, 1, 2)
         run.sample("f(x):\n  <b>", prompt="def ")
-        run.sample(NASTY)
+        run.sample(f"{NASTY} \ud800")
     page = read_page(tmp_path)
     assert "<pre><b>def </b>f(x):\n  &lt;b&gt;</pre>" in page
     assert "<script" not in page
+    assert "\\ud800" in page
     assert "--- sample ---\ndef f(x):\n  <b>" in capsys.readouterr().out
 
 
@@ -169,22 +170,28 @@ def test_the_page_shows_rates_of_the_last_interval(program, tmp_path, monkeypatc
     now = [0.0]
     monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
 
-    def take(run, first, stop, seconds):
-        for step in range(first, stop):
-            now[0] += seconds
+    def take(run, first, seconds):
+        for step, each in enumerate(seconds, first):
+            now[0] += each
             take_steps(run, step, step + 1)
 
     with make_run(program, tmp_path, tokens=1000, flops_per_token=1e6) as run:
-        take(run, 1, 6, 1.0)
+        take(run, 1, [1.0] * 5)
         validate(run, {5: 1.0})
-        take(run, 6, 9, 4.0)
+        take(run, 6, [3.0, 4.0, 5.0])
         assert "250 tokens/s" in run.line
     facts = read_facts(tmp_path)
     assert facts["Tokens per second"] == "250 in steps 6 to 8"
     assert facts["Seconds per step"] == "4 in steps 6 to 8"
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     rates = [line["speed/seconds_per_step"] for line in lines if line.get("speed/seconds_per_step")]
-    assert rates == [1.0] * 4 + [4.0] * 3
+    assert rates == [1.0] * 4 + [3.0, 4.0, 5.0]
+
+
+def test_an_interval_of_one_step_names_it(program, tmp_path):
+    with make_run(program, tmp_path) as run:
+        take_steps(run, 1, 3)
+    assert read_facts(tmp_path)["Seconds per step"].endswith(" in step 2")
 
 
 def test_an_interval_without_pauses_has_a_longest_length():

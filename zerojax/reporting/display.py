@@ -77,8 +77,10 @@ class Display:
         self._progress.update(self._steps, completed=step, description=line)
 
     def print(self, text: str) -> None:
-        """Print a line verbatim."""
-        self.console.print(text, markup=False)
+        """Print a line verbatim, with escapes for characters that the terminal cannot show."""
+        encoding = self.console.encoding
+        printable = text.encode(encoding, errors="backslashreplace").decode(encoding)
+        self.console.print(printable, markup=False)
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ report.
 The folder holds `report.html`, which is written at each pause (at most once a minute) and at the
 end, even after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, with one line of figures per step;
 `sessions.json`, with the start, duration and end of each process of the run; and TensorBoard's
-events. Only process 0 writes and prints. The folder is locked while the run writes
-to it. A full disk costs figures and a warning, but never ends the training.
+events. Only process 0 writes and prints. The folder is locked while the run writes to it. A full
+disk costs figures and a warning, but never ends the training.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import jax
 
@@ -85,7 +85,7 @@ class Run:
         *,
         program: Program,
         report_to: Sequence[str] = ("tensorboard",),
-        schedule: Callable[[int], Any] | None = None,
+        schedule: Callable[[int], SupportsFloat] | None = None,
         steps: int | None = None,
         tokens: int | None = None,
         flops_per_token: float | None = None,
@@ -252,7 +252,7 @@ class Run:
         if self._recorder.is_active:
             self._profiler.step(self._num_started, self.flush, self.print)
 
-    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+    def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
         """Take figures in a `pause`, such as {"validation/loss": 2.5}.
 
         Args:
