@@ -137,6 +137,13 @@ def default_logdir(options: LoopOptions) -> str:
     return os.path.join(options.runs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
+def name_run(options: LoopOptions) -> str | None:
+    """Return the name of the run's checkpoints if it logs among them; None: the log's name."""
+    if options.checkpoint_dir is None or options.logdir != default_logdir(options):
+        return None
+    return os.path.basename(os.path.abspath(options.checkpoint_dir))
+
+
 @contextlib.contextmanager
 def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterator[None]:
     """End the script with the error's message and status 2 if its options are rejected.
@@ -332,6 +339,7 @@ def open_run(
         plan=plan,
         machine=machine_of(options),
         config=options,
+        name=name_run(options),
         profile=options.profile,
     )
 

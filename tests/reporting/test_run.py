@@ -125,8 +125,8 @@ def test_figures_are_of_the_steps_since_the_last_pause(program, tmp_path, monkey
         "Loss",
         "Tokens per second",
         "Seconds per step",
-        "Utilization (MFU)",
-        "Waiting for the disk",
+        "Utilization (MFU), %",
+        "Waiting for the disk, %",
     ]
 
 

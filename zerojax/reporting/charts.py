@@ -67,7 +67,7 @@ class Chart:
     Attributes:
       heading: text above the chart.
       lines: lines to draw.
-      unit: unit after the numbers of the vertical axis.
+      unit: unit of the vertical axis, with a space before it, or "".
       from_zero: whether the vertical axis begins at zero; otherwise it begins at the least value.
     """
 
@@ -209,7 +209,7 @@ def draw_chart(chart: Chart) -> str:
         steps += [point.step for point in line.points]
     ticks = choose_ticks(min(values), max(values))
     scale = Scale(min(steps), max(steps), min(ticks[0], *values), max(ticks[-1], *values))
-    body = _draw_axes(scale, ticks, chart.unit)
+    body = _draw_axes(scale, ticks)
     for number, line in enumerate(lines):
         body += _draw_line(line, number, scale)
     label = f"{chart.heading} over steps. {'. '.join(describe_line(line) for line in lines)}."
@@ -224,14 +224,15 @@ def draw_chart(chart: Chart) -> str:
         f"<li>{_draw_sample(line, number)} {html.escape(_describe_key(line, chart.unit))}</li>"
         for number, line in enumerate(lines)
     )
-    caption = html.escape(chart.heading)
+    unit = f",{chart.unit}" if chart.unit else ""
+    caption = html.escape(f"{chart.heading}{unit}")
     return (
         f'<figure class="chart"><figcaption>{caption}</figcaption>\n{svg}\n'
         f'<ul class="key">{key}</ul></figure>\n'
     )
 
 
-def _draw_axes(scale: Scale, ticks: Iterable[float], unit: str) -> list[str]:
+def _draw_axes(scale: Scale, ticks: Iterable[float]) -> list[str]:
     """Return grid lines, and the numbers of both axes."""
     body = []
     right = LEFT + PLOT_WIDTH
@@ -240,7 +241,7 @@ def _draw_axes(scale: Scale, ticks: Iterable[float], unit: str) -> list[str]:
     for tick, label in labels.items():
         y = scale.y(tick)
         body.append(element("path", d=f"M{LEFT} {y:.5g}H{right}", class_="grid"))
-        body.append(text(LEFT - 6, y + 4, f"{label}{unit}", text_anchor="end"))
+        body.append(text(LEFT - 6, y + 4, label, text_anchor="end"))
     for step in choose_steps(scale.first, scale.last):
         x = scale.x(step)
         body.append(element("path", d=f"M{x:.5g} {bottom}v5", class_="axis"))

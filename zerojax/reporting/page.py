@@ -43,7 +43,8 @@ pre { background: var(--panel); padding: 10px 12px; margin: 4px 0; white-space: 
   gap: 20px 28px; }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; }
 .chart { max-width: 620px; }
-.chart > svg { display: block; width: 100%; height: auto; font-size: 12px; }
+.chart > svg { display: block; width: 100%; height: auto; overflow: visible;
+  font-size: 12px; }
 @media (min-width: 520px) { .chart > svg { font-size: 10px; } }
 @media (min-width: 800px) { .chart:first-child { grid-column: span 2; max-width: 800px; }
   .chart:first-child > svg { font-size: 6.5px; } .chart:first-child .line { stroke-width: 1.1; } }
