@@ -676,9 +676,9 @@ def listed(mode: str) -> str:
 
 def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path, machine: Machine) -> None:
     """Run the selected parts one after another."""
-    from zerojax.chips import chip_of
+    from zerojax.chips import find_chip
 
-    sizes, chip = sizes_of(options), chip_of(machine.device_kind)
+    sizes, chip = sizes_of(options), find_chip(machine.device_kind)
     told_machine = {
         "chip": "h200" if chip is None else chip.name,
         "device_bytes": machine.device_bytes,

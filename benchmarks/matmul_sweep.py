@@ -27,7 +27,7 @@ from typing import Any
 import jax
 from kernel_cases import MOSAIC, XLA, Product, Step, products
 
-from pallas_kernels.dispatch import Target, target_of
+from pallas_kernels.dispatch import Target, find_target
 from pallas_kernels.matmul import measured, mosaic
 from pallas_kernels.matmul.config import BLOCKS, MAX_STAGES, Config, Problem
 
@@ -208,7 +208,7 @@ def sweep(
       rounds: number of rounds in which the three contenders take turns at the end.
       min_seconds: least total seconds of the calls that time one candidate.
     """
-    target: Target = target_of()
+    target: Target = find_target()
     if reason := mosaic.refusal(product.problem, target):
         yield Outcome(product, None, f"not run: {reason}")
         return

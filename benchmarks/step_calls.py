@@ -53,7 +53,7 @@ class Calls:
                 finally:
                     sys.setprofile(before)
 
-            # `host_offload.calls.site_of` looks for the site here.
+            # `host_offload.calls.find_site` looks for the site here.
             known = functools.partial(run, site=getattr(callback, "keywords", {}).get("site"))
             return make(known, *args, **options)
 

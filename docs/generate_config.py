@@ -25,9 +25,9 @@ INTRODUCTION = """\
 combination that cannot work raises `ValueError` immediately. A valid combination that is not
 supported raises `NotImplementedError` in `zj.build_train_step`. All fields are given by name.
 
-The tiers are `"device"` (the memory of the accelerator), `"pinned_host"` (host memory that the
-device can reach) and `"nvme"` (a folder on a local disk). See [offload.md](offload.md) and
-[nvme.md](nvme.md).
+The tiers are `"device"` (the memory of the accelerator), `"pinned_host"` ([host
+memory](offload.md) that the device can reach) and `"nvme"` (a folder on a local
+[disk](nvme.md)).
 
 These combinations raise an error that names both settings:
 
@@ -66,13 +66,12 @@ def summary(cls: type) -> str:
 def table(cls: type) -> str:
     """Return one row for each field."""
     meanings, types = attributes(cls), typing.get_type_hints(cls)
-    rows = ["| field | values | default | meaning |", "|---|---|---|---|"]
+    rows = ["| field | values | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
         meaning = meanings[field.name]
         cells = (
             f"`{field.name}`",
-            values(types[field.name]),
-            default(field),
+            f"{values(types[field.name])}; {default(field)}",
             meaning[0].upper() + meaning[1:],
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -121,12 +120,12 @@ def values(annotation: Any) -> str:
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as Python code."""
+    """Return a field's default as Python code, or that it is required."""
     if field.default is not dataclasses.MISSING:
-        return f"`{code(field.default)}`"
+        return f"default `{code(field.default)}`"
     if field.default_factory is dataclasses.MISSING:
-        return "none: it is given"
-    return f"`{field.default_factory.__name__}()`"  # pyright: ignore[reportAttributeAccessIssue]
+        return "required"
+    return f"default `{field.default_factory.__name__}()`"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def code(value: Any) -> str:

@@ -10,6 +10,7 @@ import itertools
 import os
 import pathlib
 import re
+import string
 import tempfile
 from typing import Any
 
@@ -55,11 +56,30 @@ PAGE = pathlib.Path(__file__).parent / "reference/compatibility.md"
 HEAD = """\
 # Which settings work together
 
-Each cell combines two settings, on a stack of layers over two devices. ✓: the step is built and
-traced. A letter is a refusal; the list below the table gives the reason. `=`: both settings set the
-same field to different values.
+Two settings are combined on a stack of layers over two devices, and the step is built and traced.
+The first table lists what is refused, and why. All other pairs are built, unless both settings give
+one field different values, such as two tiers of the parameters. The tables of
+[all pairs](#all-pairs) show each result.
+
+A plain `zj.Model`, whose layers are unknown, excludes more:
+[the configuration](../config.md#configuration) lists it.
+
+## What is refused
+
+| | settings | with | why |
+|---|---|---|---|
+"""
+PAIRS = """
+## All pairs
+
+Rows and columns are the same settings, and the rows name the numbers. ✓: the step is built and
+traced. A letter: it is refused, for that reason of the table above. `=`: both settings set the same
+field to different values.
 
 """
+TAIL = "\n`python docs/generate_matrix.py` writes this page.\n"
+COLUMNS = 14
+"""Columns of one table of all pairs: two tables fit a window of 1280 pixels."""
 
 
 def build(fields: dict[str, Any]) -> str | None:
@@ -101,29 +121,52 @@ def combine(one: str, other: str) -> str | None:
     return build(a | b)
 
 
-def page() -> str:
-    """Return the page."""
+def refused_rows(results: dict[tuple[str, str], str | None], reasons: list[str]) -> list[str]:
+    """Return a row for each reason: the settings that are refused with others, and why."""
+    rows = []
+    for letter, reason in zip(string.ascii_lowercase, reasons, strict=False):
+        pairs = [pair for pair, found in results.items() if found == reason]
+        firsts = list(dict.fromkeys(one for one, _ in pairs))
+        seconds = list(dict.fromkeys(other for _, other in pairs))
+        # One row says it for several pairs only if all of their combinations are refused.
+        assert len(pairs) == len(firsts) * len(seconds)
+        rows.append(f"| {letter} | {', '.join(firsts)} | {', '.join(seconds)} | {reason} |")
+    return rows
+
+
+def pair_table(
+    results: dict[tuple[str, str], str | None], reasons: list[str], columns: range
+) -> list[str]:
+    """Return the table of all settings beside some of them."""
     names = list(FEATURES)
-    results = {pair: combine(*pair) for pair in itertools.combinations(names, 2)}
-    reasons = list(dict.fromkeys(r for r in results.values() if r is not None and r != "="))
-    lines = ["| | " + " | ".join(str(n + 1) for n in range(len(names))) + " |"]
-    lines.append("|---" * (len(names) + 1) + "|")
+    lines = ["| | " + " | ".join(str(m + 1) for m in columns) + " |"]
+    lines.append("|---" + "|:-:" * len(columns) + "|")
     for n, one in enumerate(names):
         cells = []
-        for m, other in enumerate(names):
+        for m in columns:
             if n == m:
                 cells.append("·")
                 continue
-            reason = results[one, other] if n < m else results[other, one]
+            reason = results[one, names[m]] if n < m else results[names[m], one]
             shown = "✓" if reason is None else "="
             if reason is not None and reason != "=":
-                shown = chr(ord("a") + reasons.index(reason))
+                shown = string.ascii_lowercase[reasons.index(reason)]
             cells.append(shown)
         lines.append(f"| {n + 1} {one} | " + " | ".join(cells) + " |")
-    lines += ["", "| letter | why it is refused |", "|---|---|"]
-    lines += [f"| {chr(ord('a') + n)} | {reason} |" for n, reason in enumerate(reasons)]
-    tail = "\n`python docs/generate_matrix.py` writes this page.\n"
-    return HEAD + "\n".join(lines) + "\n" + tail
+    return lines
+
+
+def page() -> str:
+    """Return the page."""
+    count = len(FEATURES)
+    results = {pair: combine(*pair) for pair in itertools.combinations(FEATURES, 2)}
+    reasons = list(dict.fromkeys(r for r in results.values() if r is not None and r != "="))
+    tables = [
+        "\n".join(pair_table(results, reasons, range(first, min(first + COLUMNS, count))))
+        for first in range(0, count, COLUMNS)
+    ]
+    refused = "\n".join(refused_rows(results, reasons))
+    return HEAD + refused + "\n" + PAIRS + "\n\n".join(tables) + "\n" + TAIL
 
 
 if __name__ == "__main__":

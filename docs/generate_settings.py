@@ -7,6 +7,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from pictures.reference_machine import DISK, HOST
+
 import zerojax as zj
 
 MACHINES = ("l4", "rtx4090", "rtx5090", "l40s", "a100-80", "h100", "h200", "b200")
@@ -18,13 +20,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Transformers with MLPs of four times the hidden size."""
 SEQ, BATCH = 2048, 8
-HOST = {"host_bytes": 128e9, "pinned_bytes": 120e9, "host_kernel": 50e9}
-DISK = {"disk_bytes": 2e12, "disk_read": 6e9, "disk_write": 4e9, "disk_both": 6e9}
+FIGURES = "".join(
+    f"    {name}={figure / 1e12:g}e12,\n" if figure >= 1e12 else f"    {name}={figure / 1e9:g}e9,\n"
+    for name, figure in (HOST | DISK).items()
+)
+MACHINE = (
+    f"{HOST['host_bytes'] / 1e9:g} GB of host memory and an SSD "
+    f"({DISK['disk_bytes'] / 1e12:g} TB,\n"
+    f"{DISK['disk_read'] / 1e9:g} GB/s of reads, {DISK['disk_write'] / 1e9:g} GB/s of writes)."
+)
 HEAD = f"""\
 # Which settings for my machine
 
-This table shows what the planner chooses for one GPU with 128 GB of host memory and an SSD (2 TB,
-6 GB/s of reads, 4 GB/s of writes). Each step trains {BATCH} sequences of {SEQ} tokens in bf16 with
+This table shows what the planner chooses for one GPU with {MACHINE} \
+Each step trains {BATCH} sequences of {SEQ} tokens in bf16 with
 AdamW. A cell says where parameters (P), gradients (G) and optimizer state (O) are stored, if not on
 the device, and the predicted tokens per second. "on CPU" means that the host runs the optimizer.
 
@@ -47,14 +56,7 @@ import zerojax as zj
 
 machine = dataclasses.replace(
     zj.machine("rtx4090"),
-    host_bytes=128e9,
-    pinned_bytes=120e9,
-    host_kernel=50e9,
-    disk_bytes=2e12,
-    disk_read=6e9,
-    disk_write=4e9,
-    disk_both=6e9,
-)
+{FIGURES})
 sizes = zj.Sizes(layers=32, hidden=4096, heads=32, seq={SEQ}, batch={BATCH}, vocab=32000)
 plan = zj.plan(sizes, machine=machine, fixed={{"precision": "bf16", "swap_dir": "/mnt/disk"}})
 print(plan.config)

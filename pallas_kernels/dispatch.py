@@ -74,7 +74,7 @@ def is_interpreted() -> bool:
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
-def target_of(*arrays: Any) -> Target:
+def find_target(*arrays: Any) -> Target:
     """Return the device that a program with these arrays as arguments is traced for."""
     if is_interpreted():  # 2 blocks that run one after the other, so that each has several tiles
         return Target("CPU", "interpreter", num_cores=2, is_hopper=True)

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.nf4 import Group, Nf4, dequantize_nf4, group_of, quantize_nf4
+from pallas_kernels.nf4 import Group, Nf4, choose_group, dequantize_nf4, quantize_nf4
 from pallas_kernels.quantize import Quantized, dequantize, quantize
 
 Format = Literal["int8", "nf4"]
@@ -131,14 +131,30 @@ def encoded_spec(layout: Layout, spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def abstract_encoded(layout: Layout, shape: Sequence[int]) -> Encoded:
-    """Return ShapeDtypeStructs of the encoded arrays for a leaf, shard or stack of `shape`."""
+    """Return ShapeDtypeStructs of the encoded arrays.
+
+    Args:
+      layout: layout of the full leaf of one layer.
+      shape: shape of the leaf, of a shard of it, or of a stack of either.
+
+    Raises:
+      ValueError: the shape does not fit the layout.
+    """
     return jax.eval_shape(
         functools.partial(encode, layout=layout), jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
     )
 
 
 def encoded_bytes(layout: Layout, shape: Sequence[int]) -> int:
-    """Return the bytes of the encoded arrays of a leaf of this shape."""
+    """Return the bytes of the encoded arrays.
+
+    Args:
+      layout: layout of the full leaf of one layer.
+      shape: shape of the leaf, of a shard of it, or of a stack of either.
+
+    Raises:
+      ValueError: the shape does not fit the layout.
+    """
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract_encoded(layout, shape)))
 
 
@@ -167,7 +183,8 @@ def encode(w: jax.Array, layout: Layout, implementation: Implementation | None =
             "with one before them"
         )
     (r, c), block = layout.group, BLOCKS[layout.format]
-    rows, size = w.shape[outer - 1] if outer else 1, math.prod(w.shape[outer:])
+    rows = w.shape[outer - 1] if outer else 1
+    size = math.prod(w.shape[outer:])
     if size % (block * c) or rows % r:
         raise ValueError(
             f"encode: w is {list(w.shape)}, {rows} rows of {size} elements, and its layout has "
@@ -200,7 +217,8 @@ def decode(
       ValueError: the arrays do not fit each other, or the dtype is not supported.
       NotImplementedError: the named implementation does not support this call.
     """
-    q, layout = jax.lax.stop_gradient(encoded.q), encoded.layout
+    q = jax.lax.stop_gradient(encoded.q)
+    layout = encoded.layout
     w = (
         dequantize(q, dtype, implementation)
         if isinstance(q, Quantized)
@@ -231,7 +249,9 @@ def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> 
     def layout(outer: Sequence[int], size: int, **how: Any) -> Layout:
         rows = outer[-1] if outer else 1
         return Layout(
-            format=format, group=group_of(rows, size // block) if format == "nf4" else (1, 1), **how
+            format=format,
+            group=choose_group(rows, size // block) if format == "nf4" else (1, 1),
+            **how,
         )
 
     own = [size // n for size, n in zip(shape, shards, strict=True)]

@@ -227,7 +227,8 @@ def compile_with_callbacks(
     size = mesh.size
     compile_options = xla_client.CompileOptions()
     build = compile_options.executable_build_options
-    build.num_replicas, build.num_partitions = 1, size
+    build.num_replicas = 1
+    build.num_partitions = size
     # JAX sets these on its own path. Without them the program would not be partitioned.
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))

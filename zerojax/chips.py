@@ -276,6 +276,6 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _ALL})
 """Chips by name."""
 
 
-def chip_of(device_kind: str) -> Chip | None:
+def find_chip(device_kind: str) -> Chip | None:
     """Return the chip with JAX's name `device_kind`, such as "NVIDIA H200", or None if unknown."""
     return next((chip for chip in _ALL if device_kind in chip.device_kinds), None)

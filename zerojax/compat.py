@@ -71,7 +71,7 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def streams_of(version: str) -> str:
+def find_stream_assignment(version: str) -> str:
     """Return how a jaxlib version's XLA assigns asynchronous operations to streams.
 
     The result is an argument of `zerojax.hlo.simulate`. "turns" (before 0.12): to four streams in
@@ -94,7 +94,7 @@ def most_link_groups() -> int:
         jax 0.12    2042, 3055  2000, 2962  2106, 3100
         jax 0.11.2  2251, 3117  2173, 3115  2274, 3180
 
-    Before 0.12 loads wait for stores (`streams_of`), so smaller groups mean shorter waits.
+    Before 0.12 loads wait for stores (`find_stream_assignment`), so smaller groups shorten waits.
     """
     return 6 if jax_version() >= (0, 12) else 10
 

@@ -24,6 +24,7 @@ from zerojax.given import (
 )
 from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.sharding import STAGES
+from zerojax.trees import Batch
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["everything", "save", "selective", "remat", "pinned_host", "nvme"]
@@ -126,9 +127,9 @@ class ZeroConfig:
         or "nvme") stores the layer's input in that tier and recomputes everything else.
         `program.kept` lists the saved activations. A tuple of `zerojax.Segment` gives each group of
         contiguous layers of a LayeredModel, first layer first, its own choice.
-      saved_names: additional values to keep on the device, named in the block by
-        `jax.ad_checkpoint.checkpoint_name`. "#2" is value number 2 in `program.kept`, counted among
-        the values that "save" keeps.
+      saved_names: additional values to keep on the device, named in the block by `checkpoint_name`
+        of `jax.ad_checkpoint`. "#2" is value number 2 in `program.kept`, counted among the values
+        that "save" keeps.
       offloaded_names: additional values to keep in pinned host memory, named as in `saved_names`.
       partition_activations: split a LayeredModel's saved activations over the mesh axis `tensor`,
         unless `tensor` splits them already, and gather them for backward. Applies to every mode and
@@ -177,7 +178,7 @@ class ZeroConfig:
         they run one after another: on an H200 a step took 1.64 times as long. A step that keeps
         everything on the device always uses XLA's default.
       device_budget_bytes: most bytes per device for records in flight, including gathered
-        parameters: `program.operations(batch).peak_bytes`. None: no limit.
+        parameters: `peak_bytes` of `program.operations(batch)`. None: no limit.
       min_shard_bytes: size in float32 bytes below which a parameter stays replicated (ZeRO's
         persistence threshold).
       swap_dir: folder of the nvme tier: a str or an os.PathLike, stored as a str.
@@ -228,7 +229,15 @@ class ZeroConfig:
     frozen_dtype: Literal["int8", "nf4"] | None = None
 
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
-        """Return an instance; reject positional values and unknown fields by name."""
+        """Return an instance; reject positional values and unknown fields by name.
+
+        Args:
+          *values: not accepted: every field is given by name.
+          **fields: fields of the config.
+
+        Raises:
+          ValueError: a value has no name, or there is no field of a name.
+        """
         # A dataclass raises a TypeError for an unknown keyword, which suggests no alternative.
         if values:
             raise ValueError(
@@ -251,7 +260,7 @@ class ZeroConfig:
         model: Any,
         tx: Any,
         mesh: Any,
-        batch: Any,
+        batch: Batch,
         machine: Any = None,
         *,
         axes: Any = None,
@@ -449,7 +458,7 @@ def _check_names(chosen: Segment | ZeroConfig) -> None:
         )
 
 
-def activations_of(config: ZeroConfig) -> tuple[Activations, ...]:
+def resolve_activations(config: ZeroConfig) -> tuple[Activations, ...]:
     """Return what happens to the residuals: one entry per segment, or one entry for all layers."""
     chosen = config.activations
     return (
@@ -508,7 +517,7 @@ def moves_host_memory(config: ZeroConfig) -> bool:
         config.grads,
         config.opt_state,
         frozen_tier(config),
-        *activations_of(config),
+        *resolve_activations(config),
     }
     return not tiers.isdisjoint(("pinned_host", "nvme")) or any(one.offloaded_names for one in kept)
 
@@ -519,7 +528,7 @@ def uses_disk(config: ZeroConfig) -> bool:
         config.params,
         config.grads,
         config.opt_state,
-        *activations_of(config),
+        *resolve_activations(config),
         config.frozen,
     )
 
@@ -545,7 +554,7 @@ def require_built(config: ZeroConfig) -> None:
         tiers = [
             (name, getattr(config, name)) for name in ("params", "grads", "opt_state", "frozen")
         ]
-        tiers += [("activations", tier) for tier in activations_of(config)]
+        tiers += [("activations", tier) for tier in resolve_activations(config)]
         name = next(name for name, tier in tiers if tier == "nvme")
         raise NotImplementedError(
             f"delayed_update=True is not supported with {name}='nvme': use "
@@ -556,13 +565,13 @@ def require_built(config: ZeroConfig) -> None:
         name
         for one in kept
         for name in (*one.saved_names, *one.offloaded_names)
-        if number_of(name) is not None
+        if parse_name_number(name) is not None
     ]
     everything = next(
         (one for one in kept if one.activations == "everything" and one.offloaded_names), None
     )
     if everything is not None and (
-        numbers := [n for n in everything.offloaded_names if number_of(n) is not None]
+        numbers := [n for n in everything.offloaded_names if parse_name_number(n) is not None]
     ):
         raise NotImplementedError(
             f"activations='everything' is not supported with offloaded_names={numbers!r}: the "
@@ -577,7 +586,7 @@ def require_built(config: ZeroConfig) -> None:
         )
 
 
-def number_of(name: str) -> int | None:
+def parse_name_number(name: str) -> int | None:
     """Return the number in a value's name such as "#2", or None for any other name."""
     return int(name[1:]) if re.fullmatch(r"#[0-9]+", name) else None
 

@@ -91,7 +91,7 @@ class ElementProgram:
                 return [values[0]]
             return bind(i.eqn, self._operands(i, values))
         if _keeps_even(i, values):
-            (aval,) = (_shape_of(v) for v in i.eqn.outvars)
+            (aval,) = (_get_shape(v) for v in i.eqn.outvars)
             ones = [_one(value) for value in values]
             return [_Even(ones[0] if name in FILLS else bind(i.eqn, ones)[0], aval)]
         return bind(i.eqn, [_whole(value) for value in values])
@@ -104,10 +104,10 @@ class ElementProgram:
         shape = next(
             jnp.shape(v) for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref)
         )
-        traced = _shape_of(i.eqn.outvars[0])
+        traced = _get_shape(i.eqn.outvars[0])
         operands = []
         for value, ref, var in zip(values, i.ins, i.eqn.invars, strict=True):
-            is_spread = not self._has_leaf(ref) and _shape_of(var) == traced
+            is_spread = not self._has_leaf(ref) and _get_shape(var) == traced
             operands.append(jnp.broadcast_to(_one(value), shape) if is_spread else value)
         return operands
 
@@ -115,10 +115,10 @@ class ElementProgram:
 def _keeps_even(i: Instruction, values: Sequence[Any]) -> bool:
     """Return whether an equation without leaves maps equal elements to equal elements."""
     name = i.eqn.primitive.name
-    if i.has_jaxpr or name not in POINTWISE | FILLS or not _shape_of(i.eqn.outvars[0]):
+    if i.has_jaxpr or name not in POINTWISE | FILLS or not _get_shape(i.eqn.outvars[0]):
         return False
     if name in POINTWISE and any(
-        _shape_of(v) not in ((), _shape_of(i.eqn.outvars[0])) for v in i.eqn.invars
+        _get_shape(v) not in ((), _get_shape(i.eqn.outvars[0])) for v in i.eqn.invars
     ):
         return False  # a bitcast to another number of bytes
     return all(
@@ -131,7 +131,7 @@ def _is_constant(ref: Ref) -> bool:
     return isinstance(ref, Constant)
 
 
-def _shape_of(var: Any) -> Shape:
+def _get_shape(var: Any) -> Shape:
     return tuple(getattr(var.aval, "shape", ()))
 
 

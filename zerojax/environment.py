@@ -96,7 +96,9 @@ def _devices() -> list[tuple[str, str]]:
 
 def _memory() -> list[tuple[str, str]]:
     """Return host memory, and the limits of memory that is page-locked."""
-    total, free, pool = host_bytes(), available_bytes(), pinned_pool_bytes()
+    total = host_bytes()
+    free = available_bytes()
+    pool = pinned_pool_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if pool is None:
         pinned = "no limit on this platform"
@@ -116,7 +118,7 @@ def _disk(swap_dir: str) -> list[tuple[str, str]]:
     if not os.path.isdir(folder):
         raise ValueError(f"swap_dir={swap_dir!r} is not a folder: create it, or name another")
     usage = os.statvfs(folder)
-    mount, kind = _mount_of(folder)
+    mount, kind = _find_mount(folder)
     return [
         ("swap_dir", folder),
         ("file system", f"{kind}, mounted at {mount}"),
@@ -125,7 +127,7 @@ def _disk(swap_dir: str) -> list[tuple[str, str]]:
     ]
 
 
-def _mount_of(folder: str) -> tuple[str, str]:
+def _find_mount(folder: str) -> tuple[str, str]:
     """Return the mount point that holds a folder, and its file system's type."""
     longest = ("", "unknown")
     with contextlib.suppress(OSError):

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 _MOST_SHOWN = 100
 """Most characters of a value that an error message shows."""
 

@@ -59,14 +59,14 @@ class LossScaling:
     """Dynamic loss scaling for float16.
 
     Attributes:
-      initial: first scale.
+      initial: first scale, the factor by which the loss is multiplied.
       growth_factor: factor applied to the scale after `growth_interval` finite steps in a row.
       backoff_factor: factor applied to the scale when an overflow exhausts the hysteresis.
       growth_interval: number of finite steps in a row before the scale grows.
       hysteresis: number of overflows before the scale backs off; the count restarts when the scale
         grows or backs off.
-      least: smallest scale.
-      most: largest scale.
+      least: smallest scale, as a factor of the loss.
+      most: largest scale, as a factor of the loss.
 
     Raises:
       ValueError: a field is not a finite number, does not fit float32 or int32, or not least <=

@@ -3,4 +3,4 @@
 from host_offload.calls.log import CallLog as CallLog
 from host_offload.calls.site import CallbackSite as CallbackSite
 from host_offload.calls.site import Calls as Calls
-from host_offload.calls.site import site_of as site_of
+from host_offload.calls.site import find_site as find_site

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.device import Driver, allocate, pointer, stream_of
+from host_offload.device import Driver, allocate, find_stream, pointer
 
 Sent = tuple[int, int, int]
 _CALLS = 4096  # calls per chunk of memory
@@ -36,21 +36,21 @@ class CallLog:
             (rank, device) for rank, device in enumerate(devices) if device.process_index == process
         ]
         self._contexts = {
-            rank: driver.context_of(device.local_hardware_id or 0) for rank, device in local
+            rank: driver.retain_context(device.local_hardware_id or 0) for rank, device in local
         }
         self._by_stream: dict[int, int] = {}
         self._of_rank = {rank: _Calls() for rank in self._contexts}
         memory = [calls.memory for calls in self._of_rank.values()]
         weakref.finalize(self, _unregister, driver, memory)
 
-    def rank_of(self, context: Any, where: Any) -> int:
+    def find_rank(self, context: Any, where: Any) -> int:
         """Return the rank of the calling device, found by its stream.
 
         Args:
           context: the callback's context.
           where: the callback's buffer, i32[3] on the device.
         """
-        stream = stream_of(context)
+        stream = find_stream(context)
         rank = self._by_stream.get(stream)
         if rank is None:
             # XLA normally uses a GPU's primary context, as this module does. If the stream belongs
@@ -68,7 +68,8 @@ class CallLog:
           context: the callback's context.
           where: the callback's buffer, i32[3] on the device.
         """
-        stream, call = stream_of(context), self.driver
+        stream = find_stream(context)
+        call = self.driver
         # `room` is not page-locked: the driver fills it before `copy` returns, or at the latest
         # before the stream is finished.
         room = np.zeros(_WIDTH, np.int32)
@@ -87,7 +88,8 @@ class CallLog:
           assumed: value that `entries` yields with this call.
           rank: position of the device in the mesh.
         """
-        calls, stream = self._of_rank[rank], stream_of(context)
+        calls = self._of_rank[rank]
+        stream = find_stream(context)
         with calls.lock:
             count = len(calls.assumed)
             if count == _CALLS * len(calls.memory):

@@ -64,9 +64,11 @@ class Calls:
 
         The devices are not used before a program runs, so they need not be present until then.
         """
-        self._devices, self.number = list(devices), 0
+        self._devices = list(devices)
+        self.number = 0
         self.log: CallLog | None = None
-        self.run, self._most = 0, 0
+        self.run = 0
+        self._most = 0
 
     def begin(self) -> None:
         """Prepare for the first call of a program."""
@@ -124,7 +126,7 @@ class Calls:
 class CallbackSite:
     """One callback of a traced program.
 
-    A callback receives its site through `functools.partial(callback, ..., site=site)`; `site_of`
+    A callback receives its site through `functools.partial(callback, ..., site=site)`; `find_site`
     retrieves it from there.
 
     Attributes:
@@ -142,7 +144,9 @@ class CallbackSite:
           name: operation of the callback, for messages.
           of_state: whether the program sends the number of the state; if False, it sends 0.
         """
-        self.calls, self.name, self.of_state = calls, name, of_state
+        self.calls = calls
+        self.name = name
+        self.of_state = of_state
         self.order: Sequence[int] | None = None
         # By rank: the number of the run, and of the calls made in it.
         self._made: dict[int, tuple[int, int]] = {}
@@ -167,7 +171,7 @@ class CallbackSite:
             return asked
         if self.order is None:
             return Asked(*log.read(context, where))
-        rank = log.rank_of(context, where)
+        rank = log.find_rank(context, where)
         count = self._count(rank)
         assumed = Asked(rank, self._layer(count, rank), self.calls.number if self.of_state else 0)
         log.append(context, where, (self, count, assumed), rank)
@@ -212,7 +216,7 @@ class CallbackSite:
         )
 
 
-def site_of(callback: Callable[..., Any]) -> CallbackSite | None:
+def find_site(callback: Callable[..., Any]) -> CallbackSite | None:
     """Return the site bound to a callback by `functools.partial`, or None if there is none."""
     site = getattr(callback, "keywords", {}).get("site")
     return site if isinstance(site, CallbackSite) else None

@@ -9,7 +9,7 @@ from host_offload.device.copies import num_bytes as num_bytes
 from host_offload.device.cuda_driver import Driver as Driver
 from host_offload.device.cuda_driver import driver as driver
 from host_offload.device.gpu_copies import GpuCopies as GpuCopies
-from host_offload.device.gpu_copies import copies_of as copies_of
+from host_offload.device.gpu_copies import build_copies as build_copies
 from host_offload.device.limits import HOST_VARIABLE as HOST_VARIABLE
 from host_offload.device.limits import LIMIT_VARIABLE as LIMIT_VARIABLE
 from host_offload.device.limits import available_bytes as available_bytes
@@ -18,9 +18,9 @@ from host_offload.device.limits import host_bytes as host_bytes
 from host_offload.device.limits import host_memory_error as host_memory_error
 from host_offload.device.limits import pinned_pool_bytes as pinned_pool_bytes
 from host_offload.device.link import Link as Link
-from host_offload.device.link import link_of as link_of
+from host_offload.device.link import find_link as find_link
+from host_offload.device.link import find_stream as find_stream
 from host_offload.device.link import pointer as pointer
-from host_offload.device.link import stream_of as stream_of
 from host_offload.device.link import view as view
 from host_offload.device.link import writable as writable
 from host_offload.device.loops import one_trip as one_trip

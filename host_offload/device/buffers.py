@@ -138,11 +138,14 @@ class Ring:
                 f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' "
                 "are needed"
             )
-        self.num_buffers, self.num_bytes = num_buffers, num_bytes
-        self._pin, self._registered = pin, []
+        self.num_buffers = num_buffers
+        self.num_bytes = num_bytes
+        self._pin = pin
+        self._registered = []
         self._changed = threading.Condition()
         self._out: dict[int, np.ndarray] = {}  # address -> buffer
-        self._seconds_waited, self._closed = 0.0, False
+        self._seconds_waited = 0.0
+        self._closed = False
         buffers = [allocate(num_bytes) for _ in range(num_buffers)]
         # Store the addresses, so that callbacks of a running program need not ask numpy for them.
         self._free = [(buffer.ctypes.data, buffer) for buffer in buffers]
@@ -243,7 +246,8 @@ class Ring:
         """
         with self._changed:
             self._closed = True
-            free, self._free = self._free, []
+            free = self._free
+            self._free = []
             self._changed.notify_all()
         for _, buffer in free:
             self._release(buffer)

@@ -28,10 +28,11 @@ class Driver:
         Args:
           api: module cuda.bindings.driver, or a module with the same functions.
         """
-        self._api, self._success = api, api.CUresult.CUDA_SUCCESS
+        self._api = api
+        self._success = api.CUresult.CUDA_SUCCESS
         self._call("cuInit", 0)
 
-    def context_of(self, ordinal: int) -> int:
+    def retain_context(self, ordinal: int) -> int:
         """Return the primary context of a GPU, which XLA uses too."""
         return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal)))
 
@@ -49,7 +50,7 @@ class Driver:
         # A buffer of a closed ring is unregistered by the thread that returns it. That may be an
         # I/O thread, which has no context.
         if not int(self._call("cuCtxGetCurrent")):
-            self.use(self.context_of(0))
+            self.use(self.retain_context(0))
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -90,14 +91,16 @@ class Driver:
 
     def copy_out(self, parts: Sequence[Part], targets: Sequence[int], stream: int) -> None:
         """Queue copies of each part of a record to its own buffer, on one stream."""
-        copy, success = self._api.cuMemcpyAsync, self._success
+        copy = self._api.cuMemcpyAsync
+        success = self._success
         for (address, num_bytes), target in zip(parts, targets, strict=True):
             if num_bytes and (status := copy(target, address, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)
 
     def copy_in(self, parts: Sequence[Part], sources: Sequence[int], stream: int) -> None:
         """Queue copies of one buffer to each part of a record, on one stream."""
-        copy, success = self._api.cuMemcpyAsync, self._success
+        copy = self._api.cuMemcpyAsync
+        success = self._success
         for (address, num_bytes), source in zip(parts, sources, strict=True):
             if num_bytes and (status := copy(address, source, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)

@@ -28,7 +28,7 @@ import numpy as np
 
 from host_offload.device.copies import Copies, HostCopies, Parts, Views, num_bytes
 from host_offload.device.cuda_driver import Driver, driver
-from host_offload.device.link import pointer, pointers, stream_of
+from host_offload.device.link import find_stream, pointer, pointers
 
 _TOKEN_BYTES = 4
 
@@ -99,7 +99,7 @@ class _Watch:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def future_of(self, event: int) -> "Future[None]":
+    def track_event(self, event: int) -> "Future[None]":
         """Return a future that is done when `event` has happened; the event is then recycled.
 
         This does not wake the thread. The thread sees the event when this future, or another
@@ -142,12 +142,13 @@ class _Gpu:
 
     def __init__(self, driver: Driver, device: Any, rank: int) -> None:
         self.driver = driver
-        self.context = driver.context_of(device.local_hardware_id or 0)
+        self.context = driver.retain_context(device.local_hardware_id or 0)
         # Streams and events belong to the context that is current in the thread that creates them.
         driver.use(self.context)
         # One stream per direction: the link carries both directions at the same time, but a stream
         # runs its copies one by one.
-        self.up, self.down = driver.make_stream(), driver.make_stream()
+        self.up = driver.make_stream()
+        self.down = driver.make_stream()
         self._events: list[int] = []
         self._lock = threading.Lock()
         # Two threads, so that copies up, which end early, do not wait behind events that the
@@ -170,7 +171,7 @@ class _Gpu:
         """Return a future that is done when all work queued on a stream so far is done."""
         event = self.take_event()
         self.driver.record(event, stream)
-        return self.passed.future_of(event)
+        return self.passed.track_event(event)
 
     def finish_after_error(self, stream: int) -> None:
         """Wait for all work queued on a stream, before an error is raised.
@@ -211,7 +212,8 @@ class GpuCopies:
             used.
           driver: CUDA driver of this machine.
         """
-        self.devices, self.driver = list(devices), driver
+        self.devices = list(devices)
+        self.driver = driver
         self._gpus: dict[int, _Gpu] = {}
         self._parts: dict[str, Parts] = {}
         self._up: dict[tuple[str, int], _Slot] = {}
@@ -243,7 +245,8 @@ class GpuCopies:
         """Free a kind's slots, after the copies that use them."""
         for slots in (self._up, self._down):
             for key in [key for key in slots if key[0] == kind]:
-                slot, gpu = slots.pop(key), self._gpus[key[1]]
+                slot = slots.pop(key)
+                gpu = self._gpus[key[1]]
                 self.driver.use(gpu.context)
                 # Nothing may still read or fill the memory, not even a dropped copy.
                 self.driver.finish_stream(gpu.up if slots is self._up else gpu.down)
@@ -260,7 +263,9 @@ class GpuCopies:
         with slot.lock:
             if slot.source is not None:
                 return
-            gpu, call, address = self._gpus[rank], self.driver, buffer.ctypes.data
+            gpu = self._gpus[rank]
+            call = self.driver
+            address = buffer.ctypes.data
             call.use(gpu.context)
             try:
                 if slot.used:
@@ -291,8 +296,10 @@ class GpuCopies:
         """
         # The copy keeps its event for itself: the slot's next copy may be recorded before a thread
         # has waited for this event.
-        event, slot.full, slot.source = slot.full, gpu.take_event(), None
-        return gpu.lifted.future_of(event)
+        event = slot.full
+        slot.full = gpu.take_event()
+        slot.source = None
+        return gpu.lifted.track_event(event)
 
     def load(
         self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]
@@ -300,9 +307,13 @@ class GpuCopies:
         """Queue copies of a record's leaves to a callback's buffers, as `Copies.load` describes."""
         if not views:
             return None
-        call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
+        call = self.driver
+        stream = find_stream(context)
+        gpu = self._gpus[rank]
         call.use(gpu.context)
-        slot, base, targets = self._up.get((kind, rank)), views.address, pointers(out)
+        slot = self._up.get((kind, rank))
+        base = views.address
+        targets = pointers(out)
         if slot is not None:
             with slot.lock:
                 if slot.source == base:
@@ -327,9 +338,13 @@ class GpuCopies:
         """Queue copies of a callback's operands to a record, as `Copies.save` describes."""
         if not views:
             return None
-        call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
+        call = self.driver
+        stream = find_stream(context)
+        gpu = self._gpus[rank]
         call.use(gpu.context)
-        slot, base, sources = self._down.get((kind, rank)), views.address, pointers(values)
+        slot = self._down.get((kind, rank))
+        base = views.address
+        sources = pointers(values)
         if slot is None:
             try:
                 call.copy_in(_parts_at(base, self._parts[kind]), sources, stream)
@@ -359,12 +374,12 @@ class GpuCopies:
         """Queue the copy of a token, i32[1], to the next token."""
         if rank is not None:  # else the driver raises if the thread has no context yet
             self.driver.use(self._gpus[rank].context)
-        self.driver.copy(pointer(out), pointer(source), _TOKEN_BYTES, stream_of(context))
+        self.driver.copy(pointer(out), pointer(source), _TOKEN_BYTES, find_stream(context))
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:
         """Queue fills of a callback's buffers with zeros."""
         for target in out:
-            self.driver.clear(pointer(target), num_bytes(target), stream_of(context))
+            self.driver.clear(pointer(target), num_bytes(target), find_stream(context))
 
     def close(self) -> None:
         """Wait for all copies, and free slots, streams and threads."""
@@ -375,7 +390,7 @@ class GpuCopies:
         self._gpus.clear()
 
 
-def copies_of(devices: Sequence[Any]) -> Copies:
+def build_copies(devices: Sequence[Any]) -> Copies:
     """Return the object that copies records between buffers and the devices of a mesh.
 
     Args:

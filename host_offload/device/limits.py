@@ -58,7 +58,8 @@ def available_bytes() -> int | None:
     Raises:
       ValueError: the variable is not a number.
     """
-    available, total = _meminfo("MemAvailable"), _meminfo("MemTotal")
+    available = _meminfo("MemAvailable")
+    total = _meminfo("MemTotal")
     try:
         promised = float(os.environ.get(HOST_VARIABLE, 0)) * _GIB
     except ValueError:
@@ -104,7 +105,8 @@ def check_host_memory(num_bytes: int, platform: str | None = None) -> None:
     Raises:
       RuntimeError: the bytes exceed the pool or the memory that the machine has left.
     """
-    pool, available = pinned_pool_bytes(platform), available_bytes()
+    pool = pinned_pool_bytes(platform)
+    available = available_bytes()
     if (pool is not None and num_bytes > pool) or (available is not None and num_bytes > available):
         raise RuntimeError(_explain(num_bytes, pool, available))
 

@@ -86,18 +86,19 @@ class CudaLink:
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         """Copy a buffer to its staging memory, wait for the program's stream, and return it."""
-        host, call = self.room(context, buffer, place), driver()
-        call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
+        host = self.room(context, buffer, place)
+        call = driver()
+        call.copy(host.ctypes.data, pointer(buffer), host.nbytes, find_stream(context))
         # The callback runs while the program is being queued: the values exist only once the stream
         # has reached this point.
-        call.finish_stream(stream_of(context))
+        call.finish_stream(find_stream(context))
         return host
 
     def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         """Return a buffer's page-locked staging memory, allocated at the first call."""
         dtype = np.dtype(buffer.dtype)
         # The stream identifies the device: each device has its own staging memory.
-        key = (place, stream_of(context), tuple(buffer.shape), str(dtype))
+        key = (place, find_stream(context), tuple(buffer.shape), str(dtype))
         with self._lock:
             if key not in self.staging:
                 array = np.empty(buffer.shape, dtype)
@@ -110,9 +111,10 @@ class CudaLink:
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
         """Copy the staging memory to its buffer, and wait for the program's stream."""
-        host, call = self.room(context, buffer, place), driver()
-        call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
-        call.finish_stream(stream_of(context))  # the staging memory will be reused
+        host = self.room(context, buffer, place)
+        call = driver()
+        call.copy(pointer(buffer), host.ctypes.data, host.nbytes, find_stream(context))
+        call.finish_stream(find_stream(context))  # the staging memory will be reused
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return zeros in page-locked memory."""
@@ -128,7 +130,7 @@ class CudaLink:
                 driver().unregister(array)
 
 
-def stream_of(context: Any) -> int:
+def find_stream(context: Any) -> int:
     """Return the program's stream on a GPU, to which a callback may add work."""
     return int(context.stream)
 
@@ -146,7 +148,7 @@ def pointers(buffers: Sequence[Any]) -> list[int]:
     return [buffer.__cuda_array_interface__["data"][0] for buffer in buffers]
 
 
-def link_of(platform: str) -> Link:
+def find_link(platform: str) -> Link:
     """Return the link to the devices of a platform.
 
     Args:

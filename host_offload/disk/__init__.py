@@ -6,7 +6,7 @@ from host_offload.disk.bandwidth import TENSORSTORE as TENSORSTORE
 from host_offload.disk.bandwidth import UNCHECKED as UNCHECKED
 from host_offload.disk.bandwidth import Bench as Bench
 from host_offload.disk.bandwidth import Rates as Rates
-from host_offload.disk.checksum import checksum_of as checksum_of
+from host_offload.disk.checksum import compute_checksum as compute_checksum
 from host_offload.disk.direct_file import write_file as write_file
 from host_offload.disk.direct_io import DirectIo as DirectIo
 from host_offload.disk.errors import STATE_LOST as STATE_LOST
@@ -25,7 +25,7 @@ from host_offload.disk.record_format import numpy_dtype as numpy_dtype
 from host_offload.disk.regular_file import open_regular as open_regular
 from host_offload.disk.saved_records import SavedRecords as SavedRecords
 from host_offload.disk.saved_records import SavedStore as SavedStore
-from host_offload.disk.saved_records import format_of as format_of
+from host_offload.disk.saved_records import build_format as build_format
 from host_offload.disk.snapshot import LinkedRecord as LinkedRecord
 from host_offload.disk.snapshot import Snapshot as Snapshot
 from host_offload.disk.snapshot import sync as sync

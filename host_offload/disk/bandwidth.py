@@ -29,7 +29,9 @@ from host_offload.disk.tensorstore_io import TensorstoreIo
 from host_offload.disk.tuning import DEFAULT, IoSettings
 
 PLAIN = "plain preadv/pwritev"
-DIRECT, UNCHECKED, TENSORSTORE = 'io="direct"', 'io="direct", unchecked', 'io="tensorstore"'
+DIRECT = 'io="direct"'
+UNCHECKED = 'io="direct", unchecked'
+TENSORSTORE = 'io="tensorstore"'
 _MIB = 1 << 20
 _OTHERS = (DEFAULT, IoSettings(8, 4 * _MIB), IoSettings(2, 16 * _MIB))
 
@@ -118,7 +120,8 @@ class Bench:
         as many bytes have moved as all records have; so both directions stay busy, whichever is
         faster.
         """
-        half, kept = self.store.num_layers // 2, len(self._buffers) // 2
+        half = self.store.num_layers // 2
+        kept = len(self._buffers) // 2
         left = iter(range(self.store.num_layers))  # shared by both threads: its next() is atomic
         self._drop_caches()
 
@@ -152,7 +155,8 @@ class Bench:
         def run(
             start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]],
         ) -> float:
-            began, pending = time.monotonic(), collections.deque()
+            began = time.monotonic()
+            pending = collections.deque()
             for layer in range(self.store.num_layers):
                 # At most one transfer per buffer: the oldest must end before its buffer is reused.
                 if len(pending) == len(self._buffers):
@@ -172,7 +176,8 @@ class Bench:
         return Rates(write=write, read=self._run_plain(settings, writes=False))
 
     def _run_plain(self, settings: IoSettings, writes: bool) -> float:
-        size, block = self.store.format.padded_bytes, settings.block_bytes
+        size = self.store.format.padded_bytes
+        block = settings.block_bytes
         paths = [self.store.record_path(layer) for layer in range(self.store.num_layers)]
         files = [_open(path) for path in paths]
         # The threads share one iterator. Its next() is atomic under the GIL, so each part is

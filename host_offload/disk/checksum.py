@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 
-def checksum_of(buffer: np.ndarray) -> int:
+def compute_checksum(buffer: np.ndarray) -> int:
     """Return a checksum in [1, 2^64) of a buffer's bytes; 0 is reserved to mean "unknown".
 
     Nothing is copied, and the GIL is released.
@@ -28,7 +28,7 @@ def checksum_of(buffer: np.ndarray) -> int:
 
 
 def checksum_of_blocks(blocks: Iterable[np.ndarray]) -> int:
-    """Return the checksum of the concatenation of several blocks, as `checksum_of` computes it.
+    """Return the checksum of the concatenation of several blocks, as `compute_checksum` does.
 
     Args:
       blocks: arrays uint8[n], contiguous.

@@ -47,7 +47,8 @@ class DirectFile:
         flags = os.O_RDWR if writes else os.O_RDONLY
         # Two descriptors of one file: O_DIRECT refuses unaligned parts, which use the buffered one.
         self._buffered = open_regular(path, flags | (os.O_CREAT if writes else 0))
-        self._direct, self._writes = -1, writes
+        self._direct = -1
+        self._writes = writes
         if direct and _DIRECT:
             try:
                 self._direct = open_regular(path, flags | _DIRECT)
@@ -94,7 +95,9 @@ class DirectFile:
     def _transfer(
         self, call: Callable[[int, memoryview, int], int], buffer: np.ndarray, offset: int
     ) -> None:
-        memory, address, done = buffer.data, buffer.ctypes.data, 0
+        memory = buffer.data
+        address = buffer.ctypes.data
+        done = 0
         while done < len(memory):
             is_direct, length = self._part(address + done, offset + done, len(memory) - done)
             fd = self._direct if is_direct else self._buffered
@@ -127,7 +130,9 @@ class DirectFile:
         Raises:
           OSError: a file opened for writing could not be closed, and may have lost data.
         """
-        fds, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
+        fds = (self._buffered, self._direct)
+        self._buffered = -1
+        self._direct = -1
         # Close both descriptors even if the first close raises. Errors of a file that was only read
         # are ignored, because it has no data to lose.
         with (

@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.direct_file import DirectFile
 from host_offload.disk.errors import TruncatedError, explain
 from host_offload.disk.record_format import check_buffer
@@ -159,14 +159,22 @@ class _Transfer:
         check_buffer(buffer, size)
         if not writes and not buffer.flags.writeable:
             raise ValueError("a record is read into a writable buffer, and this one is not")
-        self._io, self._store, self._layer, self._path = io, store, layer, store.record_path(layer)
+        self._io = io
+        self._store = store
+        self._layer = layer
+        self._path = store.record_path(layer)
         self.future: concurrent.futures.Future[float] = concurrent.futures.Future()
         self.num_blocks = -(-size // io.settings.block_bytes)
-        self._record, self._writes, self._checked = buffer[:size], writes, checked
+        self._record = buffer[:size]
+        self._writes = writes
+        self._checked = checked
         self._lock = threading.Lock()
         self._file: DirectFile | None = None
         self._error: BaseException | None = None
-        self._next, self._moving, self._checksum, self._start = 0, 0, 0, 0.0
+        self._next = 0
+        self._moving = 0
+        self._checksum = 0
+        self._start = 0.0
 
     def move_block(self) -> bool:
         """Move the next block, and return whether there was a block left.
@@ -181,17 +189,20 @@ class _Transfer:
             if block == 0 and not self.future.set_running_or_notify_cancel():
                 self._next = self.num_blocks
                 return False
-            self._next, self._moving = block + 1, self._moving + 1
+            self._next = block + 1
+            self._moving = self._moving + 1
             # Under the lock, so that no other thread moves a block before the file is open.
             if block == 0 and (error := self._begin()) is not None:
-                self._error, self._next = error, self.num_blocks
+                self._error = error
+                self._next = self.num_blocks
         # Without the lock: the blocks of a record move in parallel.
         error = self._error or self._move(block)
         with self._lock:
             self._moving -= 1
             if error is not None:
                 # Mark the remaining blocks as claimed, so that the active threads end the transfer.
-                self._error, self._next = self._error or error, self.num_blocks
+                self._error = self._error or error
+                self._next = self.num_blocks
             # Both are read under the lock: exactly one thread sees that nothing is moving and
             # nothing is left.
             is_last = self._moving == 0 and self._next == self.num_blocks
@@ -227,7 +238,7 @@ class _Transfer:
                 self._file.read(part, start)
                 return None
             if block == 0 and self._checked:  # other threads write blocks in the meantime
-                self._checksum = checksum_of(self._record)
+                self._checksum = compute_checksum(self._record)
             self._file.write(part, start)
         except BaseException as error:
             return error

@@ -64,7 +64,9 @@ class SwapError(RuntimeError):
     ) -> None:
         """Create an error from its message and attributes."""
         super().__init__(message)
-        self.file, self.layer, self.errno = file, layer, errno
+        self.file = file
+        self.layer = layer
+        self.errno = errno
 
 
 class TruncatedError(OSError):

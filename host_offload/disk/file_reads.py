@@ -78,7 +78,8 @@ class ReadFile:
           OSError: the bytes cannot be read; the message says at which byte.
           TruncatedError: the file ends before the array is full.
         """
-        view, at = out.data, 0
+        view = out.data
+        at = 0
         while at < len(view):
             try:
                 count = os.preadv(self._fd, [view[at:]], offset + at)

@@ -58,7 +58,8 @@ class RecordFormat:
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each leaf in the record, in bytes."""
-        offsets, end = [], 0
+        offsets = []
+        end = 0
         for leaf in self.leaves:
             start = _round_up(end, LEAF_BYTES)
             offsets.append(start)
@@ -123,7 +124,8 @@ def described_array(field: Field) -> tuple[tuple[int, ...], str, int]:
     Raises:
       FieldError: a field is missing or invalid.
     """
-    shape, dtype = field["shape"].integers(), field["dtype"].text()
+    shape = field["shape"].integers()
+    dtype = field["dtype"].text()
     try:
         itemsize = numpy_dtype(dtype).itemsize
     except ValueError:

@@ -209,7 +209,7 @@ def _checksum(digits: Field) -> int:
     return int(digits.value, 16)
 
 
-def format_of(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
+def build_format(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
     """Return the format of records that hold the given leaves.
 
     Args:
@@ -235,7 +235,8 @@ class SavedRecords:
           root: folder of the checkpoint, to which the folders of the stores are relative.
           stores: stores of the checkpoint.
         """
-        self.root, self.stores = root, tuple(stores)
+        self.root = root
+        self.stores = tuple(stores)
         self._shards: dict[str, list[tuple[SavedStore, SavedShard]]] = collections.defaultdict(list)
         for store in stores:
             for leaf in store.leaves:
@@ -322,7 +323,8 @@ class SavedRecords:
                 target = tuple(
                     slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True)
                 )
-                shape, dtype = (1,) * len(index) + leaf.shape, numpy_dtype(leaf.dtype)
+                shape = (1,) * len(index) + leaf.shape
+                dtype = numpy_dtype(leaf.dtype)
                 self._read_file(store, record).read_box(
                     leaf.offset, shape, dtype, source, out[(*target, ...)]
                 )

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.device import allocate
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.direct_file import read_file, write_file
 from host_offload.disk.errors import ChecksumError, TruncatedError
 from host_offload.disk.store import Store
@@ -67,7 +67,8 @@ class Snapshot:
         """
         self._folder = folder
         self._kept: list[LinkedRecord] = []
-        self._closed, self._is_removed = threading.Event(), False
+        self._closed = threading.Event()
+        self._is_removed = False
         os.mkdir(folder, 0o700)
 
     def keep(self, store: Store, target: str) -> LinkedRecord:
@@ -126,13 +127,12 @@ class Snapshot:
         if kept.folder is None:
             return
         _make(kept.store, target)
-        size, copies = kept.store.format.padded_bytes, []
+        size = kept.store.format.padded_bytes
+        copies = []
         buffer = allocate(size)
         for record in range(kept.store.num_layers):
-            source, wanted = (
-                os.path.join(kept.folder, str(record)),
-                os.path.join(target, f"c.{record}.0"),
-            )
+            source = os.path.join(kept.folder, str(record))
+            wanted = os.path.join(target, f"c.{record}.0")
             try:
                 os.link(source, wanted)
             except OSError:
@@ -149,7 +149,8 @@ class Snapshot:
 
     def close(self) -> None:
         """Remove the second names; a further call retries names that could not be removed."""
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         try:
             for each in kept:
                 if each.folder is not None:
@@ -212,7 +213,7 @@ def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name:
     if (found := os.stat(path).st_size) != size:
         raise TruncatedError(f"{name} has {found} bytes, and the record {size}: {_ROTTEN}")
     read_file(path, buffer, size)
-    if expected and (found := checksum_of(buffer[:size])) != expected:
+    if expected and (found := compute_checksum(buffer[:size])) != expected:
         raise ChecksumError(
             f"{name}: its checksum is {found:016x}, and {expected:016x} was written: {_ROTTEN}"
         )

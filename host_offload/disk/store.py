@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.errors import ChecksumError, SwapError, explain, of_tensorstore
 from host_offload.disk.record_format import RecordFormat
 from host_offload.disk.regular_file import check_regular, open_regular
@@ -97,7 +97,10 @@ class Store:
                 f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more "
                 "and 1 or more are needed"
             )
-        self.kind, self.rank, self.num_layers, self.format = kind, rank, num_layers, format
+        self.kind = kind
+        self.rank = rank
+        self.num_layers = num_layers
+        self.format = format
         self.written_once = written_once
         self.path = os.path.join(folder_path, kind, str(rank))
         self.checksums = np.zeros(num_layers, np.uint64)
@@ -165,10 +168,8 @@ class Store:
         Raises:
           SwapError: the array was removed, or was replaced by a different one.
         """
-        doing, description = (
-            f"opening the records of {self.kind}",
-            os.path.join(self.path, "zarr.json"),
-        )
+        doing = f"opening the records of {self.kind}"
+        description = os.path.join(self.path, "zarr.json")
         try:
             check_regular(description)  # tensorstore would wait forever on a FIFO
         except OSError as error:
@@ -239,7 +240,8 @@ class Store:
         Raises:
           OSError: the file system is full, or cannot link.
         """
-        path, spare = self.record_path(layer), self._spare_path(layer)
+        path = self.record_path(layer)
+        spare = self._spare_path(layer)
         with self._linking:
             if layer in self._linked:
                 os.link(path, target)
@@ -317,7 +319,8 @@ class Store:
         adopted = set(self._offered)
         with self._linking:
             for layer in sorted(adopted):
-                offered, path = self._offered_path(layer), self.record_path(layer)
+                offered = self._offered_path(layer)
+                path = self.record_path(layer)
                 try:
                     os.replace(offered, path)
                 except OSError as error:
@@ -449,7 +452,7 @@ class Store:
           ChecksumError: the record differs from what was written.
         """
         expected = int(self.checksums[layer])
-        if expected and (checksum := checksum_of(record)) != expected:
+        if expected and (checksum := compute_checksum(record)) != expected:
             raise ChecksumError(f"its checksum is {checksum:016x}, and {expected:016x} was written")
 
     def _too_small(

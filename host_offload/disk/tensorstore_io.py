@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.errors import explain, of_tensorstore
 from host_offload.disk.record_format import check_buffer
 from host_offload.disk.regular_file import check_regular
@@ -56,7 +56,7 @@ class TensorstoreIo:
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
     ) -> concurrent.futures.Future[float]:
         """Start to read a record; arguments, result and errors are as for `DirectIo.read`."""
-        record = _record_of(store, layer, buffer)
+        record = _cut_record(store, layer, buffer)
         if not buffer.flags.writeable:
             raise ValueError("a record is read into a writable buffer, and this one is not")
 
@@ -76,7 +76,7 @@ class TensorstoreIo:
         self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
     ) -> concurrent.futures.Future[float]:
         """Start to write a record; arguments, result and errors are as for `DirectIo.write`."""
-        record = _record_of(store, layer, buffer)
+        record = _cut_record(store, layer, buffer)
 
         def write() -> None:
             store.begin_write(layer)
@@ -85,7 +85,7 @@ class TensorstoreIo:
             check_regular(path := store.record_path(layer))
             check_regular(f"{path}.__lock")  # tensorstore creates, writes and renames this file
             self._array(store)[layer].write(record).result()
-            store.end_write(layer, checksum_of(record) if checksum else 0)
+            store.end_write(layer, compute_checksum(record) if checksum else 0)
 
         return self._pool.submit(
             _timed, write, store, layer, f"writing {store.kind} of rank {store.rank}"
@@ -119,7 +119,7 @@ class TensorstoreIo:
         self.close()
 
 
-def _record_of(store: Store, layer: int, buffer: np.ndarray) -> np.ndarray:
+def _cut_record(store: Store, layer: int, buffer: np.ndarray) -> np.ndarray:
     store.record_path(layer)  # raises for a layer that does not exist
     check_buffer(buffer, store.format.padded_bytes)
     return buffer[: store.format.padded_bytes]

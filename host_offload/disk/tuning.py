@@ -29,8 +29,10 @@ from host_offload.disk.regular_file import open_regular
 logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 _PROBE_BYTES = 64 * _MIB
-_MOST_THREADS, _MOST_BYTES = 256, 1 << 30
-_CACHE, _MOST_CACHE_BYTES = "zerojax-swap-io.json", 4096
+_MOST_THREADS = 256
+_MOST_BYTES = 1 << 30
+_CACHE = "zerojax-swap-io.json"
+_MOST_CACHE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,13 +48,16 @@ def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
       distance: prefetch distance, in records of a kind.
       in_place: whether records are updated in the buffers into which they are read.
     """
-    order, buffers_alone = sorted(sizes, reverse=True), num_buffers(distance, 1, in_place)
-    least, shared = buffers_alone * sum(order), 0
+    order = sorted(sizes, reverse=True)
+    buffers_alone = num_buffers(distance, 1, in_place)
+    least = buffers_alone * sum(order)
+    shared = 0
     for num_alone, size in enumerate(order):
         # Only record sizes are candidates: a shared buffer larger than its largest record is waste.
         total = buffers_alone * sum(order[:num_alone]) + 2 * (distance + 1) * size
         if total < least:
-            least, shared = total, size
+            least = total
+            shared = size
     return shared
 
 

@@ -117,7 +117,9 @@ class Engine:
           pin: how to lock the pages of buffers, as for `Ring`.
           copies: copies between buffers and devices; by default those for CPU devices.
         """
-        self.io, self.distance, self.copies = io, distance, copies or HostCopies()
+        self.io = io
+        self.distance = distance
+        self.copies = copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
         self._lanes: dict[int, _Lane] = {}
         self._transfers = Transfers(io, self.fail)
@@ -207,7 +209,7 @@ class Engine:
         """Return the names of the kinds that were added and not removed."""
         return {kind for lane in self._lanes.values() for kind in lane.records}
 
-    def store_of(self, kind: str, rank: int) -> Store:
+    def find_store(self, kind: str, rank: int) -> Store:
         """Return the records on disk of a kind on a device.
 
         Args:
@@ -480,7 +482,8 @@ class Engine:
           SwapError: the record cannot be read, or an earlier move failed.
         """
         self.check()
-        lane, key = self._lanes[rank], (kind, layer)
+        lane = self._lanes[rank]
+        key = (kind, layer)
         records = lane.records[kind]
         with lane.lock:
             read = lane.reading.pop(key, None)
@@ -531,9 +534,11 @@ class Engine:
           SwapError: an earlier move failed.
         """
         self.check()
-        lane, record = self._lanes[rank], (kind, layer)
+        lane = self._lanes[rank]
+        record = (kind, layer)
         records = lane.records[kind]
-        buffers, event = records.buffers, Event("write", kind, rank, layer, next(self._numbers))
+        buffers = records.buffers
+        event = Event("write", kind, rank, layer, next(self._numbers))
         with lane.lock:
             # Fast path: a buffer is free, and no stale copy of this record was read ahead.
             start = time.perf_counter()
@@ -745,7 +750,8 @@ class Engine:
     def _forget_record(self, lane: _Lane, key: Key) -> None:
         """Drop a record if it was read ahead."""
         with lane.lock:
-            read, records = lane.reading.pop(key, None), lane.records[key[0]]
+            read = lane.reading.pop(key, None)
+            records = lane.records[key[0]]
         if read is not None:
             self._drop(lane, records, key[0], read)
 
@@ -757,7 +763,8 @@ class Engine:
     def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray) -> None:
         """Give back a read buffer once no copy to the device reads it any more."""
         # `drop` returns a future only for a lifted record that no callback took.
-        ring, freed = records.buffers.reads, self.copies.drop(kind, lane.rank, buffer)
+        ring = records.buffers.reads
+        freed = self.copies.drop(kind, lane.rank, buffer)
         if freed is None:
             ring.give(buffer)
             return

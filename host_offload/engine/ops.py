@@ -27,7 +27,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_offload.calls import CallbackSite, Calls
-from host_offload.device import Copies, copies_of
+from host_offload.device import Copies, build_copies
 from host_offload.disk import LeafFormat, RecordFormat, SwapError
 from host_offload.engine.engine import Engine
 
@@ -70,7 +70,7 @@ class Swap:
     @functools.cached_property
     def copies(self) -> Copies:
         """Copies between buffers and the mesh's devices."""
-        return copies_of(list(self.mesh.devices.flat))
+        return build_copies(list(self.mesh.devices.flat))
 
     def on_fetch(
         self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: CallbackSite
@@ -89,7 +89,7 @@ class Swap:
         layer = None
         try:
             rank, layer, number = site.ask(context, where)
-            engine = self.engine_of(number)
+            engine = self.find_engine(number)
             engine.fetch(
                 kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out)
             )
@@ -131,7 +131,7 @@ class Swap:
             return
         rank, layer, number = asked
         try:
-            engine = self.engine_of(number)
+            engine = self.find_engine(number)
             engine.store(
                 kind,
                 rank,
@@ -149,7 +149,7 @@ class Swap:
             self.fail(error, kind)
             return None
 
-    def engine_of(self, number: int) -> Engine:
+    def find_engine(self, number: int) -> Engine:
         """Return the engine for the records of a state.
 
         Args:
@@ -231,7 +231,8 @@ class DiskRecords:
 
         Both are False for a kind with a single record, whose copies have nothing to overlap with.
         """
-        is_fetched, is_stored = self.used_by != "host", self.used_by == "program"
+        is_fetched = self.used_by != "host"
+        is_stored = self.used_by == "program"
         return is_fetched and self.num_layers > 1, is_stored and self.num_layers > 1
 
     @property
@@ -243,7 +244,7 @@ class DiskRecords:
             else sum(self.slots) * self.num_bytes
         )
 
-    def has_files_of(self, other: "DiskRecords | None") -> bool:
+    def can_share_files(self, other: "DiskRecords | None") -> bool:
         """Return whether another kind's files and buffers can also hold this kind's records.
 
         Args:

@@ -78,7 +78,8 @@ class Transfers:
           fail: function that receives the error, kind and layer of a failed write. The error of a
             read is raised by its future instead.
         """
-        self.io, self._fail = io, fail
+        self.io = io
+        self._fail = fail
         # One thread, so that copies end in order.
         self._copier = ThreadPoolExecutor(1, "zerojax-copy")
         self._lock = threading.Lock()  # protects the two attributes below
@@ -248,7 +249,8 @@ class Transfers:
     def take_stats(self) -> Stats:
         """Return the statistics since the last call of this method."""
         with self._lock:
-            stats, self._stats = self._stats, Stats()
+            stats = self._stats
+            self._stats = Stats()
             return stats
 
     def recent_events(self) -> list[Event]:

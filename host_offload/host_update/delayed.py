@@ -44,7 +44,8 @@ class DelayedStep:
           parts: indices of leaves that are updated together: one range per stack of layers, then
             the unstacked leaves.
         """
-        self.leaves, self._parts = leaves, tuple(parts)
+        self.leaves = leaves
+        self._parts = tuple(parts)
         self._updates: dict[int, _Update] = {}  # by device
 
     def start(
@@ -61,7 +62,8 @@ class DelayedStep:
           scalars: f32[n], scalars of all leaves.
         """
         del after
-        number, link = 0, self.leaves.link
+        number = 0
+        link = self.leaves.link
         try:
             device, go, number = link.read(context, where, "where").tolist()
             self._updates.pop(device, None)
@@ -95,8 +97,10 @@ class DelayedStep:
           count: number of leaves.
         """
         del after
-        number, (results, token) = 0, out
-        leaves, link = self.leaves, self.leaves.link
+        number = 0
+        (results, token) = out
+        leaves = self.leaves
+        link = self.leaves.link
         try:
             device, layer, number = link.read(context, where, "where").tolist()
             update = self._updates.get(device)
@@ -144,13 +148,11 @@ class _Update(threading.Thread):
         go: bool,
     ) -> None:
         super().__init__(daemon=True)
-        self._leaves, self._device, self._records, self._scalars, self._go = (
-            leaves,
-            device,
-            records,
-            scalars,
-            go,
-        )
+        self._leaves = leaves
+        self._device = device
+        self._records = records
+        self._scalars = scalars
+        self._go = go
         self._done = {(part.start, layer): threading.Event() for part, layer in records}
 
     def run(self) -> None:
@@ -179,11 +181,11 @@ def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> 
       parts: indices of leaves that are updated together.
     """
     stacks = [part for part in parts if leaves.kernels[part.start].stacked]
-    ends = [(part, 0) for part in parts if part not in stacks]
+    unstacked = [(part, 0) for part in parts if part not in stacks]
     layers = [
         (part, layer) for part in stacks for layer in range(len(leaves.pending[device, part.start]))
     ]
-    return [*reversed(layers), *ends]
+    return [*reversed(layers), *unstacked]
 
 
 def update_pending(

@@ -136,7 +136,9 @@ class Packing:
 
     def __init__(self, specs: Sequence[Spec]) -> None:
         """Compute the layout of arrays, given as (shape, dtype)."""
-        self.specs, self.starts, self.num_bytes = tuple(specs), list[int](), 0
+        self.specs = tuple(specs)
+        self.starts = list[int]()
+        self.num_bytes = 0
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         for size in self.sizes:
             self.starts.append(self.num_bytes)
@@ -189,8 +191,12 @@ class Part:
 
     def __init__(self, spec: LeafGroup, driver: Driver, device: Any) -> None:
         """Allocate a part's memory and events on a GPU."""
-        self.spec, self.driver, self.down, self.up = spec, driver, spec.down, spec.up
-        by_slots, self._memory = spec.stacked, list[np.ndarray]()
+        self.spec = spec
+        self.driver = driver
+        self.down = spec.down
+        self.up = spec.up
+        by_slots = spec.stacked
+        self._memory = list[np.ndarray]()
         num_buffers = 0 if spec.stashes else LAG + 1 if by_slots else 1
         self.buffers = [self.down.views(self._host(self.down)) for _ in range(num_buffers)]
         num_rooms = 0 if spec.stashes or not spec.params else LAG if by_slots else 1
@@ -265,13 +271,17 @@ class GpuWorker:
             gradients have arrived.
           fail: function that receives the worker's errors.
         """
-        self.driver, self.rank, self._run, self._fail = driver, rank, run, fail
-        self.context = driver.context_of(device.local_hardware_id or 0)
+        self.driver = driver
+        self.rank = rank
+        self._run = run
+        self._fail = fail
+        self.context = driver.retain_context(device.local_hardware_id or 0)
         # Streams and events belong to the context that is current in the thread that creates them.
         driver.use(self.context)
         # One stream per direction: the link carries both directions at the same time, but a stream
         # runs its copies one by one.
-        self.up, self.down = driver.make_stream(), driver.make_stream()
+        self.up = driver.make_stream()
+        self.down = driver.make_stream()
         parts = [Part(spec, driver, device) for spec in specs]
         self.parts = {part.spec.leaves.start: part for part in parts if not part.spec.stashes}
         self.stashes = {part.spec.leaves.start: part for part in parts if part.spec.stashes}
@@ -296,10 +306,13 @@ class GpuWorker:
         Returns:
           The jobs to pass to `submit`, and the error if the copies could not be queued, else None.
         """
-        spec, number, error = part.spec, part.count, None
+        spec = part.spec
+        number = part.count
+        error = None
         part.count += 1
         if spec.stacked:
-            i, j = number % len(part.buffers), number % max(len(part.rooms), 1)
+            i = number % len(part.buffers)
+            j = number % max(len(part.rooms), 1)
             jobs = [Job(part, spec.leaves, i, j, part.arrived[i])]
         else:
             jobs = [
@@ -321,9 +334,11 @@ class GpuWorker:
     def _bring_by_slot(
         self, stream: int, part: Part, told: Sequence[Any], job: Job, number: int
     ) -> None:
-        call, memory = self.driver, part.slot_down
+        call = self.driver
+        memory = part.slot_down
         assert memory is not None
-        slot, buffer = memory.unsafe_buffer_pointer(), part.buffers[job.buffer]
+        slot = memory.unsafe_buffer_pointer()
+        buffer = part.buffers[job.buffer]
         if number:
             call.wait(stream, part.arrived[(number - 1) % len(part.buffers)])
         for source, start, size in zip(told, part.down.starts, part.down.sizes, strict=True):
@@ -334,7 +349,8 @@ class GpuWorker:
         call.record(job.arrived, self.down)
 
     def _bring_leaves(self, stream: int, part: Part, told: Sequence[Any]) -> None:
-        targets, num = part.buffers[0], len(part.spec.leaves)
+        targets = part.buffers[0]
+        num = len(part.spec.leaves)
 
         def bring(n: int) -> None:
             self.driver.copy(targets[n].ctypes.data, pointer(told[n]), part.down.sizes[n], stream)
@@ -359,7 +375,8 @@ class GpuWorker:
         Returns:
           The number of bytes that the queued copies move.
         """
-        call, num_bytes = self.driver, 0
+        call = self.driver
+        num_bytes = 0
         call.use(self.context)
         for n in range(1 if part.spec.stacked else len(part.waiting)):
             job = part.waiting.popleft()
@@ -396,7 +413,8 @@ class GpuWorker:
         Returns:
           The event that the gradients have arrived.
         """
-        call, (arrived,) = self.driver, part.arrived
+        call = self.driver
+        (arrived,) = part.arrived
         call.use(self.context)
         if part.slot_down is None:
             for grad, target, size in zip(grads, targets, part.down.sizes, strict=True):
@@ -470,7 +488,7 @@ class GpuWorker:
         self.submit(jobs)
         return jobs
 
-    def future_of(self, event: int) -> "Future[None]":
+    def track_event(self, event: int) -> "Future[None]":
         """Return a future that is done when an event has happened.
 
         If the event is recorded again before the worker waits for it, the later record counts.
@@ -509,7 +527,8 @@ class GpuWorker:
                 job.done.set()
 
     def _do(self, job: Job) -> None:
-        call, part = self.driver, job.part
+        call = self.driver
+        part = job.part
         call.finish_event(job.arrived)
         if job.work is not None or part is None:
             job.made = job.work is not None and job.work()
@@ -518,7 +537,8 @@ class GpuWorker:
             call.finish_event(part.sent[job.room])  # the previous copy from this room
         made = self._run(self.rank, job)
         if made and part.slots_up:
-            slot, room = part.slots_up[job.room].unsafe_buffer_pointer(), part.rooms[job.room]
+            slot = part.slots_up[job.room].unsafe_buffer_pointer()
+            room = part.rooms[job.room]
             call.wait(self.up, part.empty[job.room])
             call.copy(slot, room[0].ctypes.data, part.up.num_bytes, self.up)
             call.record(part.sent[job.room], self.up)

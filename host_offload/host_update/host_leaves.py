@@ -42,7 +42,9 @@ class HostLeaves:
 
     def __init__(self, kernels: Sequence[LeafKernel], link: Link, swap: Swap | None = None) -> None:
         """Store the kernels, without binding memory."""
-        self.kernels, self.link, self.swap = tuple(kernels), link, swap
+        self.kernels = tuple(kernels)
+        self.link = link
+        self.swap = swap
         self.arrays: dict[Place, list[np.ndarray]] = {}
         self.stashed: dict[Place, np.ndarray] = {}
         self.pending: dict[Place, np.ndarray] = {}
@@ -156,7 +158,8 @@ class HostLeaves:
         # In the order of `LeafKernel.arrays`: the weight unless it is on the device, the states,
         # the parameters cast from the weight.
         weight = arrays.pop(0) if weight is None else weight
-        states, params = arrays[: kernel.num_states], arrays[kernel.num_states :]
+        states = arrays[: kernel.num_states]
+        params = arrays[kernel.num_states :]
         # Outputs in the kernel's order; None overwrites the output's own input.
         if kernel.casts:
             outputs = [None, *[None] * len(states), params[0] if result is None else result]
@@ -202,7 +205,7 @@ class HostLeaves:
                 yield {}
                 return
             assert self.swap is not None
-            engine = self.swap.engine_of(number)
+            engine = self.swap.find_engine(number)
             yield {
                 kind: stack.enter_context(engine.borrow(kind, device, layer, mode))
                 for kind, mode in modes.items()
@@ -219,7 +222,7 @@ class HostLeaves:
         """
         for kind, mode in modes.items():
             assert self.swap is not None
-            self.swap.engine_of(number).skip(kind, device, layer, mode)
+            self.swap.find_engine(number).skip(kind, device, layer, mode)
 
     # --- the end of a callback --------------------------------------------------------------------
 
@@ -267,5 +270,6 @@ class HostLeaves:
 
     def take_errors(self) -> list[BaseException]:
         """Return the errors of the callbacks since the last call of this method."""
-        errors, self._errors = self._errors, []
+        errors = self._errors
+        self._errors = []
         return errors

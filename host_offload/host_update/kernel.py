@@ -1,6 +1,6 @@
 """Compile an elementwise jaxpr to a fused loop over host memory.
 
-A host optimizer (ZeRO-Offload, arXiv:2101.06840, section 4.3) touches each byte of its state once
+A host optimizer (ZeRO-Offload, arXiv:2101.06840, section 5.1) touches each byte of its state once
 per step and computes little, so memory bandwidth limits its speed. The published solution is Adam,
 written by hand in vector instructions. Here the loop is generated from the jaxpr of any elementwise
 update rule. Each array is read once and written once,
@@ -216,7 +216,8 @@ def _check_inputs(avals: Sequence[Any], is_array: Sequence[bool]) -> None:
 def _check_aliases(
     aliases: Sequence[tuple[int, int]], values: Sequence[Value], results: Sequence[Value]
 ) -> None:
-    outputs, inputs = [o for o, _ in aliases], [i for _, i in aliases]
+    outputs = [o for o, _ in aliases]
+    inputs = [i for _, i in aliases]
     if len(set(outputs)) < len(outputs) or len(set(inputs)) < len(inputs):
         raise ValueError(
             f"aliases {list(aliases)}: an output must have one place, and a place one output"
@@ -255,7 +256,8 @@ def _check_overlap(streams: Sequence[Stream], spans: Sequence[tuple[int, int]]) 
                 f"{stream.name} overlaps other memory of this call, and one of the two is written: "
                 "alias them, or copy"
             )
-        end, end_written = max(end, stop), max(end_written, stop if written else 0)
+        end = max(end, stop)
+        end_written = max(end_written, stop if written else 0)
 
 
 def _num_cores() -> int:

@@ -13,14 +13,12 @@ from numba.extending import intrinsic
 
 from host_offload.host_update.kernel_source import NUM_BYTES
 
-F32, F16, I64, I32, I16, I8 = (
-    ir.FloatType(),
-    ir.HalfType(),
-    ir.IntType(64),
-    ir.IntType(32),
-    ir.IntType(16),
-    ir.IntType(8),
-)
+F32 = ir.FloatType()
+F16 = ir.HalfType()
+I64 = ir.IntType(64)
+I32 = ir.IntType(32)
+I16 = ir.IntType(16)
+I8 = ir.IntType(8)
 MEMORY = {"float32": F32, "bfloat16": I16, "float16": I16, "int32": I32, "bool": I8}
 TYPES = {
     "int32": numba.int32,
@@ -90,7 +88,7 @@ def _shift(name: str) -> Any:
 
 
 @intrinsic
-def _float_of(typing: Any, x: Any) -> Any:
+def _bits_to_float(typing: Any, x: Any) -> Any:
     """Return the float32 with the bits of a uint32."""
     return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(
         args[0], F32
@@ -236,8 +234,8 @@ WORDS = {
     "select": _select,
     "shift_left": _shift("shl"),
     "shift_right": _shift("lshr"),
-    "bits_of": _of_float(numba.uint32, lambda builder, x: builder.bitcast(x, I32)),
-    "float_of": _float_of,
+    "parse_bits": _of_float(numba.uint32, lambda builder, x: builder.bitcast(x, I32)),
+    "float_of": _bits_to_float,
     "claim": _claim,
     "flush_subnormals": _flush_subnormals,
     "set_mode": _set_mode,

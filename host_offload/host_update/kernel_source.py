@@ -247,7 +247,8 @@ class Writer:
           ValueError: the equation is not supported.
         """
         aval: Any = eqn.outvars[0].aval
-        dtype, varies = str(aval.dtype), any(v.varies for v in ins)
+        dtype = str(aval.dtype)
+        varies = any(v.varies for v in ins)
         if eqn.primitive.name in SAME:
             return ins[0]
         # A scalar can be broadcast, but an array must keep its shape.
@@ -267,7 +268,8 @@ class Writer:
 
     def power(self, x: Value, y: int) -> Value:
         """Write x**y as squarings and products, in XLA's order, and return its value."""
-        product, rest = "", abs(y)
+        product = ""
+        rest = abs(y)
         while rest:
             if rest & 1:
                 product = self.define(
@@ -283,7 +285,8 @@ class Writer:
 
 def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
     """Return the Python expression of an equation whose result has type `dtype`."""
-    name, source = eqn.primitive.name, ins[0].dtype if ins else None
+    name = eqn.primitive.name
+    source = ins[0].dtype if ins else None
     args = [v.text for v in ins]
     if {dtype, *(v.dtype for v in ins)} - NUM_BYTES.keys():
         raise ValueError(f"{_named(eqn)}: host kernels support {', '.join(NUM_BYTES)}")
@@ -302,7 +305,7 @@ def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
     if dtype == "bool" and name in BOOLEANS:
         return BOOLEANS[name].format(*args)
     if name == "bitcast_convert_type" and {dtype, source} == {"float32", "uint32"}:
-        return f"{'bits_of' if dtype == 'uint32' else 'float_of'}({args[0]})"
+        return f"{'parse_bits' if dtype == 'uint32' else 'float_of'}({args[0]})"
     if dtype == "uint32" and name in UNSIGNED:
         return f"u32({UNSIGNED[name].format(*args)})"
     if dtype == "int32" and name in INTEGERS:
@@ -363,7 +366,8 @@ def _constant(value: Any, aval: Any) -> Value:
 
 def _live(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
     """Return the equations on which an output depends, in order."""
-    needed, live = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}, []
+    needed = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
+    live = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
             needed.update(v for v in eqn.invars if isinstance(v, jex.Var))

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from host_offload.calls import CallbackSite
-from host_offload.device import Driver, Views, num_bytes, pointer, stream_of
+from host_offload.device import Driver, Views, find_stream, num_bytes, pointer
 from host_offload.engine import Mode
 from host_offload.host_update.delayed import pending_records, update_pending
 from host_offload.host_update.gpu_worker import GpuWorker, Job, LeafGroup
@@ -57,12 +57,10 @@ class QueuedStep:
           driver: function that returns the CUDA driver of this machine; called when a step is
             prepared, not when it is compiled.
         """
-        self.leaves, self.specs, self._devices, self._driver = (
-            leaves,
-            tuple(specs),
-            list(devices),
-            driver,
-        )
+        self.leaves = leaves
+        self.specs = tuple(specs)
+        self._devices = list(devices)
+        self._driver = driver
         self._workers: dict[int, GpuWorker] = {}
         self._by_stream: dict[int, GpuWorker] = {}
         # Jobs of delayed updates, by rank, then by first leaf and layer of the record.
@@ -99,7 +97,8 @@ class QueuedStep:
         results, token = out
 
         def update() -> None:
-            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            worker = self._worker(find_stream(context))
+            stream = find_stream(context)
             part = worker.parts[first]
             jobs, error = worker.bring(stream, part, (where, scalars, *operands))
             try:
@@ -129,7 +128,8 @@ class QueuedStep:
         results, token = out
 
         def take() -> None:
-            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            worker = self._worker(find_stream(context))
+            stream = find_stream(context)
             self.leaves.count(to_device=worker.take(stream, worker.parts[first], results))
 
         self._try(take)
@@ -159,7 +159,9 @@ class QueuedStep:
 
         def stash() -> None:
             rank, layer, number = site.ask(context, where)
-            worker, stream, leaves = self._workers[rank], stream_of(context), self.leaves
+            worker = self._workers[rank]
+            stream = find_stream(context)
+            leaves = self.leaves
             part = worker.stashes[first]
             rests = [leaves.kernels[leaf].grad for leaf in part.spec.leaves]
             if (rest := rests[0]) is None:
@@ -182,9 +184,9 @@ class QueuedStep:
                         with contextlib.suppress(RuntimeError):
                             worker.driver.finish_stream(worker.down)
                         raise
-                    return worker.future_of(event)
+                    return worker.track_event(event)
 
-                leaves.swap.engine_of(number).store(rest.kind, rank, layer, fill)
+                leaves.swap.find_engine(number).store(rest.kind, rank, layer, fill)
             leaves.count(to_host=sum(map(num_bytes, grads)))
 
         self._try(stash)
@@ -202,7 +204,8 @@ class QueuedStep:
         """
 
         def start() -> None:
-            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            worker = self._worker(find_stream(context))
+            stream = find_stream(context)
             self._started.pop(worker.rank, None)
             part = worker.parts[0]
             told, values = part.buffers[0]
@@ -251,7 +254,8 @@ class QueuedStep:
 
         def install() -> None:
             rank, layer, _ = site.ask(context, where)
-            worker, leaves = self._workers[rank], self.leaves
+            worker = self._workers[rank]
+            leaves = self.leaves
             worker.driver.use(worker.context)  # XLA may call from a different thread each time
             job = self._started.get(rank, {}).get((first, layer))
             if job is None:  # `start` failed, and its error was stored
@@ -262,7 +266,7 @@ class QueuedStep:
                     leaves.record(leaves.new_params[rank, leaf], leaf, layer)
                     for leaf in range(first, first + count)
                 ]
-                worker.hand_over(stream_of(context), worker.stashes[first], made, results)
+                worker.hand_over(find_stream(context), worker.stashes[first], made, results)
                 leaves.count(to_device=sum(a.nbytes for a in made))
 
         self._try(install)
@@ -280,7 +284,7 @@ class QueuedStep:
         del where
 
         def finish() -> None:
-            worker = self._worker(stream_of(context))
+            worker = self._worker(find_stream(context))
             worker.driver.use(worker.context)
             for job in self._started.get(worker.rank, {}).values():
                 job.finish()
@@ -296,7 +300,7 @@ class QueuedStep:
 
     def _pass_on(self, context: Any, after: Any, token: Any) -> None:
         # The number of the state is copied from token to token on the device.
-        self._driver().copy(pointer(token), pointer(after), num_bytes(token), stream_of(context))
+        self._driver().copy(pointer(token), pointer(after), num_bytes(token), find_stream(context))
 
     def _worker(self, stream: int) -> GpuWorker:
         """Return the worker of the device to which a program's stream belongs."""
@@ -311,7 +315,8 @@ class QueuedStep:
 
     def _run(self, rank: int, job: Job) -> bool:
         """Run the kernels of a job, in the worker's thread; return whether it updated."""
-        leaves, part = self.leaves, job.part
+        leaves = self.leaves
+        part = job.part
         assert part is not None
         spec = part.spec
         told, scalars, *arrays = part.buffers[job.buffer]
@@ -334,7 +339,8 @@ class QueuedStep:
         if not go:
             leaves.skip(device, layer, modes, number)
             return False
-        grads, weights = arrays[: len(spec.grads)], arrays[len(spec.grads) :]
+        grads = arrays[: len(spec.grads)]
+        weights = arrays[len(spec.grads) :]
         with leaves.borrowed(device, layer, modes, number) as views:
             for leaf in job.leaves:
                 n = leaf - spec.leaves.start
@@ -372,7 +378,8 @@ class QueuedStep:
 
     def close(self) -> None:
         """End the workers, and free their memory and streams."""
-        workers, self._workers = self._workers, {}
+        workers = self._workers
+        self._workers = {}
         self._by_stream.clear()
         for worker in workers.values():
             worker.close()

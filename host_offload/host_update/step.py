@@ -58,7 +58,8 @@ class HostStep:
           first: index of the first leaf.
         """
         del after
-        number, link = 0, self.leaves.link
+        number = 0
+        link = self.leaves.link
         try:
             device, layer, number = link.read(context, where, "where").tolist()
             kernels = self.leaves.kernels[first : first + len(grads)]
@@ -106,13 +107,16 @@ class HostStep:
           stashed: whether the gradients were stashed by earlier callbacks.
         """
         del after
-        number, (results, token) = 0, out
-        kernels, link = self.leaves.kernels, self.leaves.link
+        number = 0
+        (results, token) = out
+        kernels = self.leaves.kernels
+        link = self.leaves.link
         try:
             device, layer, go, number = link.read(context, where, "where").tolist()
             self.leaves.take(device, first, count, memory)
             values = link.read(context, scalars, "scalars")
-            rest, buffers = iter(operands), iter(results)
+            rest = iter(operands)
+            buffers = iter(results)
             leaves = range(first, first + count)
             grads = [None if stashed else next(rest) for _ in leaves]
             weights = [next(rest) if kernels[leaf].weight_on_device else None for leaf in leaves]
@@ -157,7 +161,8 @@ class HostStep:
         views: Mapping[str, Views],
     ) -> None:
         """Update one record; `grad`, `weight` and `params` are buffers of the device, or None."""
-        leaves, link = self.leaves, self.leaves.link
+        leaves = self.leaves
+        link = self.leaves.link
         # Arrays that are not in host memory cross the link: a weight that lives on the device, and
         # the gradient unless it was stashed.
         w = None

@@ -8,8 +8,8 @@ from host_offload.schedule.build import build_schedule as build_schedule
 from host_offload.schedule.build import build_unstacked as build_unstacked
 from host_offload.schedule.moves import Move as Move
 from host_offload.schedule.moves import Window as Window
-from host_offload.schedule.moves import horizon_of as horizon_of
-from host_offload.schedule.moves import moves_of as moves_of
+from host_offload.schedule.moves import compute_horizon as compute_horizon
+from host_offload.schedule.moves import list_moves as list_moves
 from host_offload.schedule.ops import EVERY_LEAF as EVERY_LEAF
 from host_offload.schedule.ops import HEAD as HEAD
 from host_offload.schedule.ops import HEAD_PIECES as HEAD_PIECES

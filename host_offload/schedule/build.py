@@ -119,7 +119,7 @@ def build_schedule(
     master: bool = True,
     device_layers: int = 0,
     stores_late: int = 0,
-    ends: Sequence[UnstackedMove] = (),
+    unstacked: Sequence[UnstackedMove] = (),
     host: HostUpdate | None = None,
     regathers: bool = False,
     record_bytes: Mapping[str, int] | None = None,
@@ -141,7 +141,7 @@ def build_schedule(
         lower layers stays on the device.
       stores_late: number of ticks between a record's update and its store, in the phase that
         updates (backward or update); at most num_layers.
-      ends: unstacked leaves that are updated during a phase with late stores.
+      unstacked: unstacked leaves that are updated during a phase with late stores.
       host: how callbacks update records on the host; None: the device updates them.
       regathers: whether devices update shards of replicated parameters and gather them afterwards.
       record_bytes: bytes of one layer per device, by kind as stored (params: the device's shard).
@@ -164,11 +164,11 @@ def build_schedule(
     _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
     _check_names(
-        "ends",
-        [move.leaves for move in ends],
+        "unstacked",
+        [move.leaves for move in unstacked],
         (HEAD, HEAD_PIECES, LATE_UNSTACKED, UNSTACKED_PIECES),
     )
-    for move in ends:
+    for move in unstacked:
         for count in move.counts:
             _check_int(
                 f"counts of {move.leaves}",
@@ -199,7 +199,7 @@ def build_schedule(
             master,
             device_layers,
             stores_late,
-            tuple(ends),
+            tuple(unstacked),
             host,
             regathers,
             size or {},
@@ -287,33 +287,35 @@ def build_unstacked(
       whole: bytes per device of the gathered parameters of "embed" and "head"; 0 if they are not
         gathered.
     """
-    embed, ends, called = list[Op](), list[Loop](), list[Op]()
+    embed = list[Op]()
+    unstacked = list[Loop]()
+    called = list[Op]()
     for leaf in leaves:
         embed += _moved_of_end(leaf, ["frozen" if leaf.frozen else "params"], "fetch")
         if leaf.frozen or leaf.is_beside:
             continue
-        needs, updated = [*([] if master else ["params"]), "opt_state"], ["params", "opt_state"]
+        needs = [*([] if master else ["params"]), "opt_state"]
+        updated = ["params", "opt_state"]
         update = Op("update", Record("opt_state", leaf.name), 0, "compute")
         if host is None:
-            loads, stores = (
-                _moved_of_end(leaf, needs, "load"),
-                _moved_of_end(leaf, updated, "store"),
-            )
+            loads = _moved_of_end(leaf, needs, "load")
+            stores = _moved_of_end(leaf, updated, "store")
             made = sum(op.num_bytes for op in stores if op.verb == "store")
-            ends += _in_pieces(
+            unstacked += _in_pieces(
                 [*loads, update._replace(num_bytes=made)],
                 stores,
                 leaf.num_pieces,
-                ends[-1].stop if ends else 0,
+                unstacked[-1].stop if unstacked else 0,
             )
             continue
         called += _called_of_end(leaf, host, needs, updated)
     size = whole or {}
-    gathers, computes = dict[str, Op](), dict[str, Op]()
+    gathers = dict[str, Op]()
+    computes = dict[str, Op]()
     for name in ("embed", "head"):
         gathers[name] = Op("gather", Record("gathered", name), 0, "network", size.get(name, 0))
         computes[name] = Op("compute", Record("layer", name), 0, "compute")
-    reduce = Op("reduce", Record("grads", "ends"), 0, "network")
+    reduce = Op("reduce", Record("grads", "unstacked"), 0, "network")
     ops = {
         "embed": [*embed, gathers["embed"], computes["embed"]],
         # The head is gathered again for its derivative.
@@ -324,7 +326,9 @@ def build_unstacked(
         name: Phase(name=name, loops=(Loop(0, 1, 1, tuple(each)),)) for name, each in ops.items()
     }
     return phases | {
-        "ends": Phase(name="ends", loops=(Loop(0, 1, 1, tuple(called)),) if host else tuple(ends))
+        "unstacked": Phase(
+            name="unstacked", loops=(Loop(0, 1, 1, tuple(called)),) if host else tuple(unstacked)
+        )
     }
 
 
@@ -426,7 +430,7 @@ class _Writer:
     master: bool
     device_layers: int
     stores_late: int
-    ends: tuple[UnstackedMove, ...]
+    unstacked: tuple[UnstackedMove, ...]
     host: HostUpdate | None
     regathers: bool
     sizes: Mapping[str, int]
@@ -444,14 +448,15 @@ class _Writer:
         )
 
     def _passes(self) -> list[_Pass]:
-        upward, downward, away, host = (self.layers,), (self.layers[::-1],), self._away, self.host
+        upward = (self.layers,)
+        downward = (self.layers[::-1],)
+        away = self._away
+        host = self.host
         forward = _Pass("forward", upward, away("params", "frozen"), (), away("activations"))
         # Callbacks write updated records to their tiers themselves; the device only takes part
         # for parameters.
-        updates, taken = (
-            away("params") if host else away("opt_state", "params"),
-            away("params", "frozen", "activations"),
-        )
+        updates = away("params") if host else away("opt_state", "params")
+        taken = away("params", "frozen", "activations")
         if self.in_backward:
             return [
                 forward,
@@ -496,7 +501,9 @@ class _Writer:
 
     def _loops(self, each: _Pass) -> Iterator[Loop]:
         """Yield the loops of a phase; the caller merges loops that continue each other."""
-        num_ticks, step, distance = len(self.layers), each.order[0].step, self.distance
+        num_ticks = len(self.layers)
+        step = each.order[0].step
+        distance = self.distance
         is_ahead = self.gather_ahead and each.name != "update"
         num_takes = self._num_takes(each, is_ahead)
         num_slots = min(distance, num_takes)
@@ -513,32 +520,36 @@ class _Writer:
             )
             yield Loop(n - num_slots, 1, step, tuple(ops))
         lag = self._lag(each)
-        ends = [move for move in self.ends if lag]
-        for move in ends:
+        unstacked = [move for move in self.unstacked if lag]
+        for move in unstacked:
             if move.leaves == HEAD:
-                yield Loop(-1, 1, step, tuple(self._update_of_ends(move, 0, makes=False)))
+                yield Loop(-1, 1, step, tuple(self._update_unstacked(move, 0, makes=False)))
         # The ticks whose operations differ from the previous tick's: for their own layer, for the
         # layer that they gather, or for the layer that they fetch.
-        borders, ahead = {len(each.order[0]), self._first_on_device(each)}, distance + is_ahead
+        borders = {len(each.order[0]), self._first_on_device(each)}
+        ahead = distance + is_ahead
         turns = {turn - n for turn in borders for n in (0, is_ahead, ahead)} | {
             num_takes - distance
         }
         turns |= {num_ticks - 1} if is_ahead else set()
         turns |= {lag, *(turn + lag for turn in borders)} if lag else set()
-        turns |= {1} if any(move.leaves == HEAD for move in ends) else set()
+        turns |= {1} if any(move.leaves == HEAD for move in unstacked) else set()
         turns |= {
             n
-            for move in ends
+            for move in unstacked
             if move.leaves == HEAD_PIECES
             for n in (move.counts[0], move.counts[0] + lag)
         }
         cuts = sorted({0, num_ticks} | {tick for tick in turns if 0 < tick < num_ticks})
         for start, stop in itertools.pairwise(cuts):
             yield Loop(
-                start, stop - start, step, tuple(self._tick(each, start, num_takes, is_ahead, ends))
+                start,
+                stop - start,
+                step,
+                tuple(self._tick(each, start, num_takes, is_ahead, unstacked)),
             )
         if lag:
-            yield from self._drain(each, lag, ends, num_ticks, step)
+            yield from self._drain(each, lag, unstacked, num_ticks, step)
 
     def _first_on_device(self, each: _Pass) -> int:
         """Return the first tick whose layer has its state in another tier than its predecessor."""
@@ -553,10 +564,17 @@ class _Writer:
         return self.stores_late if is_updating else 0
 
     def _tick(
-        self, each: _Pass, tick: int, num_takes: int, is_ahead: bool, ends: Sequence[UnstackedMove]
+        self,
+        each: _Pass,
+        tick: int,
+        num_takes: int,
+        is_ahead: bool,
+        unstacked: Sequence[UnstackedMove],
     ) -> list[Op]:
         """Return the operations of a tick, in order."""
-        layer, lag, take = each.layer(tick), self._lag(each), tick + is_ahead
+        layer = each.layer(tick)
+        lag = self._lag(each)
+        take = tick + is_ahead
         ops = list[Op]()
         if tick + self.distance < num_takes:
             ahead = self.distance + is_ahead
@@ -591,19 +609,19 @@ class _Writer:
             ops += self._called(each, layer, self.host)
         elif tick >= lag:
             ops += self._stores(each, each.layer(tick - lag), lag)
-        for move in ends:
+        for move in unstacked:
             if move.leaves == HEAD and tick == 0:
-                ops.append(self._store_of_ends(move, 0))
+                ops.append(self._store_unstacked(move, 0))
             if move.leaves == HEAD_PIECES:
                 piece = move.counts[0] - 1 - tick  # last to first, like the layers
-                ops += self._update_of_ends(move, piece, makes=False) if piece >= 0 else []
+                ops += self._update_unstacked(move, piece, makes=False) if piece >= 0 else []
                 ops += self._piece_stored(move, tick, lag)
         return ops
 
     def _piece_stored(self, move: UnstackedMove, tick: int, lag: int) -> list[Op]:
         """Return the store of the head's piece that was updated `lag` ticks earlier, if any."""
         piece = move.counts[0] - 1 - (tick - lag)
-        return [self._store_of_ends(move, piece, lag)] if 0 <= piece < move.counts[0] else []
+        return [self._store_unstacked(move, piece, lag)] if 0 <= piece < move.counts[0] else []
 
     def _kept_ahead(self, each: _Pass, is_ahead: bool) -> int:
         """Return the bytes that a layer still holds from its gather in the previous tick.
@@ -621,7 +639,8 @@ class _Writer:
         """Return the operations of a host update's callbacks in a tick of backward or update."""
         updating = each.name == ("backward" if self.in_backward or host.is_delayed else "update")
         hands = updating if not host.stashes else each.name == "backward"
-        ops, on_disk = list[Op](), [kind for kind, tier in self.tiers.items() if tier == "nvme"]
+        ops = list[Op]()
+        on_disk = [kind for kind, tier in self.tiers.items() if tier == "nvme"]
         if hands:
             ops.append(self._op("store", "handed", layer, "down"))
             if host.stashes and "grads" in on_disk:
@@ -654,31 +673,32 @@ class _Writer:
 
     # --- unstacked leaves -------------------------------------------------------------------------
 
-    def _update_of_ends(self, move: UnstackedMove, number: int, makes: bool) -> list[Op]:
+    def _update_unstacked(self, move: UnstackedMove, number: int, makes: bool) -> list[Op]:
         """Return the load and the update of a record, group or piece.
 
         With `makes`, the updated record needs memory in addition to the loaded record.
         """
         n = number if len(move.num_bytes) > 1 else 0
-        record, size = Record("opt_state", move.leaves), move.num_bytes[n]
+        record = Record("opt_state", move.leaves)
+        size = move.num_bytes[n]
         loaded = move.loaded[n] if move.loaded else size
         return [
             Op("load", record, number, "up", loaded),
             Op("update", record, number, "compute", size if makes else 0),
         ]
 
-    def _store_of_ends(self, move: UnstackedMove, number: int, lag: int = 1) -> Op:
+    def _store_unstacked(self, move: UnstackedMove, number: int, lag: int = 1) -> Op:
         size = move.num_bytes[number if len(move.num_bytes) > 1 else 0]
         return Op("store", Record("opt_state", move.leaves), number, "down", size, lag)
 
     def _drain(
-        self, each: _Pass, lag: int, ends: Sequence[UnstackedMove], num_ticks: int, step: int
+        self, each: _Pass, lag: int, unstacked: Sequence[UnstackedMove], num_ticks: int, step: int
     ) -> Iterator[Loop]:
         """Yield the loops after the last layer, which store the records of the last `lag` layers.
 
         They also update the remaining unstacked leaves.
         """
-        pieces = [move for move in ends if move.leaves == HEAD_PIECES]
+        pieces = [move for move in unstacked if move.leaves == HEAD_PIECES]
         pending = list[Op]()
         tick = num_ticks
         for late in range(num_ticks, num_ticks + lag):
@@ -688,19 +708,18 @@ class _Writer:
             pending = self._stores(each, each.layer(late - lag), lag)
             for move in pieces:
                 pending += self._piece_stored(move, late, lag)
-        for move in (move for move in ends if move.leaves == LATE_UNSTACKED):
+        for move in (move for move in unstacked if move.leaves == LATE_UNSTACKED):
             for n in range(len(move.num_bytes)):
-                yield Loop(tick, 1, step, (*pending, *self._update_of_ends(move, n, makes=True)))
-                pending, tick = [self._store_of_ends(move, n)], tick + 1
+                yield Loop(tick, 1, step, (*pending, *self._update_unstacked(move, n, makes=True)))
+                pending = [self._store_unstacked(move, n)]
+                tick = tick + 1
         if pending:
             yield Loop(tick, 1, step, tuple(pending))
             tick += 1
-        for move in (move for move in ends if move.leaves == UNSTACKED_PIECES):
+        for move in (move for move in unstacked if move.leaves == UNSTACKED_PIECES):
             for n, count in enumerate(move.counts):
-                load, store = (
-                    self._update_of_ends(move, n, makes=True),
-                    self._store_of_ends(move, n),
-                )
+                load = self._update_unstacked(move, n, makes=True)
+                store = self._store_unstacked(move, n)
                 # `num_bytes` counts one piece.
                 whole = [
                     op._replace(number=0, num_bytes=count * op.num_bytes) for op in (*load, store)

@@ -44,7 +44,7 @@ class Move(NamedTuple):
     writes: bool = False
 
 
-def moves_of(
+def list_moves(
     steps: StepPlan,
     kinds: Collection[str],
     phases: Collection[str] | None = None,
@@ -93,7 +93,8 @@ def _moves_of_phase(phase: Phase, name: Callable[[Record], str]) -> Iterator[Mov
     for _, ops in phase.ticks():
         for op in ops:
             if op.inner is not None:
-                group, num_tiles = op.record.leaves, len(op.inner.layer)
+                group = op.record.leaves
+                num_tiles = len(op.inner.layer)
                 for move in _moves_of_phase(
                     op.inner, lambda record, group=group: tiles_kind(record.kind, group)
                 ):
@@ -122,7 +123,7 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
     return after
 
 
-def horizon_of(moves: Sequence[Move], distance: int) -> int:
+def compute_horizon(moves: Sequence[Move], distance: int) -> int:
     """Return how many of the next moves are searched for a finished move and for reads to start."""
     kinds = {move.kind for move in moves}
     # The moves of `distance + 2` ticks, with a read and a write per kind, and a reserve.
@@ -145,7 +146,8 @@ class Window:
           moves: the moves of one step.
           distance: number of records of each kind that are read ahead.
         """
-        self.moves, self.distance = tuple(moves), distance
+        self.moves = tuple(moves)
+        self.distance = distance
         self._after = ready_after(
             self.moves
         ).tolist()  # a list, because callbacks read single numbers
@@ -153,19 +155,22 @@ class Window:
         self._reads = [
             i for i in range(2 * len(self.moves)) if not self.moves[i % len(self.moves)].writes
         ]
-        self._horizon = horizon_of(self.moves, distance)
+        self._horizon = compute_horizon(self.moves, distance)
         self._done = [False] * len(self.moves)
         self.position = 0
 
     def restarted(self) -> "Window":
         """Return a window over the same moves, before the first of them."""
         window = copy.copy(self)
-        window._done, window.position = [False] * len(self.moves), 0
+        window._done = [False] * len(self.moves)
+        window.position = 0
         return window
 
     def advance(self, move: Move) -> bool:
         """Mark a move as handed over; return whether it was expected."""
-        moves, done, n = self.moves, self._done, len(self.moves)
+        moves = self.moves
+        done = self._done
+        n = len(self.moves)
         for i in range(self.position, min(self.position + self._horizon, n)):
             if moves[i] == move and not done[i]:
                 done[i] = True
@@ -184,9 +189,14 @@ class Window:
         Args:
           waiting: (kind, layer) of records that have been or are being read, and are not used yet.
         """
-        moves, done, after, n = self.moves, self._done, self._after, len(self.moves)
+        moves = self.moves
+        done = self._done
+        after = self._after
+        n = len(self.moves)
         reads: list[Move] = []
-        records, position, distance = set(waiting), self.position, self.distance
+        records = set(waiting)
+        position = self.position
+        distance = self.distance
         count: dict[str, int] = {}
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1

@@ -46,12 +46,10 @@ LAYERS = "layers"
 """`Record.leaves` of a layer's record."""
 EVERY_LEAF = "every_leaf"
 """`Record.leaves` of all parameters, if the optimizer updates them as one tree."""
-HEAD, HEAD_PIECES, LATE_UNSTACKED, UNSTACKED_PIECES = (
-    "head",
-    "head_pieces",
-    "late_unstacked",
-    "unstacked_pieces",
-)
+HEAD = "head"
+HEAD_PIECES = "head_pieces"
+LATE_UNSTACKED = "late_unstacked"
+UNSTACKED_PIECES = "unstacked_pieces"
 """`Record.leaves` of unstacked leaves that are updated during backward or update."""
 
 

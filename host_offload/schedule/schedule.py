@@ -58,7 +58,7 @@ link to the tick's loads, and in backward overlap with the tick's products. The 
 stores nothing, and the record of the last tick is stored after the loop (`drain`). An update phase
 with late stores has no ring: each tick loads the record that it updates.
 
-**Ends.** Unstacked leaves are updated during a phase with late stores. The gradients of leaves that
+**Unstacked leaves** are updated during a phase with late stores. The gradients of leaves that
 only the head uses are complete before backward, whose first tick stores nothing else: these leaves
 are loaded before the loop and stored in that tick. If they are larger than a record, each of the
 first ticks loads and updates one piece, and the next tick stores it. The gradients of the remaining
@@ -106,7 +106,7 @@ SIZES = (
     *KINDS,
     *(kind + ON_DISK for kind in KINDS),
 )
-_ENDS = {
+_UNSTACKED = {
     HEAD: "head",
     HEAD_PIECES: "pieces of the head",
     LATE_UNSTACKED: "embedding and head",
@@ -248,7 +248,8 @@ class Phase:
     @functools.cached_property
     def use_slot(self) -> np.ndarray:
         """int32[T], the ring slot that each tick takes from; -1 if it uses no slot."""
-        num_slots, num_ticks = len(self.preload), len(self.layer)
+        num_slots = len(self.preload)
+        num_ticks = len(self.layer)
         num_takes = (num_slots + int((self.fetch >= 0).sum())) if num_slots else 0
         return int32(
             np.where(np.arange(num_ticks) < num_takes, np.arange(num_ticks) % max(1, num_slots), -1)
@@ -277,7 +278,7 @@ class Phase:
             (op.lag for loop in self._after for op in loop.ops if _is_late_store(op)), default=0
         )
 
-    def ticks_of(self, leaves: str, verb: str) -> list[int]:
+    def list_ticks(self, leaves: str, verb: str) -> list[int]:
         """Return the ticks in which unstacked leaves are loaded, updated or stored.
 
         Args:
@@ -293,17 +294,25 @@ class Phase:
         return list(dict.fromkeys(ticks))
 
     def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
-        """Return the `kinds` that are off the device for a layer: all, or all but opt_state."""
+        """Return the kinds that are off the device for a layer: all, or all but opt_state.
+
+        Args:
+          kinds: kinds of records, such as "params" and "opt_state".
+          layer: index of the layer, counted from 0.
+        """
         return (
             kinds
             if layer >= self.device_layers
             else tuple(kind for kind in kinds if kind != "opt_state")
         )
 
-    def kinds_of(self, tick: int) -> tuple[str, ...]:
+    def list_fetches(self, tick: int) -> tuple[str, ...]:
         """Return the `fetches` that are off the device for the layer of a tick.
 
         These are all kinds, or all but opt_state.
+
+        Args:
+          tick: index of the tick, counted from 0 for the first layer that is computed.
         """
         return self.off_device(self.fetches, int(self.layer[tick]))
 
@@ -322,7 +331,8 @@ class Phase:
           ValueError: no lane is given, or records never move in a given lane.
         """
         if not lanes or any(lane not in MOVES for lane in lanes):
-            known, wrong = ", ".join(map(repr, MOVES)), ", ".join(map(repr, lanes))
+            known = ", ".join(map(repr, MOVES))
+            wrong = ", ".join(map(repr, lanes))
             raise ValueError(f"moved({wrong}): give one or more of the lanes {known}")
         if called not in (None, True, False):
             raise ValueError(f"called={called!r}: True, False or None is needed")
@@ -413,17 +423,17 @@ class Phase:
             name: [] for name in ("fetch", "read", "gather", "compute", "store")
         }
         slots: dict[int, list[Box]] = {slot: [] for slot in range(len(self.preload))}
-        of_ends: dict[str, list[Box]] = {"fetch ends": [], "store ends": []}
+        of_unstacked: dict[str, list[Box]] = {"fetch unstacked": [], "store unstacked": []}
         num_fetched = 0
         for loop in self.loops:
             for tick, ops in loop:
                 in_tick: dict[tuple[str, int], list[str]] = {}
                 for op in ops:
                     lane = _lane_drawn(op)
-                    if op.record.leaves in _ENDS and lane in ("read", "store"):
-                        name = "fetch ends" if lane == "read" else "store ends"
+                    if op.record.leaves in _UNSTACKED and lane in ("read", "store"):
+                        name = "fetch unstacked" if lane == "read" else "store unstacked"
                         letter = op.record.leaves[0].upper()
-                        of_ends[name].append(
+                        of_unstacked[name].append(
                             Box(layer=letter, start=tick, stop=tick + 1, kinds=("opt_state",))
                         )
                     elif lane and op.record.leaves == LAYERS:
@@ -440,8 +450,9 @@ class Phase:
                         num_fetched += 1
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
-        lanes += [Lane(name=name, boxes=tuple(b)) for name, b in of_ends.items()]
-        start, stop = min(loop.start for loop in self.loops), max(loop.stop for loop in self.loops)
+        lanes += [Lane(name=name, boxes=tuple(b)) for name, b in of_unstacked.items()]
+        start = min(loop.start for loop in self.loops)
+        stop = max(loop.stop for loop in self.loops)
         return Strip(name=self.name, note=self.note(), start=start, stop=stop, lanes=tuple(lanes))
 
     def note(self) -> str:
@@ -463,8 +474,9 @@ class Phase:
                 else "after the loop"
             )
 
-        for leaves, name in _ENDS.items():
-            loaded, stored = self.ticks_of(leaves, "load"), self.ticks_of(leaves, "store")
+        for leaves, name in _UNSTACKED.items():
+            loaded = self.list_ticks(leaves, "load")
+            stored = self.list_ticks(leaves, "store")
             if not loaded:
                 continue
             if leaves in (HEAD_PIECES, UNSTACKED_PIECES):
@@ -474,7 +486,8 @@ class Phase:
                     else f"{name}: after the last store"
                 )
                 continue
-            first, then = at(loaded[0]), at(stored[-1])
+            first = at(loaded[0])
+            then = at(stored[-1])
             texts.append(
                 f"{name}: fetched {first}, stored {then}" if first != then else f"{name}: {first}"
             )
@@ -537,7 +550,7 @@ _CALLED = {
 
 def _is_main(op: Op) -> bool:
     """Return whether an operation computes or updates its tick's own layer or leaf."""
-    return op.verb in _MAIN and op.record.leaves not in _ENDS
+    return op.verb in _MAIN and op.record.leaves not in _UNSTACKED
 
 
 def _is_gather(op: Op) -> bool:
@@ -622,6 +635,9 @@ class Schedule:
 
     def phase(self, name: str) -> Phase:
         """Return the phase with a name.
+
+        Args:
+          name: name of the phase, such as "forward".
 
         Raises:
           ValueError: this schedule has no such phase.

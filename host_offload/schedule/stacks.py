@@ -36,7 +36,7 @@ from host_offload.schedule.schedule import Phase, Schedule
 from host_offload.schedule.tiles import TiledSchedule
 
 _UNSTACKED = {
-    "ends": "embed, head",
+    "unstacked": "embed, head",
     EVERY_LEAF: "all parameters",
     HEAD: "head, small leaves",
     HEAD_PIECES: "head, in pieces",
@@ -80,7 +80,7 @@ class StepPlan:
 
     Attributes:
       stacks: schedule of each stack of layers by name, in order; "" is the name of the only stack.
-      ends: phases of the unstacked leaves by name (`host_offload.schedule.build_unstacked`).
+      unstacked: phases of the unstacked leaves by name (`host_offload.schedule.build_unstacked`).
       unstacked_first: whether the unstacked leaves are updated before the layers.
       names: names of unstacked leaves in the table, by their name in records; a missing leaf keeps
         its name in records.
@@ -88,7 +88,7 @@ class StepPlan:
     """
 
     stacks: Mapping[str, Schedule]
-    ends: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
+    unstacked: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
     unstacked_first: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     num_microbatches: int = 1
@@ -96,10 +96,10 @@ class StepPlan:
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """All phases, in the order in which they run."""
-        update = ["ends", "update"] if self.unstacked_first else ["update", "ends"]
+        update = ["unstacked", "update"] if self.unstacked_first else ["update", "unstacked"]
         found = list[Part]()
         for name in (*_BEFORE_UPDATE, *update):
-            found += [Part(self.ends[name], name)] if name in self.ends else []
+            found += [Part(self.unstacked[name], name)] if name in self.unstacked else []
             for stack, schedule in (reversed if name == "backward" else list)(
                 list(self.stacks.items())
             ):
@@ -158,7 +158,9 @@ class StepPlan:
 
     def _row(self, phase: str, depth: int, loop: Loop, op: Op) -> tuple[str, ...]:
         """Return the cells of an operation that is nested in `depth` loops over tiles."""
-        record, ticks, numbers = op.record.kind, f"{loop.start}", f"{op.number}"
+        record = op.record.kind
+        ticks = f"{loop.start}"
+        numbers = f"{op.number}"
         if op.record.leaves != LAYERS:
             leaves = self.names.get(op.record.leaves)
             record += f" of {leaves or _UNSTACKED.get(op.record.leaves, op.record.leaves)}"
@@ -186,7 +188,7 @@ class StepPlan:
         """
         return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
 
-    def peak_of(self, name: str) -> int:
+    def find_peak(self, name: str) -> int:
         """Return the most bytes in flight per device in any tick of the phases with a name.
 
         It is 0 if this step has no such phase.
@@ -198,7 +200,7 @@ class StepPlan:
         Raises:
           ValueError: no step has a phase with that name.
         """
-        known = (*_BEFORE_UPDATE, "update", "ends")
+        known = (*_BEFORE_UPDATE, "update", "unstacked")
         titles = [_title(part) for part in self.parts]
         if name not in (*known, *titles):
             raise ValueError(
@@ -214,7 +216,7 @@ class StepPlan:
 
         The loaded embedding and head stay on the device from forward to the end of backward.
         """
-        loaded = self.ends["embed"].moved("up") if "embed" in self.ends else 0
+        loaded = self.unstacked["embed"].moved("up") if "embed" in self.unstacked else 0
         peak = ("", 0)
         for part in self.parts:
             # `embed` counts its own loads, and the update does not need them.

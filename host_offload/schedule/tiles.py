@@ -214,10 +214,8 @@ def build_tiled_schedule(
         tiles = []
         for (name, count), size in zip(groups.items(), group_bytes, strict=True):
             make_tiles = partial(make, tiers=of_tiles, record_bytes=size)
-            inner, flat = (
-                make_tiles(count),
-                make_tiles(num_layers * count, first_layer=first_layer * count),
-            )
+            inner = make_tiles(count)
+            flat = make_tiles(num_layers * count, first_layer=first_layer * count)
             tiles.append(TileLoops(name=name, num_tiles=count, inner=inner, flat=flat))
         names = [loops.name for loops in tiles]
         runs = {

@@ -128,7 +128,8 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     """
     digits = max(len(str(n)) for strip in strips for n in (strip.start, strip.stop))
     cell = DIGIT * digits + 12
-    body, y = [], 96
+    body = []
+    y = 96
     for strip in strips:
         body += _svg_strip(strip, y, cell)
         # Room for the row of ticks, the lanes, and two rows for the next strip's heading.

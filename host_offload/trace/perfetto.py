@@ -35,12 +35,14 @@ from host_offload.trace.plan import (
     Planned,
     Run,
     Use,
+    list_uses,
+    map_transfers,
     plan,
-    transfers_of,
-    uses_of,
 )
 
-DISK, PLANNED, RANKS = 1, 2, 3
+DISK = 1
+PLANNED = 2
+RANKS = 3
 """Process ids of the shared disk, of the plan and of the first device."""
 PREDICTED = 1 << 20
 """Process id of the prediction, larger than any device's."""
@@ -103,10 +105,12 @@ class _Builder:
         # but it is not drawn itself.
         self.runs = [*([] if before is None else [before]), *runs]
         self.first = len(self.runs) - len(runs)  # index of the first run to draw
-        self.distance, self.after, self.predicted = distance, after, predicted
+        self.distance = distance
+        self.after = after
+        self.predicted = predicted
         events = [event for run in self.runs for event in run.events] + list(after)
-        self.transfers = transfers_of(events)
-        self.uses = uses_of(self.runs)
+        self.transfers = map_transfers(events)
+        self.uses = list_uses(self.runs)
         self.use_of = {use.number: use for use in self.uses}
         self.counted_in = {
             e.number: i
@@ -118,7 +122,8 @@ class _Builder:
             [run.start for run in self.runs] + [event.queued for event in events], default=0.0
         )
         causes = Causes(self.transfers, since)
-        self.busy, self.late = causes.busy, {use.number: causes.of(use) for use in self.uses}
+        self.busy = causes.busy
+        self.late = {use.number: causes.of(use) for use in self.uses}
         self.planned = [
             p for p in plan(self.runs, self.uses, self.transfers, distance) if p.run >= self.first
         ]
@@ -169,7 +174,8 @@ class _Builder:
         return {"run": self.names[use.run], **({} if use.turn is None else {"move": use.turn})}
 
     def _transfer(self, event: Event) -> _Slice:
-        use, late = self.use_of.get(event.number), self.late.get(event.number)
+        use = self.use_of.get(event.number)
+        late = self.late.get(event.number)
         counted = self.counted_in.get(event.number)
         args = {
             "kind": event.kind,
@@ -198,7 +204,8 @@ class _Builder:
         for run in self.runs[self.first :]:
             for event in run.events:
                 if event.name in ("read_wait", "write_wait"):
-                    use, late = self.use_of[event.number], self.late[event.number]
+                    use = self.use_of[event.number]
+                    late = self.late[event.number]
                     args = {
                         "kind": event.kind,
                         "layer": event.layer,
@@ -268,10 +275,8 @@ class _Builder:
         for name in ("read", "write"):
             transfers = [e for e in run.events if e.name == name]
             # Transfers overlap: the rate is over the time in which at least one was in flight.
-            num_bytes, under_way = (
-                sum(e.num_bytes for e in transfers),
-                Intervals((e.start, e.end) for e in transfers),
-            )
+            num_bytes = sum(e.num_bytes for e in transfers)
+            under_way = Intervals((e.start, e.end) for e in transfers)
             args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = (
                 num_bytes,
                 _rate(num_bytes, under_way.seconds),
@@ -366,7 +371,8 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
                 }
             )
         for lane in range(len(ends)):
-            tid, name = first + lane, track if lane == 0 else f"{track} ({lane + 1})"
+            tid = first + lane
+            name = track if lane == 0 else f"{track} ({lane + 1})"
             events.append(
                 {
                     "ph": "M",
@@ -409,7 +415,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "not a regular file")
         # Create the temporary file of `write_trace` instead of opening an older trace.
-        with open(part := _part_of(name), "xb"):
+        with open(part := _build_temporary_name(name), "xb"):
             pass
         os.unlink(part)
     except OSError as error:
@@ -419,7 +425,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def _part_of(name: str) -> str:
+def _build_temporary_name(name: str) -> str:
     """Return the name of the temporary file of a trace.
 
     It is random, so that nobody can have put a link of that name there.
@@ -440,7 +446,7 @@ def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
       OSError: the file cannot be written; an older file of that name is kept.
     """
     name = os.fspath(path)
-    part = _part_of(name)
+    part = _build_temporary_name(name)
     try:
         with gzip.open(part, "xt") if name.endswith(".gz") else open(part, "x") as file:
             json.dump(trace, file, separators=(",", ":"))

@@ -34,10 +34,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from host_offload.engine import Event
-from host_offload.schedule import Move, horizon_of
+from host_offload.schedule import Move, compute_horizon
 
-ASKED_TOO_LATE, DISK_BUSY = "asked too late", "disk busy"
-STILL_WRITTEN, EARLIER_WRITES = "still being written", "earlier writes"
+ASKED_TOO_LATE = "asked too late"
+DISK_BUSY = "disk busy"
+STILL_WRITTEN = "still being written"
+EARLIER_WRITES = "earlier writes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,8 @@ class Intervals:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        self._starts, self._ends = [m[0] for m in merged], [m[1] for m in merged]
+        self._starts = [m[0] for m in merged]
+        self._ends = [m[1] for m in merged]
         self._sums = [0.0, *itertools.accumulate(m[1] - m[0] for m in merged)]
 
     @property
@@ -167,12 +170,12 @@ class Intervals:
         return self._sums[i] - (max(0.0, self._ends[i - 1] - time) if i else 0.0)
 
 
-def transfers_of(events: Iterable[Event]) -> dict[int, Event]:
+def map_transfers(events: Iterable[Event]) -> dict[int, Event]:
     """Return the reads and writes among `events`, by transfer number."""
     return {event.number: event for event in events if event.name in ("read", "write")}
 
 
-def uses_of(runs: Sequence[Run]) -> list[Use]:
+def list_uses(runs: Sequence[Run]) -> list[Use]:
     """Return the uses of records, run by run, in order of time within each run.
 
     A device's k-th use of a record is matched with the record's k-th planned move. If the oldest
@@ -197,7 +200,8 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
     for group in reversed(groups) if backward else groups:
         first = group[0]
         move = Move(first.kind, first.layer, first.name == "write_wait")
-        of_record, k = turns.get(move, []), counts.get((first.rank, move), 0)
+        of_record = turns.get(move, [])
+        k = counts.get((first.rank, move), 0)
         counts[first.rank, move] = k + 1
         turn = None if k >= len(of_record) else of_record[-1 - k if backward else k]
         uses.append(
@@ -240,7 +244,8 @@ class Causes:
           transfers: all reads and writes from the time `since` on, by number.
           since: time in seconds of `time.perf_counter`.
         """
-        self.transfers, self.since = transfers, since
+        self.transfers = transfers
+        self.since = since
         self.busy = Intervals((t.queued, t.end) for t in transfers.values())
         self._written = written_before(transfers)
         self._ends: dict[tuple[str, int], list[float]] = {}  # ends of writes, by kind and rank
@@ -262,7 +267,8 @@ class Causes:
         read = self.transfers.get(use.number)
         if read is None or read.end <= use.wanted:
             return Lateness(0.0, 0.0, "")
-        late, written = read.end - use.wanted, self._written.get(use.number, self.since)
+        late = read.end - use.wanted
+        written = self._written.get(use.number, self.since)
         if written > use.wanted:
             return Lateness(late, 0.0, STILL_WRITTEN)
         # From when the record could have been read until its read was queued, minus the time in
@@ -278,7 +284,7 @@ def plan(
 
     Args:
       runs: runs, in order of time.
-      uses: uses of all runs, from `uses_of`.
+      uses: uses of all runs, from `list_uses`.
       transfers: reads and writes, by number.
       distance: prefetch distance, in records of a kind.
     """
@@ -302,7 +308,8 @@ def plan(
 
     every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
     # `free` is the time when the disk has finished all moves placed so far.
-    free, ends = -np.inf, {}
+    free = -np.inf
+    ends = {}
     # Writes first, because a read of the same record may start only when its write has ended.
     for run, turn in every:
         if runs[run].moves[turn].writes:
@@ -310,7 +317,8 @@ def plan(
     waiting = [(t, key) for key, t in _released(runs, wanted, ends, distance).items()]
     heapq.heapify(waiting)
     # Reads have a queue of their own: each direction runs at its own rate, in parallel.
-    free, ready = -np.inf, []
+    free = -np.inf
+    ready = []
     # Among the reads that may start, the disk serves the earliest move first.
     while waiting or ready:
         # Collect the reads that may start by now; if there is none, advance time to the next one.
@@ -340,7 +348,8 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
             times[use.run][use.turn].append(at - stalls[use.run].covered(runs[use.run].start, at))
     wanted = []
     for run, of_run in zip(runs, times, strict=True):
-        row, last = [], run.start
+        row = []
+        last = run.start
         for move, moments in zip(run.moves, of_run, strict=True):
             # A read is wanted when the first device asks for it, a write when the last device has
             # handed its record over.
@@ -374,7 +383,8 @@ def _costs(
     overall = {name: _rate(group) for name, group in by_name.items()}
     for index, run in enumerate(runs):
         for turn, move in enumerate(run.moves):
-            bytes_of_rank, name = sizes.get((index, turn), {}), "write" if move.writes else "read"
+            bytes_of_rank = sizes.get((index, turn), {})
+            name = "write" if move.writes else "read"
             # If a device's transfer is missing, use the size of other records of the kind.
             size = sum(bytes_of_rank.get(rank, usual.get(move.kind, 0)) for rank in ranks)
             rate = rates.get((index, name)) or overall[name]
@@ -404,7 +414,8 @@ def _released(
     released: dict[tuple[int, int], float] = {}
     last_write: dict[tuple[str, int], float] = {}  # end of each record's last write so far
     for index, run in enumerate(runs):
-        n, horizon = len(run.moves), horizon_of(run.moves, distance)
+        n = len(run.moves)
+        horizon = compute_horizon(run.moves, distance)
         # If two consecutive runs have the same moves, the second one's reads start in the first.
         first = index - 1 if index and runs[index - 1].moves == run.moves else index
         begin = runs[first].start
@@ -418,7 +429,8 @@ def _released(
         of_record: dict[tuple[str, int], int] = {}
         for turn in range(lowest, n):
             move = run.moves[turn % n]
-            before, record = reads.setdefault(move.kind, []), (move.kind, move.layer)
+            before = reads.setdefault(move.kind, [])
+            record = (move.kind, move.layer)
             if move.writes:
                 if turn >= 0:
                     last_write[record] = written[index, turn]

@@ -62,12 +62,10 @@ class Recorder:
 
     def _close(self, stats: Stats, end: float | None) -> None:
         assert self._open is not None
-        run, self._open = (
-            dataclasses.replace(
-                self._open, end=end, events=list(stats.events), num_events=stats.num_events
-            ),
-            None,
+        run = dataclasses.replace(
+            self._open, end=end, events=list(stats.events), num_events=stats.num_events
         )
+        self._open = None
         if self._traced is None:
             self._last = run
             return
@@ -101,8 +99,10 @@ class Recorder:
         """
         if self._traced is not None:
             raise ValueError("this program is traced already: end that trace first")
-        self._traced, self._dropped = [], 0
-        has_failed, process = True, os.getpid()
+        self._traced = []
+        self._dropped = 0
+        has_failed = True
+        process = os.getpid()
         try:
             yield
             has_failed = False
@@ -119,7 +119,8 @@ class Recorder:
         has_failed: bool,
         predicted: Sequence[Span],
     ) -> None:
-        runs, self._traced = self._traced, None
+        runs = self._traced
+        self._traced = None
         assert runs is not None
         after = []
         # The last writes of the last run may still be in flight: wait, so that they are drawn.
@@ -128,11 +129,10 @@ class Recorder:
                 live.flush()
             after = live.recent_events()
         if self._open is not None:  # the last run failed
-            runs, after = (
-                [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))],
-                [],
-            )
-        before, self._last = self._last, (runs or [self._last])[-1]
+            runs = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))]
+            after = []
+        before = self._last
+        self._last = (runs or [self._last])[-1]
         try:
             self._write(path, runs, before, after, metadata, predicted)
         except Exception as error:

@@ -37,7 +37,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
-from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.dispatch import Implementation, find_target, resolve
 from pallas_kernels.linear_cross_entropy import mosaic, reference, vjp
 from pallas_kernels.linear_cross_entropy.config import Config as Config
 from pallas_kernels.linear_cross_entropy.kernel_config import KernelConfig as KernelConfig
@@ -110,7 +110,8 @@ def linear_cross_entropy(
       NotImplementedError: the named implementation does not support this call, or the kernels are
         under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x = jnp.asarray(x)
+    w = jnp.asarray(w)
     if not isinstance(labels, jax.Array) or (check_labels and _is_known(labels)):
         labels = np.asarray(labels)  # a NumPy array stays concrete while a program is traced
     _check_arrays(x, w, labels)
@@ -128,7 +129,7 @@ def linear_cross_entropy(
     form = Form(
         vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap)
     )
-    target = target_of(x, w)
+    target = find_target(x, w)
     chosen = resolve(
         "linear_cross_entropy",
         implementation,

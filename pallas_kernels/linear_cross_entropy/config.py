@@ -87,7 +87,8 @@ class Problem:
         tile of w, and the float32 sums of a gradient's tile. One pass holds the sums of both
         gradients at the same time, and all of dx.
         """
-        t, v = min(config.block_t, self.tokens), min(config.block_v, self.vocab)
+        t = min(config.block_t, self.tokens)
+        v = min(config.block_v, self.vocab)
         tile = t * v * (4 + self.itemsize) + (t + v) * self.hidden * self.itemsize + WORKSPACE
         if config.passes == 2:
             return tile + 4 * max(t, v) * self.hidden

@@ -77,21 +77,28 @@ class KernelConfig:
                     f"{SHARED_BYTES}"
                 )
 
-    def parts_of(self, tokens: int, hidden: int, columns: int) -> int:
-        """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D]."""
+    def count_parts(self, tokens: int, hidden: int, columns: int) -> int:
+        """Return the number of nonempty parts into which forward cuts w[D, V] for x[T, D].
+
+        Args:
+          tokens: number of tokens T.
+          hidden: width D.
+          columns: number of columns V.
+        """
         assert self.num_cores is not None
-        num_blocks, num_tiles = -(-tokens // ROWS), -(-columns // self.block_v)
+        num_blocks = -(-tokens // ROWS)
+        num_tiles = -(-columns // self.block_v)
         together = min(num_blocks, self.num_cores) * ROWS * hidden * ITEMSIZE
         # Concurrent blocks share tokens if they have different parts, so p parts divide the number
         # of tokens in use by p.
         least = min(-(-together // CACHE), num_tiles)
 
-        def time_of(parts: int) -> int:
+        def estimate_time(parts: int) -> int:
             return -(-num_blocks * parts // (self.num_cores or 1)) * -(-num_tiles // parts)
 
         # On a tie take fewer parts, because each part costs statistics for every token.
         parts = self.num_parts or min(
-            range(least, max(least, min(num_tiles, MAX_PARTS)) + 1), key=time_of
+            range(least, max(least, min(num_tiles, MAX_PARTS)) + 1), key=estimate_time
         )
         # All parts but the last have the same number of tiles, which may leave the last parts
         # without any: drop them.

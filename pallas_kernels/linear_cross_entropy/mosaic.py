@@ -79,9 +79,10 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     w holds some or all columns of the vocabulary. Labels are indices into these columns; any other
     number matches none of them.
     """
-    tokens, columns = len(x), w.shape[1]
+    tokens = len(x)
+    columns = w.shape[1]
     padded = -(-tokens // ROWS) * ROWS
-    num_parts = config.parts_of(tokens, x.shape[1], columns)
+    num_parts = config.count_parts(tokens, x.shape[1], columns)
     out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
     labels = _pad(labels, (padded - tokens,), -1)
     parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[
@@ -160,10 +161,10 @@ def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
     any of `arrays` varies.
     """
 
-    def made_of(*arrays: Array) -> Array:
+    def run_forward(*arrays: Array) -> Array:
         # A sum of one element per array varies over the axes of all arrays.
         return functools.reduce(
             jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype)
         )
 
-    return jax.eval_shape(made_of, *arrays)
+    return jax.eval_shape(run_forward, *arrays)

@@ -204,7 +204,8 @@ class _Multiplier:
 
     def _slopes(self, item: Any, group: Any, i: Any, first: Any) -> None:
         """Write this warpgroup's part of tile i of a group's slopes to shared memory."""
-        sweep, warpgroup = self.sweep, lax.axis_index("warpgroup")
+        sweep = self.sweep
+        warpgroup = lax.axis_index("warpgroup")
         half = pl.ds(warpgroup * HALF, HALF)
         rows, columns = sweep.half_tile
 
@@ -248,7 +249,8 @@ class _Multiplier:
 
     def _add(self, item: Any, group: Any, d: Any, first: Any) -> None:
         """Add a group's products to part d of the gradient."""
-        sweep, warpgroup = self.sweep, lax.axis_index("warpgroup")
+        sweep = self.sweep
+        warpgroup = lax.axis_index("warpgroup")
 
         def operands(i: Any, slot: Any) -> tuple[Any, Any]:
             if sweep.of_x:

@@ -57,7 +57,8 @@ def stats(
     ignored.
     """
     num_parts, _, padded = out_type.shape
-    num_tokens, hidden = padded // ROWS, x.shape[1]
+    num_tokens = padded // ROWS
+    hidden = x.shape[1]
     num_steps = pl.cdiv(hidden, COLUMNS)
     num_tiles = pl.cdiv(columns, config.block_v)
     tiles_a_part = pl.cdiv(num_tiles, num_parts)
@@ -214,7 +215,8 @@ def _join_chunk(
     # A part begins with a column that exists, so `largest` is finite from the first chunk on, and
     # inf - inf never occurs.
     inside = jnp.where(there, z, -jnp.inf)
-    before, largest = largest, jnp.maximum(largest, inside.max(1))
+    before = largest
+    largest = jnp.maximum(largest, inside.max(1))
     total = total * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)
     of_label = of_label + jnp.where(column == spread(label), z, 0.0).sum(1)
     # Only label smoothing reads the sum of logits.

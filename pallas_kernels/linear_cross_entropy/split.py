@@ -48,7 +48,7 @@ class Split:
     def __post_init__(self):
         """Raise ValueError if the specs do not fit the mesh or each other."""
         for name, spec in (("w", self.w), ("dw", self.grad_spec)):
-            used = [axis for entry in spec for axis in axes_of(entry)]
+            used = [axis for entry in spec for axis in parse_axes(entry)]
             if len(spec) > 2 or len(set(used)) < len(used):
                 raise ValueError(
                     f"linear_cross_entropy: the spec {spec} of {name}[D, V] must have one entry "
@@ -120,11 +120,24 @@ class Split:
         return self.size(self.gathered) if self.dim == 1 else 1
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of pieces into which `axes` split a dim."""
+        """Return the number of pieces into which `axes` split a dim.
+
+        Args:
+          axes: names of mesh axes; none leave the dim in one piece.
+        """
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def check(self, tokens: int, hidden: int, vocab: int) -> None:
-        """Raise ValueError if a dim is not divisible by the devices along its axes."""
+        """Check that each dim is divisible by the devices along its axes.
+
+        Args:
+          tokens: number of tokens T of all devices.
+          hidden: width D.
+          vocab: number of words V.
+
+        Raises:
+          ValueError: a dim is not divisible.
+        """
         for name, size, axes in (
             ("T", tokens, self.tokens),
             ("D", hidden, _entry(self.grad_spec, 0)),
@@ -137,16 +150,24 @@ class Split:
                 )
 
     def column_ids(self, start: jax.Array, count: int, local: int) -> jax.Array:
-        """Return the indices in the full vocabulary of `count` of this device's columns.
+        """Return the indices i32[count] of some of this device's columns in the full vocabulary.
 
-        `start` is the first of them, counted among the device's `local` columns.
+        Args:
+          start: first of these columns, i32[], counted among the device's columns.
+          count: number of columns.
+          local: number of all columns of the device.
         """
         axes = _entry(self.w, 1)
         first = jax.lax.axis_index(axes) * local if axes else 0
         return first + start + jnp.arange(count)
 
     def gather(self, w: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """All-gather a tile w[D, v] and its columns' ids[v] over the token axes that split w."""
+        """Return a tile and its columns' ids, all-gathered over the token axes that split w.
+
+        Args:
+          w: tile of the matrix, w[D, v].
+          ids: indices of its columns in the full vocabulary, i32[v].
+        """
         if not self.gathered:
             return w, ids
         if self.dim == 0:
@@ -159,7 +180,11 @@ class Split:
         )
 
     def reduce_dw(self, dw: jax.Array) -> jax.Array:
-        """Sum dw over the tokens of all devices; return this device's shard along dim 0."""
+        """Return this device's shard along dim 0 of dw, summed over the tokens of all devices.
+
+        Args:
+          dw: sum over this device's tokens, in two dims; dim 0 is scattered.
+        """
         # Scatter first: the remaining axes, which may cross nodes, then carry 1 / N of the bytes.
         if self.scattered:
             dw = jax.lax.psum_scatter(dw, self.scattered, tiled=True)
@@ -167,9 +192,13 @@ class Split:
         return jax.lax.psum(dw, rest) if rest else dw
 
     def reduce_gradients(self, dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sum dx[T, D] over the vocabulary and dw[D, V] over the tokens of all devices.
+        """Return dx summed over the vocabulary, and dw over the tokens, of all devices.
 
         w is unsharded; dw is scattered to its shards.
+
+        Args:
+          dx: sum over this device's words, dx[T, D].
+          dw: sum over this device's tokens, dw[D, V].
         """
         dx = jax.lax.psum(dx, self.vocab) if self.vocab else dx
         # A reduce-scatter cuts dim 0: for shards of V it takes dw^T.
@@ -178,7 +207,11 @@ class Split:
         )
 
     def reduce_tile(self, dw: jax.Array) -> jax.Array:
-        """Sum a tile of gathered columns, dw[D, v], over all devices' tokens; return its shard."""
+        """Return this device's shard of a tile of gathered columns, summed over all tokens.
+
+        Args:
+          dw: sum over this device's tokens, dw[D, v].
+        """
         if self.dim == 0:
             return self.reduce_dw(dw)
         by_device = dw.reshape(len(dw), self.widening, -1)
@@ -188,10 +221,10 @@ class Split:
         ).reshape(len(dw), -1)
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def parse_axes(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    return axes_of(spec[dim]) if dim < len(spec) else ()
+    return parse_axes(spec[dim]) if dim < len(spec) else ()

@@ -74,7 +74,8 @@ class Sweep:
     @property
     def out_shape(self) -> tuple[int, int]:
         """Shape of the gradient, padded to full pieces."""
-        owned, hidden = self.num_items * ROWS, self.num_steps * COLUMNS
+        owned = self.num_items * ROWS
+        hidden = self.num_steps * COLUMNS
         return (owned, hidden) if self.of_x else (hidden, owned)
 
     @property

@@ -130,7 +130,8 @@ class Pieces:
         Columns that are not fresh have the index STALE.
         """
         tiles = self.columns
-        w, fresh = tiles.read(self.w, k, 1), tiles.fresh(k)
+        w = tiles.read(self.w, k, 1)
+        fresh = tiles.fresh(k)
         places = jnp.arange(tiles.block) + tiles.start(k)
         if self.split is not None:
             places = self.split.column_ids(tiles.start(k), tiles.block, tiles.size)
@@ -220,7 +221,10 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
       lse: float32[T], each token's log-sum-exp over the full vocabulary.
       weight: float32[T], the cotangent of each token's loss; 0 for ignored tokens.
     """
-    rows, columns, x, w = pieces.rows, pieces.columns, pieces.x, pieces.w
+    rows = pieces.rows
+    columns = pieces.columns
+    x = pieces.x
+    w = pieces.w
     columns_first = pieces.sends_columns
     weight, unit = scaled(weight, x.dtype)
 
@@ -229,7 +233,8 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
         slope = pieces.form.slope(
             pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places)
         )
-        counts, fresh = rows.read(weight, t, 0), rows.fresh(t)
+        counts = rows.read(weight, t, 0)
+        fresh = rows.fresh(t)
         # Rows of the overlap have already added their part to dw: ignore them here.
         counts = counts if fresh is None else jnp.where(fresh, counts, 0)
         slope = slope * counts[:, None]

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Target, resolve, target_of
+from pallas_kernels.dispatch import Implementation, Target, find_target, resolve
 from pallas_kernels.matmul import measured, mosaic, reference, vjp
 from pallas_kernels.matmul.config import Config as Config
 from pallas_kernels.matmul.config import Problem, choose
@@ -86,12 +86,16 @@ def matmul(
       NotImplementedError: the named implementation has no kernel for these dtypes or this device,
         or the named kernel is under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
-    weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
+    weights = _tuple(w)
+    biases = _tuple(bias)
+    accumulates = _tuple(accumulate)
     call = _describe(x, weights, biases, accumulates, activation, preferred_element_type, split)
-    problem, row = call.problem, call.row
+    problem = call.problem
+    row = call.row
     # From here on everything is a matrix: the leading dims are flattened to rows.
     k, n = weights[0].shape
-    m, num_parts = math.prod(x.shape[:-1]), 0 if split is None else split.num_parts
+    m = math.prod(x.shape[:-1])
+    num_parts = 0 if split is None else split.num_parts
     rows = x.reshape(m, k)
     parts = (num_parts,) if num_parts else ()
     accumulates = tuple(a.reshape(*parts, m, n) for a in accumulates)
@@ -111,7 +115,8 @@ def matmul(
                 choose(problem, call.target.num_cores) if row is None else row.config
             )
             problem.check(config)
-        config, is_named = config if chosen == "mosaic" else None, implementation is not None
+        config = config if chosen == "mosaic" else None
+        is_named = implementation is not None
         static = vjp.Call(
             form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype
         )
@@ -122,8 +127,12 @@ def matmul(
 
 
 def is_measured(*arrays: Any) -> bool:
-    """Return whether the table of measurements has a row for the target device of these arrays."""
-    target = target_of(*arrays)
+    """Return whether the table of measurements has a row for the target device of these arrays.
+
+    Args:
+      *arrays: arrays of one product, whose device counts.
+    """
+    target = find_target(*arrays)
     return any(
         (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()
     )
@@ -141,7 +150,17 @@ def is_faster(
 ) -> bool:
     """Return whether `matmul` would use the kernel for these arguments with `implementation=None`.
 
-    It does if a measurement shows that the kernel is faster. The arguments are those of `matmul`.
+    It does if a measurement shows that the kernel is faster. Only shapes, dtypes and devices
+    of the arrays matter.
+
+    Args:
+      x: activations `[..., K]`.
+      w: weight `[K, N]`, or a pair `(gate, up)`.
+      bias: bias `[N]`, a pair for two weights, or None.
+      activation: "gelu", "silu" or None.
+      accumulate: existing output `[..., N]`, a pair for two weights, or None.
+      preferred_element_type: dtype of the result, as in `matmul`.
+      split: how the arrays are split over a mesh, or None.
 
     Raises:
       ValueError: the arguments do not fit; see `matmul`.
@@ -204,7 +223,7 @@ def _describe(
         bias_dtype=biases[0].dtype if biases else None,
         accumulate_dtype=accumulate_dtype,
     )
-    target = target_of(x, *weights)
+    target = find_target(x, *weights)
     return _Call(problem, target, measured.find(measured.table(), problem, activation, target))
 
 
@@ -230,7 +249,8 @@ def _check(
         raise ValueError(
             f"matmul: {len(weights)} weights: one, or two for a gated product, are needed"
         )
-    k, n = ([*x.shape] or [0])[-1], ([*weights[0].shape] or [0])[-1]
+    k = ([*x.shape] or [0])[-1]
+    n = ([*weights[0].shape] or [0])[-1]
     if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed"

@@ -163,7 +163,8 @@ def chunk_columns(dtypes: Iterable[jnp.dtype], columns: int) -> int:
 def choose(problem: Problem, num_cores: int) -> Config:
     """Return the sizes that the closed form prefers, with as many stages as fit shared memory."""
     block_k = COLUMNS
-    best, best_cycles = None, math.inf
+    best = None
+    best_cycles = math.inf
     for block_m, block_n in BLOCKS:
         columns = block_n // problem.num_weights
         room = SHARED_BYTES - problem.epilogue_bytes(block_n)

@@ -101,7 +101,9 @@ def matmul(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return y[M, N] and, if `keeps_products`, the z_i[M, N], all in the result's dtype."""
     (m, k), n = x.shape, weights[0].shape[1]
-    more_m, more_k, more_n = -m % TILE_ROWS, -k % COLUMNS, -n % COLUMNS
+    more_m = -m % TILE_ROWS
+    more_k = -k % COLUMNS
+    more_n = -n % COLUMNS
     results = _kernel(
         form,
         config,
@@ -128,7 +130,8 @@ def _kernel(
     accumulates: Sequence[jax.Array],
     keeps_products: bool,
 ) -> list[jax.Array]:
-    m, n = x.shape[0], weights[0].shape[1]
+    m = x.shape[0]
+    n = weights[0].shape[1]
     columns = config.block_n // len(weights)
     chunk_n = chunk_columns(
         [form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns
@@ -231,8 +234,11 @@ class _Tiles:
     def __init__(
         self, config: Config, grid: tuple[int, int], num_steps: int, columns: int, num_clusters: int
     ):
-        self.config, self.grid, self.num_steps = config, grid, num_steps
-        self.columns, self.num_clusters = columns, num_clusters
+        self.config = config
+        self.grid = grid
+        self.num_steps = num_steps
+        self.columns = columns
+        self.num_clusters = num_clusters
         self.cluster = lax.axis_index("cluster")
         block = lax.axis_index("block") if config.cluster > 1 else 0
         self.block_m, self.block_n = (
@@ -290,7 +296,8 @@ def _load(
             # weights.
             x_shared = "block" if config.cluster_n > 1 else None
             w_shared = "block" if config.cluster_m > 1 else None
-            rows, columns = pl.ds(row, config.block_m), pl.ds(column, tiles.columns)
+            rows = pl.ds(row, config.block_m)
+            columns = pl.ds(column, tiles.columns)
             plgpu.copy_gmem_to_smem(
                 x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot], collective_axes=x_shared
             )
@@ -378,11 +385,15 @@ class _End:
         bias_barrier: Any,
         accumulate_barrier: Any,
     ):
-        self.form, self.chunk_n, self.columns = form, chunk_n, tiles.columns
+        self.form = form
+        self.chunk_n = chunk_n
+        self.columns = tiles.columns
         self.biases = list(zip(bias_gmems, bias_smems, strict=True))
         self.accumulates = list(zip(accumulate_gmems, accumulate_smems, strict=True))
-        self.result_gmems, self.result_smem = result_gmems, result_smem
-        self.bias_barrier, self.accumulate_barrier = bias_barrier, accumulate_barrier
+        self.result_gmems = result_gmems
+        self.result_smem = result_smem
+        self.bias_barrier = bias_barrier
+        self.accumulate_barrier = accumulate_barrier
         rows = tiles.config.block_m // WARPGROUPS
         self.chunks = [
             (r, c) for r in range(0, rows, CHUNK_M) for c in range(0, tiles.columns, chunk_n)

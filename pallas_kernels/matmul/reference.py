@@ -73,5 +73,6 @@ def product(x: jax.Array, w: jax.Array, num_parts: int, **options: Any) -> jax.A
     """Return x[M, K] w[K, N]; in P parts, x[M, P, K / P] w[P, K / P, N] -> y[P, M, N]."""
     if not num_parts:
         return jnp.dot(x, w, **options)
-    x, w = x.reshape(len(x), num_parts, -1), w.reshape(num_parts, -1, w.shape[1])
+    x = x.reshape(len(x), num_parts, -1)
+    w = w.reshape(num_parts, -1, w.shape[1])
     return jax.lax.dot_general(x, w, (((2,), (1,)), ((1,), (0,))), **options)

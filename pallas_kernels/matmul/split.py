@@ -76,11 +76,20 @@ class Split:
         return PartitionSpec(self.summed, *whole) if self.summed else PartitionSpec(*whole)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of pieces into which `axes` split a dim."""
+        """Return the number of pieces into which `axes` split a dim.
+
+        Args:
+          axes: names of mesh axes; none leave the dim in one piece.
+        """
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def shard(self, m: int, n: int, k: int) -> tuple[int, int, int]:
         """Return M, N and K of one device's product, from the full dims.
+
+        Args:
+          m: rows M of x and of the result.
+          n: columns N of w and of the result.
+          k: summed dim K.
 
         Raises:
           ValueError: a dim is not divisible by the devices along its axes.

@@ -104,10 +104,8 @@ class Call:
 
         # Nothing inside is differentiated, so varying axes need not be tracked, and without
         # tracking the accumulated array is updated in place.
-        ins, outs = (
-            (self.split.x, self.split.w, self.split.bias, self.split.y),
-            (self.split.y, self.split.y),
-        )
+        ins = (self.split.x, self.split.w, self.split.bias, self.split.y)
+        outs = (self.split.y, self.split.y)
         mapped = jax.shard_map(
             on_one_device, mesh=self.split.mesh, in_specs=ins, out_specs=outs, check_vma=False
         )
@@ -190,7 +188,8 @@ def _derivative_of_parts(
     # All parts have the same cotangent, present on every device. Without the constraint, the
     # partitioner might split another dim of its copies.
     dy = jax.lax.with_sharding_constraint(dy, NamedSharding(call.split.mesh, call.split.y))
-    xs, ws = x.reshape(len(x), count, -1), w.reshape(count, -1, w.shape[1])
+    xs = x.reshape(len(x), count, -1)
+    ws = w.reshape(count, -1, w.shape[1])
     dx = jnp.einsum("pmn,pkn->mpk", dy, ws, preferred_element_type=x.dtype)
     dw = jnp.einsum("mpk,pmn->pkn", xs, dy, preferred_element_type=x.dtype)
     return dx.reshape(x.shape), dw.reshape(w.shape)

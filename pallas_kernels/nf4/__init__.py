@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.dispatch import Implementation, find_target, resolve
 from pallas_kernels.nf4 import mosaic, reference, xla
 from pallas_kernels.nf4.reference import BLOCK, GROUP, Group
 from pallas_kernels.nf4.reference import NOT_FINITE as NOT_FINITE
@@ -64,7 +64,7 @@ class Nf4:
     means: jax.Array
 
 
-def group_of(rows: int, blocks: int) -> Group:
+def choose_group(rows: int, blocks: int) -> Group:
     """Return the largest group (rows, blocks) of at most 256 blocks for an array.
 
     It takes as many blocks of a row as divide the row's `blocks`, then as many rows as divide
@@ -106,7 +106,7 @@ def quantize_nf4(
     Args:
       x: array `[..., R, K]`: bfloat16, float16 or float32; K a multiple of 64.
       group: (r, c), the rows and the blocks per row whose scales share a step and a mean; divisors
-        of R (1 for a vector) and K / 64. None takes `group_of`. For pieces of an array, name a
+        of R (1 for a vector) and K / 64. None takes `choose_group`. For pieces of an array, name a
         group that divides each piece; otherwise the pieces' groups differ from the full array's.
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only
         by a `jax.jit` around it), or None to choose and log one.
@@ -130,7 +130,7 @@ def quantize_nf4(
         )
     per_row = x.shape[-1] // BLOCK
     rows = x.shape[-2] if x.ndim > 1 else 1
-    group = group_of(rows, per_row) if group is None else group
+    group = choose_group(rows, per_row) if group is None else group
     if not all(
         isinstance(n, int) and n > 0 and size % n == 0
         for n, size in zip(group, (rows, per_row), strict=True)
@@ -234,12 +234,14 @@ def _check(q: Nf4) -> None:
     """Raise ValueError if the arrays do not have the shapes and dtypes of `quantize_nf4`."""
     arrays = {"codes": q.codes, "scales": q.scales, "steps": q.steps, "means": q.means}
     dtypes = [jnp.uint8, jnp.int8, jnp.float32, jnp.float32]
-    ndim, fits = q.codes.ndim, [a.dtype for a in arrays.values()] == dtypes
+    ndim = q.codes.ndim
+    fits = [a.dtype for a in arrays.values()] == dtypes
     fits &= (
         ndim > 0 and all(a.ndim == ndim for a in arrays.values()) and q.steps.shape == q.means.shape
     )
     if fits:
-        grid, groups = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK), q.steps.shape
+        grid = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK)
+        groups = q.steps.shape
         fits &= (
             2 * q.codes.shape[-1] == grid[-1] * BLOCK
             and q.scales.shape == grid
@@ -279,7 +281,7 @@ def _choose(
     *arrays: Any,
 ) -> tuple[Implementation, Config | None]:
     """Return the implementation that runs, and the sizes of its kernel, or None."""
-    target = target_of(*arrays)
+    target = find_target(*arrays)
     refusals: dict[Implementation, str | None] = {
         "mosaic": refusal(problem, target),
         "xla": None,

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.dispatch import Implementation, find_target, resolve
 from pallas_kernels.quantize import mosaic, reference, xla
 from pallas_kernels.quantize.config import Config as Config
 from pallas_kernels.quantize.config import Problem, choose
@@ -173,7 +173,9 @@ def dequantize(
         raise ValueError(
             f"dequantize: dtype={dtype}: choose from {', '.join(map(str, mosaic.FLOATS))}"
         )
-    values, scales, block_size = q.values, q.scales, q.block_size
+    values = q.values
+    scales = q.scales
+    block_size = q.block_size
     form = FORMATS.get(values.dtype)
     if form is None or not values.ndim:
         raise ValueError(
@@ -220,7 +222,7 @@ def _choose(
     *arrays: Any,
 ) -> tuple[Implementation, Config | None]:
     """Return the implementation that runs, and the sizes of its kernel, or None."""
-    target = target_of(*arrays)
+    target = find_target(*arrays)
     refusals: dict[Implementation, str | None] = {
         "mosaic": mosaic.refusal(problem, target),
         "xla": None,

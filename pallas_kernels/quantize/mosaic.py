@@ -159,7 +159,8 @@ def stream(
     stride = num_blocks * config.num_warpgroups
 
     def body(*refs: Any) -> None:
-        in_gmems, out_gmems = refs[: len(arrays)], refs[len(arrays) :]
+        in_gmems = refs[: len(arrays)]
+        out_gmems = refs[len(arrays) :]
         warpgroup = lax.axis_index("warpgroup")
         first = lax.axis_index("block") * config.num_warpgroups + warpgroup
         count = (num_tiles - first + stride - 1) // stride
@@ -185,7 +186,8 @@ def stream(
                     load(slot, slot)
 
             def step(tile: Any, _: tuple[()]) -> tuple[()]:
-                slot, out_slot = lax.rem(tile, config.num_stages), lax.rem(tile, SLOTS)
+                slot = lax.rem(tile, config.num_stages)
+                out_slot = lax.rem(tile, SLOTS)
                 plgpu.barrier_wait(arrived(slot))
                 plgpu.wait_smem_to_gmem(
                     SLOTS - 1, wait_read_only=True

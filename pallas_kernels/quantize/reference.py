@@ -124,7 +124,8 @@ class Format:
         Args:
           largest: largest magnitude of the block's elements as the bits of float32, int32[..].
         """
-        is_finite, is_zero = largest < EXPONENT, largest < SMALLEST
+        is_finite = largest < EXPONENT
+        is_zero = largest < SMALLEST
         mask = jnp.where(is_finite, jnp.where(is_zero, 0, -1), 0)
         # Blocks that do not count also divide by a number: use one that gives neither NaN nor
         # infinity.

@@ -185,7 +185,7 @@ def test_argument_bytes_equal_the_account(capfd, kind, stage):
 def test_stage_3_gathers_a_layer_at_a_time(capfd, kind):
     c = compile_step(capfd, kind, stage=3)
     # From 0.11 on, XLA starts the gathers of separate blocks earlier: a limit of this version,
-    # described in docs/limits.md.
+    # described in docs/gather_on_use.md.
     ahead = (
         0
         if kind == "layered" or jax.__version_info__ < (0, 11)

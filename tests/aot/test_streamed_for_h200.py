@@ -458,7 +458,7 @@ def test_a_head_that_is_larger_than_a_layer_crosses_the_link_beside_the_products
         for op in ops
         if (op.verb, op.record.leaves) == ("load", HEAD_PIECES)
     }
-    ticks = [phase.ticks_of(HEAD_PIECES, verb) for verb in ("load", "store")]
+    ticks = [phase.list_ticks(HEAD_PIECES, verb) for verb in ("load", "store")]
     assert (loads, ticks) == ({3 * of_piece}, [list(range(8)), list(range(1, 9))])  # of 12 ticks
     spans = [
         s

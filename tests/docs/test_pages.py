@@ -71,6 +71,56 @@ def test_every_page_is_in_the_site():
             assert f"\n{path}\n" in site, path
 
 
+FEATURES = (
+    *("stages", "offload", "nvme", "checkpoints", "activations", "precision", "tiling"),
+    *("linear_cross_entropy", "recipes", "faults", "fine_tuning", "fine_tuning_data"),
+    *("generation", "planner", "aot", "predictions", "gather_on_use", "kernels", "models"),
+    *("examples", "program"),
+)
+ROWS = ("When to use it", "What it costs", "What it excludes", "How sure it is")
+REFUSALS = {  # words of the matrix's reason -> the page that excludes it, and its words
+    "params off the device": ("stages", "parameters off the device"),
+    "gather_ahead=True": ("stages", "`gather_ahead`"),
+    "params='nvme'": ("nvme", "`delayed_update`"),
+    "grads='nvme'": ("nvme", "`delayed_update`"),
+    "opt_state_device_fraction=0.5": ("offload", "`opt_state_device_fraction` excludes"),
+    "delayed_update=True needs": ("offload", '`update="in_backward"` excludes'),
+    "clip_norm=1.0": ("offload", "`clip_norm`"),
+    "precision='fp16'": ("precision", 'fp16 excludes `update="in_backward"`'),
+    "activations='nvme'": ("activations", '`activations="nvme"` excludes `delayed_update`'),
+}
+
+
+def rows_of(name):
+    """Return the rows of the table with which a page begins, as (heading, text)."""
+    page = (blocks.ROOT / f"docs/{name}.md").read_text()
+    return re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", page.split("\n## ")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_page_begins_with_the_same_table(name):
+    rows = rows_of(name)
+    assert tuple(heading for heading, _ in rows) == ROWS
+    assert all(text.strip() for _, text in rows)
+
+
+def test_pages_exclude_what_the_matrix_refuses():
+    matrix = (blocks.ROOT / "docs/reference/compatibility.md").read_text()
+    reasons = re.findall(r"^\| [a-z] \|.*\| (.+) \|$", matrix, re.MULTILINE)
+    assert len(reasons) == len(REFUSALS)
+    for reason, (words, (page, excluded)) in zip(reasons, REFUSALS.items(), strict=True):
+        assert words in reason
+        assert excluded in dict(rows_of(page))["What it excludes"], f"{page}: {reason}"
+
+
+def test_files_that_how_it_works_names_exist():
+    page = (blocks.ROOT / "docs/how_it_works.md").read_text()
+    paths = re.findall(r"`((?:zerojax|host_offload|pallas_kernels|tests)/[\w/.]*)`", page)
+    assert len(paths) > 40
+    for path in paths:
+        assert (blocks.ROOT / path).exists(), path
+
+
 def test_config_page_is_what_the_docstrings_say():
     path = blocks.ROOT / "docs/generate_config.py"
     spec = importlib.util.spec_from_file_location("generate_config", path)

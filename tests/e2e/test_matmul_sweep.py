@@ -92,7 +92,7 @@ class Contender:
 @pytest.fixture
 def made_up(monkeypatch):
     """Return a function that sweeps with made-up times."""
-    monkeypatch.setattr(matmul_sweep, "target_of", lambda *_: H200)
+    monkeypatch.setattr(matmul_sweep, "find_target", lambda *_: H200)
     monkeypatch.setattr(
         Product, "step", lambda _, implementation, config=None: (implementation, config)
     )

@@ -331,7 +331,7 @@ class Episode:
     def probe(self) -> None:
         """Measure the disk; this never fails."""
         tuning._tune.cache_clear()
-        path = self.program.swap.engine.store_of(
+        path = self.program.swap.engine.find_store(
             next(iter(self.program.swap.engine.kinds())), 0
         ).path
         result, error = self.attempt(

@@ -171,7 +171,7 @@ class Toy:
             engine.check()
             for records in self.program.swap.disk.kinds.values():
                 for rank in self.program.swap.disk.ranks() if records.lifetime == "state" else ():
-                    store = engine.store_of(records.kind, rank)
+                    store = engine.find_store(records.kind, rank)
                     for layer in range(store.num_layers):
                         views = store.format.views(np.fromfile(store.record_path(layer), np.uint8))
                         found |= {

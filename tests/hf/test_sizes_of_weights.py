@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
 from zerojax.hf import Lora, config_of, model_of
-from zerojax.hf.importing import STACK, params_of
+from zerojax.hf.importing import STACK, list_params
 
 need("torch", "transformers")
 
@@ -131,5 +131,5 @@ def test_the_table_of_sizes_is_that_of_the_model(tmp_path, case):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             found[stem + jax.tree_util.keystr(path, simple=True, separator=".")] = leaf.shape
     assert {
-        name: tuple(size.number for size in dims) for name, dims in params_of(config).items()
+        name: tuple(size.number for size in dims) for name, dims in list_params(config).items()
     } == found

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import hlo
-from zerojax.hlo.groups import devices_of
+from zerojax.hlo.groups import read_devices
 from zerojax.hlo.parse import Instruction
 
 AXES = ("data", "fsdp", "tensor")
@@ -23,7 +23,7 @@ GLOBAL = ", use_global_device_ids=true"
 
 
 def axes(groups, mesh=MESH, kind="all-reduce", header=HEADER, more=GLOBAL):
-    of = devices_of(header.format(mesh.size), mesh)
+    of = read_devices(header.format(mesh.size), mesh)
     return of.axes(
         kind, Instruction("r", "f32[4]", kind, f"%x), channel_id=1, {groups}{more}, to_apply=%add")
     )
@@ -125,7 +125,7 @@ def test_groups_count_partitions_replicas_or_devices():
     replicas = "HloModule step, replica_count=4, num_partitions=2\n"
     assert axes("replica_groups={{0,1},{2,3}}", header=replicas, more="") == "fsdp+tensor"
     assert axes("replica_groups={{0,1}}", header=replicas, kind="all-to-all", more="") == "tensor"
-    of = devices_of(replicas, MESH)
+    of = read_devices(replicas, MESH)
     assert (
         of.axes("all-reduce", Instruction("r", "", "", "%x), replica_groups={{0,2},{1,3}}"))
         == "data"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.jaxprs import FlatJaxpr, dtype_of_products, evaluate, flatten, flops_of, read
+from zerojax.jaxprs import FlatJaxpr, count_flops, dtype_of_products, evaluate, flatten, read
 
 
 def flat(function: Any, *args: Any, **options: Any) -> FlatJaxpr:
@@ -129,7 +129,9 @@ def test_flops_of_products(function, shapes, expected):
     jaxpr = jax.make_jaxpr(function)(
         *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     )
-    assert sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions) == expected
+    assert (
+        sum(count_flops(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions) == expected
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -147,5 +149,5 @@ def test_dtype_of_products_is_found_inside_of_loops(dtype):
         )
 
     args = (jnp.float32(2), jnp.ones((8, 8), dtype), jnp.ones((3, 8, 8), dtype))
-    products = [e for e in jax.make_jaxpr(f)(*args).eqns if flops_of(e)]
+    products = [e for e in jax.make_jaxpr(f)(*args).eqns if count_flops(e)]
     assert [dtype_of_products(e) for e in products] == [dtype]

@@ -19,9 +19,9 @@ from zerojax.jaxprs import (
     Instruction,
     checkpointed,
     entered,
+    list_regions,
     rebind,
     rebind_scan,
-    regions_of,
     trace,
 )
 
@@ -68,9 +68,9 @@ def run_with(
         for i in instructions:
             ins = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
             outs = (
-                apply(i, ins) if regions_of(i.eqn) else i.eqn.primitive.bind(*ins, **i.eqn.params)
+                apply(i, ins) if list_regions(i.eqn) else i.eqn.primitive.bind(*ins, **i.eqn.params)
             )
-            is_list = i.eqn.primitive.multiple_results or regions_of(i.eqn)
+            is_list = i.eqn.primitive.multiple_results or list_regions(i.eqn)
             slots.update(zip(i.outs, outs if is_list else [outs], strict=True))
 
     return program.run(values, evaluator)
@@ -80,11 +80,11 @@ def run_with(
 @pytest.mark.parametrize("factor", [1, 3])
 def test_rebind_applies_an_equation_around_other_functions(function: Any, factor: int) -> None:
     program, _ = trace(function, X, X + 1)
-    held = [i for i in program.instructions if regions_of(i.eqn)]
+    held = [i for i in program.instructions if list_regions(i.eqn)]
     assert len(held) == 1
 
     def apply(i: Instruction, values: Arrays) -> Arrays:
-        functions = [times(region.flatten().run) for region in regions_of(i.eqn)]
+        functions = [times(region.flatten().run) for region in list_regions(i.eqn)]
         return rebind(i.eqn, functions, values)
 
     def times(run: Function) -> Function:
@@ -110,11 +110,11 @@ def test_rebind_makes_the_equation_that_was_there(function: Any) -> None:
     program, _ = trace(function, X, X + 1)
 
     def apply(i: Instruction, values: Arrays) -> Arrays:
-        return rebind(i.eqn, [region.flatten().run for region in regions_of(i.eqn)], values)
+        return rebind(i.eqn, [region.flatten().run for region in list_regions(i.eqn)], values)
 
     again, _ = trace(lambda *args: run_with(program, apply, args), X, X + 1)
     (was,), (now,) = (
-        [i.eqn for i in p.instructions if regions_of(i.eqn)] for p in (program, again)
+        [i.eqn for i in p.instructions if list_regions(i.eqn)] for p in (program, again)
     )
     assert was.primitive.name == now.primitive.name
     for name in (
@@ -134,7 +134,7 @@ def test_rebind_makes_the_equation_that_was_there(function: Any) -> None:
 def test_a_scan_is_entered_with_constants_that_are_no_arrays() -> None:
     program, _ = trace(scanned, X, X + 1)
     (i,) = (i for i in program.instructions if i.eqn.primitive.name == "scan")
-    (region,) = regions_of(i.eqn)
+    (region,) = list_regions(i.eqn)
     carry, rows = [X, 2 * X], jnp.stack([X, X + 1, X * X])
     num_consts = region.carried.start
     assert num_consts == 1
@@ -153,20 +153,20 @@ def test_a_scan_is_entered_with_constants_that_are_no_arrays() -> None:
 def test_a_body_is_transformed_as_a_whole() -> None:
     program, _ = trace(scanned, X, X + 1)
     (i,) = (i for i in program.instructions if i.eqn.primitive.name == "scan")
-    region, values = regions_of(i.eqn)[0], [X + 1, X, 2 * X, jnp.stack([X, X, X])]
+    region, values = list_regions(i.eqn)[0], [X + 1, X, 2 * X, jnp.stack([X, X, X])]
 
     def run(*values: Any) -> Any:
         return rebind_scan(i.eqn, region.flatten().run, values, around=jax.checkpoint)
 
     (scan,) = (i for i in trace(run, *values)[0].instructions if i.eqn.primitive.name == "scan")
-    inside = regions_of(scan.eqn)[0].flatten()
+    inside = list_regions(scan.eqn)[0].flatten()
     assert [i.eqn.primitive.name for i in inside.instructions] == ["remat2"]
 
 
 def test_reached_follows_what_goes_around_a_loop() -> None:
     program, _ = trace(scanned, X, X + 1)
     (i,) = (i for i in program.instructions if i.eqn.primitive.name == "scan")
-    (region,) = regions_of(i.eqn)
+    (region,) = list_regions(i.eqn)
     inner = region.flatten()
     first, second = (inner.inputs[p] for p in region.carried)
     # The weight reaches the second carry immediately, and the first an iteration later.
@@ -207,9 +207,9 @@ def test_a_while_and_an_unknown_equation_have_no_regions() -> None:
     program, _ = trace(lambda x: jax.lax.while_loop(lambda x: x[0] < 3, lambda x: x + 1, x), X)
     (i,) = program.instructions
     assert i.has_jaxpr
-    assert regions_of(i.eqn) == []
+    assert list_regions(i.eqn) == []
     (sine,) = trace(jnp.sin, X)[0].instructions
-    assert regions_of(sine.eqn) == []
+    assert list_regions(sine.eqn) == []
 
 
 def test_the_table_of_what_is_entered_reads_as_its_data() -> None:

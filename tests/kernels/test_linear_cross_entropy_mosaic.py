@@ -124,7 +124,7 @@ def test_loss_kernels_on_split_arrays_are_joined_as_on_one_device(monkeypatch, a
     monkeypatch.setattr(mosaic_kernels, "forward", forward)
     monkeypatch.setattr(mosaic_kernels, "backward", backward)
     monkeypatch.setattr(
-        op, "target_of", lambda *_: dispatch.Target("NVIDIA H200", "gpu", 132, is_hopper=True)
+        op, "find_target", lambda *_: dispatch.Target("NVIDIA H200", "gpu", 132, is_hopper=True)
     )
     size = math.prod(axes.values())
     mesh = zj.make_mesh(**{"data": 1, "fsdp": 1} | axes, devices=jax.devices()[:size])
@@ -270,7 +270,7 @@ def test_parts_of_the_vocabulary_chosen_are_never_empty_and_keep_tokens_in_the_c
     tokens, hidden, vocab, cores
 ):
     config = KernelConfig(num_cores=cores)
-    num_parts, num_tiles = config.parts_of(tokens, hidden, vocab), -(-vocab // config.block_v)
+    num_parts, num_tiles = config.count_parts(tokens, hidden, vocab), -(-vocab // config.block_v)
     tiles_a_part = -(-num_tiles // num_parts)
     assert (num_parts - 1) * tiles_a_part < num_tiles <= num_parts * tiles_a_part
     together = 2 * min(cores, -(-tokens // ROWS)) * ROWS * hidden / num_parts

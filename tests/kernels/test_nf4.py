@@ -15,7 +15,7 @@ import pytest
 from devices import on_gpu
 
 from pallas_kernels import dispatch
-from pallas_kernels.nf4 import Config, Nf4, _problem, dequantize_nf4, group_of, quantize_nf4
+from pallas_kernels.nf4 import Config, Nf4, _problem, choose_group, dequantize_nf4, quantize_nf4
 from pallas_kernels.nf4.reference import LEVELS, MIDPOINTS, dequantize_scales, quantize_scales
 from pallas_kernels.quantize.config import choose
 from pallas_kernels.shared_memory import SHARED_BYTES
@@ -363,4 +363,4 @@ def test_nf4_group_is_the_largest_divisor_up_to_256():
         (4096, 8): (32, 8),
         (7, 257): (7, 1),
     }
-    assert {case: group_of(*case) for case in cases} == cases
+    assert {case: choose_group(*case) for case in cases} == cases

@@ -77,7 +77,7 @@ def test_a_budget_of_the_peak_is_enough_and_a_byte_less_is_not(case, tmp_path):
 def test_a_delayed_update_is_listed_once_for_each_record(tmp_path):
     with build(DELAYED, tmp_path) as program:
         operations = program.operations(toys.batches(1)[0])
-        leaves = [program.layout.all_leaves[i].name for i in program.layout.ends]
+        leaves = [program.layout.all_leaves[i].name for i in program.layout.unstacked]
     updates = [
         (op.record.leaves, op.number)
         for part in operations.parts
@@ -102,7 +102,7 @@ def test_a_table_names_leaves_and_says_what_a_tick_computes(tmp_path):
     assert "  1 tick ahead" in table
     assert " 1 ticks" not in table
     assert repr(operations).startswith(
-        "<StepPlan of embed, forward, head, backward, embed_backward, update, ends"
+        "<StepPlan of embed, forward, head, backward, embed_backward, update, unstacked"
     )
 
 
@@ -117,10 +117,10 @@ def test_lanes_and_phases_that_do_not_exist_are_refused(tmp_path):
     with pytest.raises(ValueError, match="called='yes': True, False or None is needed"):
         operations.moved("up", called="yes")
     with pytest.raises(
-        ValueError, match=r"phase 'forwards': this step has embed, forward, .*, ends"
+        ValueError, match=r"phase 'forwards': this step has embed, forward, .*, unstacked"
     ):
-        operations.peak_of("forwards")
-    assert operations.peak_of("forward") > 0
+        operations.find_peak("forwards")
+    assert operations.find_peak("forward") > 0
 
 
 def test_both_directions_sum_up(tmp_path):

@@ -15,7 +15,7 @@ from devices import on_gpu
 from pallas_kernels.dispatch import Target
 from zerojax import aot
 from zerojax.hf import attention
-from zerojax.jaxprs import flatten, flops_of
+from zerojax.jaxprs import count_flops, flatten
 
 
 def traced(implementation, dtype=jnp.bfloat16, width=64):
@@ -99,7 +99,7 @@ def test_where_cudnn_refuses_a_small_attention_xlas_is_taken_and_the_reason_logg
     monkeypatch, caplog
 ):
     """Without a GPU, JAX refuses to compile cuDNN's attention, like a cuDNN without a kernel."""
-    monkeypatch.setattr(attention, "_device_of", lambda target: jax.devices()[0])
+    monkeypatch.setattr(attention, "_find_local_device", lambda target: jax.devices()[0])
     for cached in (attention.takes_cudnn, attention._log_choice, attention.cudnn_refusal):
         cached.cache_clear()
     with caplog.at_level(logging.INFO, logger="zerojax"), on_gpu("NVIDIA H200"):
@@ -137,7 +137,7 @@ def test_flops_of_cudnns_attention(h200_compiler):
         attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options)
         with on_gpu(aot.CHIPS["h200"].device_kinds[0]):
             jaxpr = jax.make_jaxpr(function(attend))(q, kv, kv)
-        return sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions)
+        return sum(count_flops(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions)
 
     scores = 2 * 4 * 16 * 8
     assert flops(lambda attend: attend) == 2 * 2 * scores * 64

@@ -94,7 +94,7 @@ def test_updating_in_parts_equals_updating_the_tree(name):
             dict(zip(update.opt_map.shared, update((), (), (), (), shared, loss)[2], strict=True)),
         )
         for part in ((0,), (1, 2)):
-            own = update.opt_map.states_of(part)
+            own = update.opt_map.list_state_leaves(part)
             pick = lambda t, part=part: [jax.tree.leaves(t)[i] for i in part]  # noqa: E731
             moved, states, scalars = update(
                 part, pick(grads), pick(params), [leaves[i] for i in own], shared, loss
@@ -114,7 +114,7 @@ def test_rows_of_a_leaf_get_what_they_get_in_the_whole(name):
     tx, state = ELEMENTWISE[name], ELEMENTWISE[name].init(PARAMS)
     update = elementwise_update(tx, ABSTRACT, "opt_state='pinned_host'", NO_STACKS)
     leaves, grad, loss = jax.tree.leaves(state), jnp.sin(PARAMS["a"]), jnp.float32(1)
-    own, shared = update.opt_map.states_of((0,)), [leaves[j] for j in update.opt_map.shared]
+    own, shared = update.opt_map.list_state_leaves((0,)), [leaves[j] for j in update.opt_map.shared]
     whole = update((0,), [grad], [PARAMS["a"]], [leaves[j] for j in own], shared, loss)
     for rows in (slice(0, 1), slice(3, 8)):
         first = update.first_states((0,), [PARAMS["a"][rows]])

@@ -306,7 +306,7 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         shared = [leaves[i] for i in update.opt_map.shared]
         pieces_of: list[list[Any]] = [[slice(layer, layer + 1) for layer in range(8)], [...], [...]]
         for leaf, cuts in enumerate(pieces_of):
-            own = update.opt_map.states_of((leaf,))
+            own = update.opt_map.list_state_leaves((leaf,))
             pieces: list[list[Any]] = []
             of_leaf: list[Any] = [
                 jax.tree.leaves(grads)[leaf],

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import aot, hlo, planner
-from zerojax.chips import CHIPS, RESERVED_BYTES, chip_of
+from zerojax.chips import CHIPS, RESERVED_BYTES, find_chip
 from zerojax.machines import machine_of
 
 ATTAINED = {"v100-32": 70e12}
@@ -38,7 +38,7 @@ def test_planner_and_predictions_read_the_table(name):
         (hlo.RATES[name].link, chip.link_rate),
     )
     assert all(0.5 < rate / peak < 1 for rate, peak in attained)
-    assert all(chip_of(kind) is chip and machine_of(kind) == name for kind in chip.device_kinds)
+    assert all(find_chip(kind) is chip and machine_of(kind) == name for kind in chip.device_kinds)
 
 
 @pytest.mark.parametrize("name", [*aot.CHIPS])
@@ -95,4 +95,4 @@ def test_no_two_chips_have_a_name_in_common():
     kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
     assert len(set(kinds)) == len(kinds)
     assert set(CHIPS) <= set(planner.NAMED)
-    assert chip_of("NVIDIA H300") is None
+    assert find_chip("NVIDIA H300") is None

@@ -16,7 +16,7 @@ import pytest
 
 from zerojax.choice import choice
 from zerojax.choice.choice import Problem, Solver, by_greedy, by_milp, predicted_seconds, uniform
-from zerojax.choice.choice_problem import choice_of, seconds_of
+from zerojax.choice.choice_problem import build_choice, compute_seconds
 from zerojax.choice.choice_program import ChoiceProgram
 from zerojax.choice.layer_choices import LayerOption, Value, layer_front, layer_options
 from zerojax.choice.least_bytes import least_peak
@@ -93,7 +93,7 @@ def fitting(problem):
 def least_seconds(problem):
     """Return the fewest seconds of all assignments that fit, or None."""
     found = list(fitting(problem))
-    return float(seconds_of(problem, np.array(found)).min()) if found else None
+    return float(compute_seconds(problem, np.array(found)).min()) if found else None
 
 
 def simulate(problem, assignment):
@@ -234,7 +234,7 @@ def test_choice_tells_its_bytes_and_segments():
         ticks, host = bytes_at_ticks(problem, found.assignment)
         assert (found.device_bytes, found.host_bytes) == (max(ticks), host)
         assert found.segments == ((4, found.assignment[0]),)
-    found = choice_of(problem, [1, 1, 0, 1], Solver(text="by hand", gap=math.inf, seconds=0.0))
+    found = build_choice(problem, [1, 1, 0, 1], Solver(text="by hand", gap=math.inf, seconds=0.0))
     ticks, host = bytes_at_ticks(problem, found.assignment)
     assert (found.device_bytes, found.host_bytes) == (max(ticks), host)
     assert found.segments == ((2, 1), (1, 0), (1, 1))

@@ -124,7 +124,7 @@ def both(
     with jax.set_mesh(mesh):
         counted = program_memory(parts.records, parts.step, abstract_batch(BATCH, mesh))
     workload = workload_of(name, config.precision, data, fsdp)
-    return estimate(workload, config, traced.grid_of(mesh), MACHINE, shares_cores=True), counted
+    return estimate(workload, config, traced.build_grid(mesh), MACHINE, shares_cores=True), counted
 
 
 def assert_equal(estimated: Any, counted: Any) -> None:

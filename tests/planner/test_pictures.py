@@ -13,10 +13,10 @@ import pytest
 import zerojax as zj
 from host_offload.schedule import LANES, StepPlan, build_schedule
 from zerojax.costs.timing import LayerWork, PhaseTime, Span, StepTime, step_time
-from zerojax.machines import size_of
+from zerojax.machines import format_bytes
 from zerojax.planner import charts, plan
 from zerojax.planner.charts import CHAR, KINDS, LEFT, RIGHT, WIDTH, round_ticks
-from zerojax.planner.lanes import TALL, boxes_of, draw_step
+from zerojax.planner.lanes import TALL, build_boxes, draw_step
 from zerojax.planner.pictures import draw_tiers
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -95,7 +95,7 @@ def test_pictures_stripes_are_as_wide_as_their_bytes(trillion, drawn):
             (float(s.get("x")), float(s.get("x")) + float(s.get("width"))) for s in stripes
         )
         assert all(b[0] == pytest.approx(a[1], abs=0.01) for a, b in itertools.pairwise(ends))
-    told = f"{size_of(sum(trillion.bytes['device'].values()))} of {size_of(trillion.capacity['device'])}"
+    told = f"{format_bytes(sum(trillion.bytes['device'].values()))} of {format_bytes(trillion.capacity['device'])}"
     assert told in words(with_id(drawn, "bytes-device"))
 
 
@@ -156,7 +156,7 @@ def test_pictures_boxes_are_where_the_work_is():
         Span("read", str(k), float(b - s), float(b), n)
         for n, (k, s, b) in enumerate(zip(labels, seconds, stops, strict=True))
     ]
-    boxes = boxes_of(spans, grain)
+    boxes = build_boxes(spans, grain)
     assert sum(box.seconds for box in boxes) == pytest.approx(seconds.sum())
     assert 2 < len(boxes) < 400
     for box in boxes:

@@ -16,7 +16,7 @@ from zerojax.planner import Plan, PlanError
 from zerojax.planner.candidates import MIN_GAIN, Bound, Candidate, Space
 from zerojax.planner.planner import Planner
 from zerojax.planner.search import Exact, Search, disk_days
-from zerojax.planner.segments import _segment, mix, options_of, with_options
+from zerojax.planner.segments import _segment, list_options, mix, with_options
 
 SIZES = zj.Sizes(layers=16, hidden=256, heads=4, seq=64, batch=4, vocab=1024)
 STATE = 16 * SIZES.num_params  # bytes: in bfloat16 with Adam
@@ -377,7 +377,7 @@ def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
     """
     planner = Planner(SIZES, None, None, None, lab(), dict(FEW), None)
     search, (stack,) = Search(planner.space(), planner.limits), planner.workload.stacks
-    options = options_of(search.space)
+    options = list_options(search.space)
     assert len(options) > 4
     for option in options:
         segments = (

@@ -254,7 +254,7 @@ class Step(Simulation):
             down = leaf.sizes["handed"] + (0 if has_master else leaf.sizes["weights"])
             self.share({"up": leaf.sizes["made"], "down": down, "read": read, "write": write})
             return self.update_on_host(
-                "ends", leaf.tiers, leaf.sizes, ends.host, has_master, self.last
+                "unstacked", leaf.tiers, leaf.sizes, ends.host, has_master, self.last
             )
         on_disk = {kind: n if leaf.tiers.get(kind) == N else 0 for kind, n in away.items()}
         both = {"read": on_disk["opt_state"] + (0 if has_master else on_disk["params"])}
@@ -430,7 +430,7 @@ def random_step(seed: int) -> dict[str, Any]:
             host=seconds_of_host,
         ))  # fmt: skip
     leaf = UnstackedLeaf(
-        "ends",
+        "unstacked",
         tiers,
         {kind: draw.randint(0, 3) for kind in ("params", "opt_state", "handed", "weights", "made")},
     )
@@ -440,7 +440,7 @@ def random_step(seed: int) -> dict[str, Any]:
     return {
         "steps": StepPlan(schedules, build_unstacked([leaf], master, host)),
         "layers": works,
-        "ends": ends,
+        "unstacked": ends,
         "leaf": leaf,
         "wires": Wires(**{name: draw.choice([5.0, 50.0, 500.0]) * (0.5 + draw.random()) for name in rates},
                        shares_cores=shares_cores),
@@ -450,13 +450,13 @@ def random_step(seed: int) -> dict[str, Any]:
 
 def predicted(step: Any) -> Any:
     return step_time(
-        step["steps"], step["layers"], step["ends"], step["wires"], repeats=step["repeats"]
+        step["steps"], step["layers"], step["unstacked"], step["wires"], repeats=step["repeats"]
     )
 
 
 def simulation_of(step: Any) -> Step:
     layers = list(zip(step["steps"].stacks.values(), step["layers"], strict=True))
-    return Step(layers, (step["ends"], step["leaf"]), step["wires"], step["repeats"])
+    return Step(layers, (step["unstacked"], step["leaf"]), step["wires"], step["repeats"])
 
 
 def check_step(seed: int) -> None:
@@ -497,14 +497,14 @@ BYTE_A_SECOND = Wires(up=1, down=1, link_both=2, read=1, write=1, disk_both=2)
 
 def run_of(
     num_layers: int, work: LayerWork | None = None, distance: int = 0, wires: Wires = BYTE_A_SECOND, *,
-    ends: UnstackedWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
+    unstacked: UnstackedWork | None = None, repeats: int = 1, sizes: Any = None, **fields: Any,
 ) -> Any:  # fmt: skip
     """Return the seconds of one range of layers at a byte per second; other leaves move nothing."""
     schedule = build_schedule(
         num_layers, distance, regathers=True, record_bytes=sizes or {}, **fields
     )
-    steps = StepPlan({"": schedule}, build_unstacked([UnstackedLeaf("ends", {}, {})], True))
-    return step_time(steps, [work or LayerWork()], ends, wires, repeats=repeats)
+    steps = StepPlan({"": schedule}, build_unstacked([UnstackedLeaf("unstacked", {}, {})], True))
+    return step_time(steps, [work or LayerWork()], unstacked, wires, repeats=repeats)
 
 
 def test_step_of_resident_layers_takes_what_they_compute():
@@ -589,7 +589,7 @@ def test_step_is_no_shorter_than_what_the_disk_has_to_do():
 
 
 def test_step_reads_back_what_was_stored_before():
-    """Forward's last store ends at 10 s; backward loads that record first."""
+    """Forward's last store unstacked at 10 s; backward loads that record first."""
     work, wires = LayerWork(forward=1, backward=1), Wires(down=1, up=6, link_both=7)
     for tier in (H, N):
         time = run_of(3, work, 1, wires, sizes={"activations": 3}, tiers={"activations": tier})
@@ -690,7 +690,7 @@ def test_repeats_run_forward_and_backward_again_and_update_once():
         LayerWork(forward=1, backward=2, update=4, reduce=0.5),
         UnstackedWork(embed=0.25, head=0.5, embed_backward=0.25, update=1),
     )
-    once, thrice = (run_of(3, work, ends=ends, repeats=n) for n in (1, 3))
+    once, thrice = (run_of(3, work, unstacked=ends, repeats=n) for n in (1, 3))
     assert thrice.seconds - once.seconds == 2 * (
         3 * 1 + 3 * 2 + 1
     )  # reductions are hidden, except for part of the last one

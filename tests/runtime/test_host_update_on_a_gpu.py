@@ -46,18 +46,18 @@ def on_gpu(monkeypatch, cuda):
         self.hands_over = False
 
     monkeypatch.setattr(HostState, "__init__", init)
-    monkeypatch.setattr(on_host, "link_of", lambda platform: link.CudaLink())
+    monkeypatch.setattr(on_host, "find_link", lambda platform: link.CudaLink())
     for module in (link, on_host, queued, gpu_worker, gpu_copies):
         for name, of in (
             ("driver", lambda: driver),
             ("pointer", lambda buffer: np.asarray(buffer).ctypes.data),
             ("pointers", lambda buffers: [np.asarray(buffer).ctypes.data for buffer in buffers]),
-            ("stream_of", lambda context: 0),
+            ("find_stream", lambda context: 0),
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, of)
     monkeypatch.setattr(
-        "host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, driver)
+        "host_offload.engine.ops.build_copies", lambda devices: GpuCopies(devices, driver)
     )
 
 

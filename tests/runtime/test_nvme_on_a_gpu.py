@@ -65,7 +65,7 @@ class Simulated:
             monkeypatch.setattr(Driver, name, self._noted(getattr(Driver, name), "driver"))
         monkeypatch.setattr(Engine, "_later", self._noted(Engine._later, "thread"))
         monkeypatch.setattr(
-            "host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, self.driver)
+            "host_offload.engine.ops.build_copies", lambda devices: GpuCopies(devices, self.driver)
         )
         address = lambda buffer: np.asarray(buffer).ctypes.data  # noqa: E731
         monkeypatch.setattr(
@@ -73,11 +73,11 @@ class Simulated:
         )
         for module in (gpu_copies, log):
             monkeypatch.setattr(module, "pointer", address)
-            monkeypatch.setattr(module, "stream_of", lambda context: 0)
+            monkeypatch.setattr(module, "find_stream", lambda context: 0)
         # Both devices use stream 0, which runs its calls immediately, so the stream does not
         # identify the device.
         monkeypatch.setattr(
-            log.CallLog, "rank_of", lambda log, context, where: int(np.asarray(where)[0])
+            log.CallLog, "find_rank", lambda log, context, where: int(np.asarray(where)[0])
         )
         entries = log.CallLog.entries
 
@@ -137,16 +137,16 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
 
 
 def test_an_order_that_the_log_contradicts_is_an_error(tmp_path, monkeypatch):
-    simulated, rank_of = Simulated(monkeypatch), log.CallLog.rank_of
+    simulated, find_rank = Simulated(monkeypatch), log.CallLog.find_rank
 
     def swapped(calls, context, where):  # moves the other device's records
         return (
-            1 - rank_of(calls, context, where)
+            1 - find_rank(calls, context, where)
             if simulated.is_step
-            else rank_of(calls, context, where)
+            else find_rank(calls, context, where)
         )
 
-    monkeypatch.setattr(log.CallLog, "rank_of", swapped)
+    monkeypatch.setattr(log.CallLog, "find_rank", swapped)
     with pytest.raises(
         SwapError, match=r"call 1 of a step was for device \d and not \d as scheduled.*disk is lost"
     ):

@@ -174,7 +174,7 @@ def test_a_signal_in_the_middle_of_a_program_waits_for_its_end(
 def count_calls(program, monkeypatch, at, do):
     """Call `act` in a callback; callbacks are slow from then on."""
     swap, calls = program.layout.disk.swap, []
-    engine_of = swap.engine_of
+    find_engine = swap.find_engine
 
     def counted(number):
         calls.append(number)
@@ -182,9 +182,9 @@ def count_calls(program, monkeypatch, at, do):
             do()
         if len(calls) >= at:
             time.sleep(0.01)
-        return engine_of(number)
+        return find_engine(number)
 
-    monkeypatch.setattr(swap, "engine_of", counted)
+    monkeypatch.setattr(swap, "find_engine", counted)
     return calls
 
 

@@ -199,7 +199,7 @@ def ends_of(phase):
     The result is (leaves, first tick of their loads, last tick of their stores).
     """
     found = [
-        (leaves, phase.ticks_of(leaves, "load"), phase.ticks_of(leaves, "store"))
+        (leaves, phase.list_ticks(leaves, "load"), phase.list_ticks(leaves, "store"))
         for leaves in (HEAD, LATE_UNSTACKED)
     ]
     return [(leaves, loads[0], stores[-1]) for leaves, loads, stores in found if loads]
@@ -231,7 +231,7 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
     )
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes}
     ends = [UnstackedMove(HEAD, (30,)), UnstackedMove(LATE_UNSTACKED, (7,))]
-    late = build_schedule(4, 1, stores_late=1, ends=ends, **options)
+    late = build_schedule(4, 1, stores_late=1, unstacked=ends, **options)
     phase, plain = late.phase("backward"), build_schedule(4, 1, stores_late=1, **options)
     assert ends_of(phase) == [(HEAD, -1, 0), (LATE_UNSTACKED, 4, 5)]
     more = late.in_flight()["backward"] - plain.in_flight()["backward"]
@@ -240,22 +240,23 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
         "head: fetched before the loop, stored tick 0; embedding and head: after the loop"
         in str(late)
     )
-    lanes = [line.split() for line in late.timeline().splitlines() if "ends" in line]
-    assert lanes == [["fetch", "ends", *"H|....L."], ["store", "ends", *".|H....L"]]
+    lanes = [line.split() for line in late.timeline().splitlines() if "unstacked" in line]
+    assert lanes == [["fetch", "unstacked", *"H|....L."], ["store", "unstacked", *".|H....L"]]
     assert not ends_of(
-        build_schedule(4, 1, ends=ends, **options).phase("backward")
+        build_schedule(4, 1, unstacked=ends, **options).phase("backward")
     )  # stores are not late
     with pytest.raises(
-        ValueError, match="ends has unknown 'tail': choose from head, head_pieces, late_unstacked"
+        ValueError,
+        match="unstacked has unknown 'tail': choose from head, head_pieces, late_unstacked",
     ):
-        build_schedule(4, 1, ends=[UnstackedMove("tail", (1,))], **options)
+        build_schedule(4, 1, unstacked=[UnstackedMove("tail", (1,))], **options)
 
 
 @pytest.mark.parametrize(
     ("count", "more", "lanes"),
     [
-        (4, [5, 10, 10, 10], ["fetch ends HHHHL.", "store ends .HHHHL"]),
-        (2, [5, 10, 5, 0], ["fetch ends HH..L.", "store ends .HH..L"]),
+        (4, [5, 10, 10, 10], ["fetch unstacked HHHHL.", "store unstacked .HHHHL"]),
+        (2, [5, 10, 5, 0], ["fetch unstacked HH..L.", "store unstacked .HH..L"]),
     ],
 )
 def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, lanes):
@@ -263,7 +264,7 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
     options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes, "stores_late": 1}
     pieces, others = UnstackedMove(HEAD_PIECES, (5,), (count,)), UnstackedMove(LATE_UNSTACKED, (7,))
     schedule, plain = (
-        build_schedule(4, 1, ends=[pieces, others], **options),
+        build_schedule(4, 1, unstacked=[pieces, others], **options),
         build_schedule(4, 1, **options),
     )
     assert (schedule.in_flight()["backward"] - plain.in_flight()["backward"]).tolist() == more
@@ -277,10 +278,10 @@ def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, l
     ]
     # like the layers during whose update they are updated
     assert loaded == list(range(count))[::-1]
-    drawn = [line.split() for line in schedule.timeline().splitlines() if "ends" in line]
+    drawn = [line.split() for line in schedule.timeline().splitlines() if "unstacked" in line]
     assert [" ".join([*words[:2], "".join(words[2:])]) for words in drawn] == lanes
     with pytest.raises(ValueError, match="counts of head_pieces=5: 1 to 4"):
-        build_schedule(4, 1, ends=[pieces._replace(counts=(5,))], **options)
+        build_schedule(4, 1, unstacked=[pieces._replace(counts=(5,))], **options)
 
 
 def two_stacks(config):
@@ -331,7 +332,7 @@ def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
     tiers = {"opt_state": HOST}
     ends = [UnstackedMove(LATE_UNSTACKED, (7,))]
     late, plain = (
-        build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends=ends) for is_late in (1, 0)
+        build_schedule(4, 1, tiers=tiers, stores_late=is_late, unstacked=ends) for is_late in (1, 0)
     )
     phase = late.phase("update")
     assert (phase.store.tolist(), phase.drain.tolist(), len(phase.preload)) == (

@@ -24,7 +24,7 @@ import zerojax as zj
 from pallas_kernels.matmul import Config, measured
 from pallas_kernels.matmul.config import Problem
 from zerojax import tiling
-from zerojax.tiling.kernels import name_of
+from zerojax.tiling.kernels import find_kernel_name
 from zerojax.tiling.nnx import annotation
 
 D, H, F, S = 12, 24, 8, 6
@@ -273,7 +273,7 @@ def test_activations_that_the_kernel_has_are_known_by_their_functions():
         (nn.swish, "silu"),
         (jnp.tanh, None),
     ):
-        assert name_of(f) == name
+        assert find_kernel_name(f) == name
 
 
 def test_layers_hand_the_split_of_their_weights_on():

@@ -33,7 +33,7 @@ from zerojax.checkpoint.errors import DamagedError
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.weights import exporting
 from zerojax.weights.exporting import export_dtype
-from zerojax.weights.names import path_of
+from zerojax.weights.names import split_path
 
 EXPORTS = {"orbax": zj.export_orbax, "safetensors": zj.export_safetensors}
 
@@ -309,14 +309,14 @@ def test_keys_survive_their_names(keys):
         jax.tree_util.SequenceKey(k) if isinstance(k, int) else jax.tree_util.DictKey(k)
         for k in keys
     )
-    assert path_of(f"weights{jax.tree_util.keystr(path)}") == tuple(map(str, keys))
+    assert split_path(f"weights{jax.tree_util.keystr(path)}") == tuple(map(str, keys))
 
 
 def test_attributes_are_keys_and_other_keys_are_refused():
     path = (jax.tree_util.GetAttrKey("layer"), jax.tree_util.FlattenedIndexKey(3))
-    assert path_of(f"weights{jax.tree_util.keystr(path)}") == ("layer", "3")
+    assert split_path(f"weights{jax.tree_util.keystr(path)}") == ("layer", "3")
     with pytest.raises(zj.CheckpointError, match="is not a key that other formats support"):
-        path_of("weights['a'][(1, 2)]")
+        split_path("weights['a'][(1, 2)]")
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,10 @@ def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Spl
         structures.append(structure)
         return outs, leaves
 
-    program, num_outs = trace(split, *avals)[0], len(i.outs)
-    outs, leaves = program.outputs[:num_outs], program.outputs[num_outs:]
+    program = trace(split, *avals)[0]
+    num_outs = len(i.outs)
+    outs = program.outputs[:num_outs]
+    leaves = program.outputs[num_outs:]
     kept = list(
         dict.fromkeys(
             ref for ref in leaves if isinstance(ref, int) and ref not in (*program.inputs, *outs)

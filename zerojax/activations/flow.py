@@ -37,7 +37,7 @@ from zerojax.jaxprs import (
     Instruction,
     manual_axes,
 )
-from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
+from zerojax.sharding import TENSOR, Spec, pad_spec, parse_axes
 
 ANY: Any = object()
 """Entry of a dim that takes the split of the values that it meets."""
@@ -66,7 +66,7 @@ def flow(
         by the slot of the first result.
     """
     given: list[Split | None] = [
-        None if spec is None else tuple(map(axes_of, spec)) for spec in inputs
+        None if spec is None else tuple(map(parse_axes, spec)) for spec in inputs
     ]
     # The additional results of an equation that is taken apart come last.
     shapes = {
@@ -75,10 +75,10 @@ def flow(
         for out, v in zip(i.outs, i.eqn.outvars, strict=False)
     }
     splits = SplitAnalysis(axis_sizes, apart).run(program, given)
-    return {slot: spec_of(split, shapes.get(slot)) for slot, split in splits.items()}
+    return {slot: split_to_spec(split, shapes.get(slot)) for slot, split in splits.items()}
 
 
-def spec_of(split: Split | None, aval: Any) -> Spec | None:
+def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
     """Return a split as a spec, or None if nothing is known about it."""
     if split is None:
         return None
@@ -107,7 +107,7 @@ def tensor_dims(split: Split) -> list[int]:
     return [d for d, entry in enumerate(split) if entry is not ANY and TENSOR in entry]
 
 
-def outs_of(
+def infer_output_splits(
     eqn: jex.JaxprEqn,
     ins: Sequence[Split | None],
     sizes: Mapping[str, int],
@@ -127,7 +127,8 @@ class SplitAnalysis(Analysis[Split | None]):
         apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
     ) -> None:
         """Track values over a mesh of these axis sizes; see `flow` for `apart`."""
-        self.sizes, self.apart = sizes, apart
+        self.sizes = sizes
+        self.apart = apart
 
     def constant(self, value: Any) -> Split:
         """Return the split of a constant, ANY in every dim."""
@@ -150,7 +151,8 @@ class SplitAnalysis(Analysis[Split | None]):
 
     def apply(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> Sequence[Split | None]:
         """Return how the results are split, by the rule of the primitive."""
-        name, free = eqn.primitive.name, [(ANY,) * _ndim(v) for v in eqn.outvars]
+        name = eqn.primitive.name
+        free = [(ANY,) * _ndim(v) for v in eqn.outvars]
         # Each device computes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
             return free
@@ -192,7 +194,7 @@ class SplitAnalysis(Analysis[Split | None]):
             if split is None:
                 return None
             # The axes of the shard_map come first: other axes split each of its devices' pieces.
-            pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
+            pairs = zip(map(parse_axes, pad_spec(spec, _ndim(v))), split, strict=True)
             return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
 
         triples = zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)
@@ -261,7 +263,8 @@ def _transpose(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 
 
 def _broadcast(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
-    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    old = _shape(eqn.invars[0])
+    new = _shape(eqn.outvars[0])
     result = [ANY] * len(new)
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
         result[at] = ins[0][d] if old[d] == new[at] else ANY
@@ -277,7 +280,8 @@ def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) 
 
     Inside of a group, axes are kept if each shard is a run of consecutive elements.
     """
-    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    old = _shape(eqn.invars[0])
+    new = _shape(eqn.outvars[0])
     if eqn.params.get("dimensions") is not None or 0 in (*old, *new):
         raise _Unclear
     result: list[Any] = [ANY] * len(new)  # dims of 1 have nothing to split
@@ -316,7 +320,8 @@ def _regrouped(
     """
     if all(entry is ANY for _, entry in old):
         return [ANY] * len(new)
-    axes, is_run = list[str](), True
+    axes = list[str]()
+    is_run = True
     for size, entry in old:
         if entry is ANY or not entry:
             is_run = is_run and size == 1
@@ -437,9 +442,11 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -
     If the vocabulary is split, the result is a sum over devices.
     """
     (table, ids), numbers = ins, eqn.params["dimension_numbers"]
-    shape, taken = _shape(eqn.invars[0]), eqn.params["slice_sizes"]
+    shape = _shape(eqn.invars[0])
+    taken = eqn.params["slice_sizes"]
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    of_ids, of_table = iter(ids[:-1]), iter(d for d in range(len(table)) if d not in dropped)
+    of_ids = iter(ids[:-1])
+    of_table = iter(d for d in range(len(table)) if d not in dropped)
     out = list[Any]()
     for d in range(_ndim(eqn.outvars[0])):
         if d not in numbers.offset_dims:
@@ -476,7 +483,7 @@ def _constraint(
     padded = pad_spec(spec, len(ins[0]))
     return [
         tuple(
-            b if a is PartitionSpec.UNCONSTRAINED else axes_of(a)
+            b if a is PartitionSpec.UNCONSTRAINED else parse_axes(a)
             for a, b in zip(padded, ins[0], strict=True)
         )
     ]

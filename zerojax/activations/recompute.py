@@ -35,26 +35,27 @@ from zerojax.jaxprs import (
     Region,
     bind,
     is_among,
+    list_regions,
     read,
     rebind,
-    regions_of,
     trace,
 )
 from zerojax.sharding import ActivationSpec, Spec
+from zerojax.trees import Params
 
 PREFIX = "zerojax_kept "
 _COUNTED = re.compile(r"#(\w*):(\d+) (.*)")
 """Group, count and equation of a value."""
 
 
-def keeps(prim: Any, *args: Any, **params: Any) -> bool:
+def keeps(prim: Any, *args: Any, **params: Params) -> bool:
     """Checkpoint policy that saves the values named by a `Keeper` and a tiled loss's logsumexp."""
     del args
     # Without the saved logsumexp, backward would compute the tiles of logits twice.
     return prim.name == "name" and (params["name"].startswith(PREFIX) or params["name"] == LSE)
 
 
-def label_of(name: str) -> str:
+def find_label(name: str) -> str:
     """Return the label of a saved value.
 
     It is the description of an equation that a `Keeper` named, preceded by its count, or the name
@@ -122,7 +123,7 @@ def keep_products(
       group: name of the functions whose values are counted together.
     """
 
-    def run(params: Any, *data: Any) -> Any:
+    def run(params: Params, *data: Any) -> Any:
         program, out = trace(function, params, *data)
         # A checkpoint refuses callbacks, and would print twice.
         if any(i.eqn.effects for i in program.instructions):
@@ -163,7 +164,9 @@ class Keeper:
           specs: spec of each slot whose split is known.
           mesh: mesh of these specs.
         """
-        self.of_data, self.specs, self.mesh = depending(program, data), specs, mesh
+        self.of_data = depending(program, data)
+        self.specs = specs
+        self.mesh = mesh
         self.kept = candidates(program, self.of_data)
         self.group: str | None = None
         self._count = itertools.count()
@@ -271,7 +274,7 @@ def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list
     is_entered = i.eqn.primitive.name in _ENTERED and any(of_data)
     if not is_entered or i.eqn.effects or is_cheap(i.eqn):
         return bind(i.eqn, values)
-    return rebind(i.eqn, [_inside(region, of_data) for region in regions_of(i.eqn)], values)
+    return rebind(i.eqn, [_inside(region, of_data) for region in list_regions(i.eqn)], values)
 
 
 def _inside(region: Region, of_data: Sequence[bool]) -> Function:
@@ -303,7 +306,8 @@ def open_equations(
       The program, in which these equations also return their saved values; each taken-apart
       equation, by the slot of its first result; and the new slots, with avals.
     """
-    keeper, stay = Keeper(program, data), set(closed)
+    keeper = Keeper(program, data)
+    stay = set(closed)
     fresh = itertools.count(
         1
         + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0)

@@ -159,7 +159,8 @@ def column_products(
     Returns:
       [B, T, F_t] for each weight.
     """
-    dim, weights = products[0].sequence, list(weights)
+    dim = products[0].sequence
+    weights = list(weights)
     placed = [p.dims_of_result(z.ndim, w.ndim) for p, w in zip(products, weights, strict=True)]
     z_spec = _spec(z.ndim, dim)
     w_specs = [_spec(w.ndim, p.split) for p, w in zip(products, weights, strict=True)]
@@ -193,7 +194,8 @@ def column_products(
     of_piece = jax.ShapeDtypeStruct(tuple(shape), z.dtype)
 
     def multiply(z: Array, weights: list[Array], whole: bool) -> tuple[list[Array], list[Array]]:
-        local, outs = partial(forward_local, whole=whole), (y_specs, [PartitionSpec()] * whole)
+        local = partial(forward_local, whole=whole)
+        outs = (y_specs, [PartitionSpec()] * whole)
         return _island(local, mesh, (z_spec, w_specs), outs)(z, weights)
 
     @jax.custom_vjp
@@ -208,10 +210,8 @@ def column_products(
         saved: tuple[list[Array], list[Array], list[Array]], d_ys: list[Array]
     ) -> tuple[Array, list[Array]]:
         weights, pieces, whole = saved
-        ins, outs = (
-            (w_specs, y_specs, [z_spec] * len(pieces)),
-            (z_spec, [PartitionSpec()] * len(pieces)),
-        )
+        ins = (w_specs, y_specs, [z_spec] * len(pieces))
+        outs = (z_spec, [PartitionSpec()] * len(pieces))
         d_z, gathered = _island(backward_local, mesh, ins, outs)(weights, d_ys, pieces)
         (whole,) = gathered or whole
         return d_z, [
@@ -239,10 +239,8 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
         product.dims_of_result(h.ndim, weight.ndim),
         product.contract,
     )
-    h_spec, w_spec = (
-        _spec(h.ndim, h_contract[w_contract.index(product.split)]),
-        _spec(weight.ndim, product.split),
-    )
+    h_spec = _spec(h.ndim, h_contract[w_contract.index(product.split)])
+    w_spec = _spec(weight.ndim, product.split)
     y_spec = _spec(len(of_h) + len(of_w), of_h[dim])
 
     def forward_local(ring: _Ring, h: Array, weight: Array) -> Array:
@@ -292,7 +290,8 @@ def _island(local: Callable[..., Any], mesh: Mesh, ins: Any, outs: Any) -> Calla
     Other axes are left to the partitioner, as outside. The first argument of `local` is its
     device's position in the ring.
     """
-    axes, ins = {TENSOR}, (PartitionSpec(TENSOR), *ins)
+    axes = {TENSOR}
+    ins = (PartitionSpec(TENSOR), *ins)
     mapped = jax.shard_map(
         lambda ring, *args: local(_Ring(ring[0], mesh.shape[TENSOR]), *args),
         mesh=mesh,
@@ -347,7 +346,9 @@ class _Whole:
     """Put pieces together, in place."""
 
     def __init__(self, dim: int, count: int) -> None:
-        self.dim, self.count, self._value = dim, count, None
+        self.dim = dim
+        self.count = count
+        self._value = None
 
     def put(self, piece: Array, n: Array) -> None:
         """Insert the piece of device n."""
@@ -382,7 +383,8 @@ def _gathering(
     Returns:
       The results, and a list of the pieces put together, empty unless `whole`.
     """
-    results, pieces = [_Whole(d, ring.size) for d in dims], _Whole(dim, ring.size)
+    results = [_Whole(d, ring.size) for d in dims]
+    pieces = _Whole(dim, ring.size)
     for n in range(ring.size):
         if whole:
             pieces.put(piece, ring.behind(n))
@@ -413,7 +415,8 @@ def _scattering(
     Returns:
       This device's piece of the sum, and the arrays that were put together.
     """
-    wholes, total = [_Whole(dim, ring.size) for _ in others], list[Array]()
+    wholes = [_Whole(dim, ring.size) for _ in others]
+    total = list[Array]()
     for n in range(ring.size):
         for whole, other in zip(wholes, others, strict=True):
             whole.put(other, ring.behind(n))
@@ -424,7 +427,8 @@ def _scattering(
         if total:
             # Without the barrier, XLA would merge all products into one.
             *total, operands = jax.lax.optimization_barrier((*total, operands))
-        moved, own = [ring.passed(a) for a in (*total, *others)], product(operands)
+        moved = [ring.passed(a) for a in (*total, *others)]
+        own = product(operands)
         *moved, own = jax.lax.optimization_barrier((*moved, own))
         others = moved[len(total) :]
         total = [moved[0] + own] if total else [own]

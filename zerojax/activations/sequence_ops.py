@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.sharding import TENSOR, Spec, without_axis
 
 Array = jax.Array
-GATHER, SCATTER = "zerojax_gather_sequence", "zerojax_scatter_sequence"
+GATHER = "zerojax_gather_sequence"
+SCATTER = "zerojax_scatter_sequence"
 """Names inside of the equations that identify them."""
 
 

@@ -49,15 +49,15 @@ from zerojax.activations.sequence_walk import (
     split_as_batch,
 )
 from zerojax.jaxprs import trace
-from zerojax.models import LayeredModel, stacks_of
+from zerojax.models import LayeredModel, list_stacks
 from zerojax.sharding import (
     BATCH_AXES,
     FSDP,
     TENSOR,
     Spec,
-    axes_of,
     num_batch_shards,
     param_specs,
+    parse_axes,
     without_axis,
 )
 from zerojax.tiling import parse
@@ -108,7 +108,7 @@ def sequence_parallel(
         return model
     specs = model.specs or {}
     given = jax.tree.leaves(specs.get("block"), is_leaf=lambda s: isinstance(s, PartitionSpec))
-    if not any(TENSOR in axes_of(entry) for spec in given for entry in spec):
+    if not any(TENSOR in parse_axes(entry) for spec in given for entry in spec):
         raise ValueError(
             "sequence_parallel=True gathers and scatters activations for products whose weights "
             f"tensor={mesh.shape[TENSOR]} splits, and no weight of a block names 'tensor': give "
@@ -118,11 +118,9 @@ def sequence_parallel(
         )
     # The derivative of a head begins where its forward ends, so saving fewer values would not lower
     # its peak memory.
-    ends, ends_rule = (
-        (specs.get("head"), specs.get("embed")),
-        Rule(mesh, overlap=overlap, recomputed=True),
-    )
-    rule = dataclasses.replace(ends_rule, recomputed=recomputed)
+    unstacked = (specs.get("head"), specs.get("embed"))
+    unstacked_rule = Rule(mesh, overlap=overlap, recomputed=True)
+    rule = dataclasses.replace(unstacked_rule, recomputed=recomputed)
 
     def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
         """Return the functions to replace in a stack, or in a model that has only one."""
@@ -138,7 +136,7 @@ def sequence_parallel(
 
     if model.stacks:
         by_stack = specs.get("block") or {}
-        pairs = zip(model.stacks, stacks_of(model), strict=True)
+        pairs = zip(model.stacks, list_stacks(model), strict=True)
         stacks = [
             dataclasses.replace(s, **of_blocks(s.name, s, one.of(by_stack))) for s, one in pairs
         ]
@@ -149,14 +147,16 @@ def sequence_parallel(
     return dataclasses.replace(
         model,
         embed=_leaving(model.embed, mesh, lambda out: out[0] if has_state else out),
-        head=_entered(model.head, ends, ends_rule),
-        predict=None if model.predict is None else _entered(model.predict, ends, ends_rule),
+        head=_entered(model.head, unstacked, unstacked_rule),
+        predict=None
+        if model.predict is None
+        else _entered(model.predict, unstacked, unstacked_rule),
         **blocks,
     )
 
 
 def _leaving(
-    function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any], Any]
+    function: Callable[..., Any], mesh: Mesh, select_stream: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """Return an embedding, or an `enter`, whose x leaves it as a stream.
 
@@ -166,8 +166,8 @@ def _leaving(
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(out := function(*args))
         # x comes first, before any other results.
-        is_stream = _is_stream(jax.tree.leaves(stream_of(out)))
-        for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(stream_of(out))[0]):
+        is_stream = _is_stream(jax.tree.leaves(select_stream(out)))
+        for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(select_stream(out))[0]):
             if is_stream[n]:
                 spec = _stream_spec(a, mesh, jax.tree_util.keystr(path))
                 # Without the constraint, the partitioner splits tokens by the sequence too, and may
@@ -203,14 +203,17 @@ def _entered(
     mesh = rule.mesh
 
     def run(*args: Any) -> Any:
-        params, x, rest = args[: len(specs)], args[len(specs)], args[len(specs) + 1 :]
+        params = args[: len(specs)]
+        x = args[len(specs)]
+        rest = args[len(specs) + 1 :]
         program, out = trace(function, *args, is_opaque=lambda eqn: parse(eqn) is not None)
-        values, splits = list[Any](jax.tree.leaves(params)), list[Split | None]()
+        values = list[Any](jax.tree.leaves(params))
+        splits = list[Split | None]()
         paths = dict[int, tuple[str, ...]]()
         for tree, of_tree in zip(params, specs, strict=True):
             for path, spec in param_specs(tree, of_tree, mesh, FSDP).items():
                 paths[program.inputs[len(splits)]] = (path,)
-                splits.append(tuple(map(axes_of, spec.base)))
+                splits.append(tuple(map(parse_axes, spec.base)))
         streams = dict[int, Spec]()
         is_stream = _is_stream(jax.tree.leaves(x))
         for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(x)[0]):
@@ -218,7 +221,7 @@ def _entered(
                 streams[n] = _stream_spec(a, mesh, jax.tree_util.keystr(path))
             values.append(constrain(a, streams[n], mesh) if n in streams else a)
             splits.append(
-                tuple(map(axes_of, streams[n])) if n in streams else split_as_batch(a, mesh)
+                tuple(map(parse_axes, streams[n])) if n in streams else split_as_batch(a, mesh)
             )
         # Dim 0 of further arguments may be the batch. Their other dims are left to the partitioner.
         batch = {jnp.shape(a)[:1] for a in jax.tree.leaves(x)}
@@ -269,7 +272,8 @@ def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
     Raises:
       ValueError: dim 1 of the leaf is not divisible by `tensor`.
     """
-    shape, t = jnp.shape(a), mesh.shape[TENSOR]
+    shape = jnp.shape(a)
+    t = mesh.shape[TENSOR]
     if shape[1] % t:
         raise ValueError(
             f"sequence_parallel=True splits dim 1 of x{path}, of shape {tuple(shape)}, over "

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.activations.flow import Split, as_spec, tensor_dims
 from zerojax.activations.sequence_ops import constrain
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, product_of, read
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, find_product, read
 from zerojax.sharding import TENSOR, without_axis
 from zerojax.tiling import TileLoop, is_wide_product, loop_over, wide_product
 
@@ -53,7 +53,10 @@ class Entries:
 
     def __init__(self, unit: FlatJaxpr, walked: Walked, copied: set[int], mesh: Mesh) -> None:
         """Check a unit that was walked with the slots `copied` gathered."""
-        self.unit, self.walked, self.copied, self.mesh = unit, walked, copied, mesh
+        self.unit = unit
+        self.walked = walked
+        self.copied = copied
+        self.mesh = mesh
         self.dtype: Any = None
         self.serves = self._check()
 
@@ -97,7 +100,7 @@ class Entries:
         for i in self.unit.instructions:
             vals = [read(ref, slots) for ref in i.ins]
             _, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
-            dot = product_of(i.eqn)
+            dot = find_product(i.eqn)
             if not self.copied.isdisjoint(i.reads):
                 outs = [self._column(i, vals, w)]
             elif dot is not None and i.outs[0] in self.walked.scattered:
@@ -140,7 +143,8 @@ class Entries:
         return jnp.moveaxis(y, 0, place).reshape(out.shape)
 
     def _row(self, i: Instruction, dot: jex.JaxprEqn, values: list[Any], w: int) -> Array:
-        contract, k = dot.params["dimension_numbers"][0], self._split_dim(i, w)
+        contract = dot.params["dimension_numbers"][0]
+        k = self._split_dim(i, w)
         dims = {w: k, 1 - w: contract[1 - w][contract[w].index(k)]}
         operands = [self._split(v, dims[n]) for n, v in enumerate(values)]
         y = (

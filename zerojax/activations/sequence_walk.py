@@ -9,7 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.activations.flow import ANY, Split, as_spec, outs_of, tensor_dims
+from zerojax.activations.flow import ANY, Split, as_spec, infer_output_splits, tensor_dims
 from zerojax.activations.rings import RingProduct, column_products, ring_product, row_product
 from zerojax.activations.sequence_ops import (
     constrain,
@@ -25,12 +25,12 @@ from zerojax.jaxprs import (
     Instruction,
     bind,
     checkpointed,
+    find_product,
     flatten,
-    product_of,
+    list_regions,
     read,
-    regions_of,
 )
-from zerojax.sharding import BATCH_AXES, TENSOR, Spec, axes_of, num_batch_shards, without_axis
+from zerojax.sharding import BATCH_AXES, TENSOR, Spec, num_batch_shards, parse_axes, without_axis
 from zerojax.tiling import TileLoop, parse
 
 Array = jax.Array
@@ -93,7 +93,9 @@ class SequenceInterpreter:
 
     def __init__(self, rule: Rule, params: Mapping[int, tuple[str, ...]]) -> None:
         """Run under `rule`; `params` maps the input slots that are parameters to their paths."""
-        self.rule, self.mesh, self.params = rule, rule.mesh, dict(params)
+        self.rule = rule
+        self.mesh = rule.mesh
+        self.params = dict(params)
         self.slots: dict[int, Any] = {}
         self.splits: dict[int, Split | None] = {}
         self.same: dict[int, int] = {}  # a cast of a value -> the first such cast of it
@@ -157,7 +159,7 @@ class SequenceInterpreter:
         """Run one equation, with the inserted operations."""
         if data.isdisjoint(i.outs):
             return self.plain(i, values, splits)
-        if (dot := product_of(i.eqn)) is not None:
+        if (dot := find_product(i.eqn)) is not None:
             return self.product(i, dot, values, splits)
         if i.eqn.primitive.name in _ENTERED:
             return self.region(i, values, splits)
@@ -194,10 +196,11 @@ class SequenceInterpreter:
             return self.plain(i, values, splits)
         spec = as_spec(split)
         if any(d >= len(split) - len(i.eqn.params["fft_lengths"]) for d in tensor_dims(split)):
-            values, spec = [self.gathered(i.ins[0], values[0], spec)], without_axis(spec, TENSOR)
+            values = [self.gathered(i.ins[0], values[0], spec)]
+            spec = without_axis(spec, TENSOR)
         # Constrain both ends, which also constrains the transform of the cotangent.
         outs, of_outs = self.plain(
-            i, [constrain(values[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
+            i, [constrain(values[0], spec, self.mesh)], [tuple(map(parse_axes, spec))]
         )
         return [constrain(outs[0], spec, self.mesh)], of_outs
 
@@ -205,7 +208,7 @@ class SequenceInterpreter:
         self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]
     ) -> tuple[Any, list[Split | None]]:
         """Run an equation unchanged; return its results and how they are split."""
-        return bind(i.eqn, values), outs_of(i.eqn, splits, self.mesh.shape)
+        return bind(i.eqn, values), infer_output_splits(i.eqn, splits, self.mesh.shape)
 
     def note(self, i: Instruction, weight: Sequence[str], kind: str, why: str) -> None:
         """Add a product to the list of the rule."""
@@ -224,10 +227,12 @@ class SequenceInterpreter:
         """
         at = [n for n, ref in enumerate(i.ins) if not isinstance(ref, int) or ref in self.params]
         (contract, batch), paths = dot.params["dimension_numbers"], ()
-        why, kind = "no operand is a weight", "left alone"
+        why = "no operand is a weight"
+        kind = "left alone"
         if at:
             w = at[0]
-            ref, split = i.ins[w], splits[w]
+            ref = i.ins[w]
+            split = splits[w]
             paths = self.params[ref] if isinstance(ref, int) else ()
             kind, why = _kind(split, splits[1 - w], contract[w], contract[1 - w], batch[w])
         if kind == "left alone":
@@ -248,7 +253,7 @@ class SequenceInterpreter:
                 self.gathered(i.ins[d], v, spec) if n == d else v for n, v in enumerate(values)
             ]
             splits = [
-                tuple(map(axes_of, without_axis(spec, TENSOR))) if n == d else s
+                tuple(map(parse_axes, without_axis(spec, TENSOR))) if n == d else s
                 for n, s in enumerate(splits)
             ]
         outs, of_outs = self.plain(i, values, splits)
@@ -267,7 +272,7 @@ class SequenceInterpreter:
             return outs, of_outs
         self.note(i, paths, kind, why)
         self.scattered.add(i.outs[0])
-        return [scatter_sequence(outs[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
+        return [scatter_sequence(outs[0], spec, self.mesh)], [tuple(map(parse_axes, spec))]
 
     def ring(
         self, i: Instruction, kind: str, w: int, values: list[Any], splits: list[Split | None]
@@ -287,7 +292,7 @@ class SequenceInterpreter:
             () if entry is not ANY and TENSOR in entry and kind == "column" else entry
             for entry in data or ()
         )
-        of_outs = outs_of(
+        of_outs = infer_output_splits(
             i.eqn, [whole if n != w else s for n, s in enumerate(splits)], self.mesh.shape
         )
         if kind == "row":
@@ -295,7 +300,7 @@ class SequenceInterpreter:
             if spec is None:
                 return None, ""
             y = constrain(row_product(values[1 - w], values[w], one, self.mesh), spec, self.mesh)
-            return ([y], [tuple(map(axes_of, spec))]), ""
+            return ([y], [tuple(map(parse_axes, spec))]), ""
         if i.outs[0] not in self.made:
             reason = self.ring_of_readers(self.canonical(i.ins[1 - w]), values[1 - w], data or ())  # pyright: ignore[reportArgumentType]
             if reason:
@@ -306,10 +311,8 @@ class SequenceInterpreter:
         """Run all column products of a value in one ring; return the reason if one cannot."""
         if key in self.whole:
             return "; no ring, since another product had it gathered"
-        same, products = (
-            {key, *(s for s, of in self.same.items() if of == key)},
-            list[tuple[Instruction, int, RingProduct]](),
-        )
+        same = {key, *(s for s, of in self.same.items() if of == key)}
+        products = list[tuple[Instruction, int, RingProduct]]()
         for i in self.after:
             # Later casts of the value from which this value was cast.
             is_cast = i.eqn.primitive.name == "convert_element_type" and bool(i.reads)
@@ -318,13 +321,12 @@ class SequenceInterpreter:
                 and self.casts.get((self.canonical(i.reads[0]), i.eqn.params["new_dtype"])) == key
             ):
                 same.add(i.outs[0])
-            dot, reads = (
-                product_of(i.eqn),
-                [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same],
-            )
+            dot = find_product(i.eqn)
+            reads = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same]
             if dot is None or len(reads) != 1:
                 continue
-            d, w = reads[0], 1 - reads[0]
+            d = reads[0]
+            w = 1 - reads[0]
             ref = i.ins[w]
             if isinstance(ref, int) and ref not in self.params:
                 continue
@@ -374,7 +376,7 @@ class SequenceInterpreter:
 
         Values gathered in it are never saved, whatever its policy saves.
         """
-        (region,) = regions_of(i.eqn)
+        (region,) = list_regions(i.eqn)
         inner = region.flatten(lambda eqn: parse(eqn) is not None)
         results: list[Any] = []
 
@@ -431,7 +433,7 @@ class SequenceInterpreter:
         ]
         specs = {n: as_spec(splits[n] or ()) for n in hoisted}
         splits = [
-            tuple(map(axes_of, without_axis(specs[n], TENSOR))) if n in specs else s
+            tuple(map(parse_axes, without_axis(specs[n], TENSOR))) if n in specs else s
             for n, s in enumerate(splits)
         ]
         walk = walked(splits)
@@ -482,7 +484,7 @@ class SequenceInterpreter:
                 else product.why
             )
             self.rule.products.append(dataclasses.replace(product, why=why))
-        return [y], [tuple(map(axes_of, spec))] if spec is not None else outs_of(
+        return [y], [tuple(map(parse_axes, spec))] if spec is not None else infer_output_splits(
             i.eqn, splits, self.mesh.shape
         )
 
@@ -493,7 +495,9 @@ class SequenceInterpreter:
 
         Each kernel has its own `jax.shard_map`, and takes and returns gathered sequences.
         """
-        values, spec, rows = list(values), None, loop.result.shape[:-1]
+        values = list(values)
+        spec = None
+        rows = loop.result.shape[:-1]
         for n, (ref, split) in enumerate(zip(i.ins, splits, strict=True)):
             if ref in self.params or split is None or not tensor_dims(split):
                 continue
@@ -505,7 +509,7 @@ class SequenceInterpreter:
         y = bind(i.eqn, values)[0]
         if spec is None:
             return [y], [None]
-        return [scatter_sequence(y, spec, self.mesh)], [tuple(map(axes_of, spec))]
+        return [scatter_sequence(y, spec, self.mesh)], [tuple(map(parse_axes, spec))]
 
 
 def split_as_batch(a: Any, mesh: Mesh) -> Split:

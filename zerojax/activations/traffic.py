@@ -27,9 +27,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.activations.flow import ANY, Split, SplitAnalysis, outs_of
-from zerojax.jaxprs import ENTERED, Analysis, flatten, regions_of
-from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
+from zerojax.activations.flow import ANY, Split, SplitAnalysis, infer_output_splits
+from zerojax.jaxprs import ENTERED, Analysis, flatten, list_regions
+from zerojax.sharding import TENSOR, Spec, pad_spec, parse_axes
 
 _SUMS = frozenset(
     {
@@ -67,7 +67,9 @@ class _Value:
     __slots__ = ("is_part", "split", "times")
 
     def __init__(self, split: Split, is_part: bool = False, times: float = 1) -> None:
-        self.split, self.is_part, self.times = split, is_part, times
+        self.split = split
+        self.is_part = is_part
+        self.times = times
 
 
 def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> dict[str, float]:
@@ -85,7 +87,7 @@ def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> d
     program = flatten(jaxpr.jaxpr, jaxpr.consts)
     avals: list[Any] = [v.aval for v in jaxpr.jaxpr.invars]
     given = [
-        _Value((ANY,) * _ndim(aval) if spec is None else tuple(map(axes_of, spec)))
+        _Value((ANY,) * _ndim(aval) if spec is None else tuple(map(parse_axes, spec)))
         for spec, aval in zip(inputs, avals, strict=True)
     ]
     outs = counter.results(program, counter.run(program, given))
@@ -108,7 +110,9 @@ class TensorTrafficCounter(Analysis[_Value]):
 
     def __init__(self, sizes: Mapping[str, int], times: float = 1) -> None:
         """Track values over a mesh of these axis sizes, in a jaxpr that runs `times` times."""
-        self.sizes, self.tensor, self.times = sizes, sizes[TENSOR], times
+        self.sizes = sizes
+        self.tensor = sizes[TENSOR]
+        self.times = times
         self.sent: collections.Counter[str] = collections.Counter()
 
     def constant(self, value: Any) -> _Value:
@@ -135,10 +139,11 @@ class TensorTrafficCounter(Analysis[_Value]):
         body reads in full.
         """
         self.add_all_parts(ins, eqn.invars)
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         times = self.times * eqn.params["length"]
         consts, carry, xs = region.split(ins)
-        splits, slices = [v.split for v in carry], [v.split[1:] for v in xs]
+        splits = [v.split for v in carry]
+        slices = [v.split[1:] for v in xs]
         sums: set[int] | None = None
         while True:
             counter = TensorTrafficCounter(self.sizes, times)
@@ -169,7 +174,7 @@ class TensorTrafficCounter(Analysis[_Value]):
         """Return the results of the branch that sends the most bytes."""
         self.add_all_parts(ins, eqn.invars)
         branches = list[tuple[TensorTrafficCounter, list[_Value]]]()
-        for region in regions_of(eqn):
+        for region in list_regions(eqn):
             counter = TensorTrafficCounter(self.sizes, self.times)
             outs = counter.region(region, [_Value(v.split, times=v.times) for v in ins])
             counter.add_all_parts(outs, region.jaxpr.outvars)
@@ -181,12 +186,13 @@ class TensorTrafficCounter(Analysis[_Value]):
     def shard_map(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> list[_Value]:
         """Return the results of a shard_map, and count the collectives that it calls explicitly."""
         self.add_all_parts(ins, eqn.invars)
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         splits = [v.split for v in ins]
         self.inside(region.jaxpr, SplitAnalysis(self.sizes).of_shards(eqn, splits), self.times)
-        outs, found = list[_Value](), outs_of(eqn, splits, self.sizes)
+        outs = list[_Value]()
+        found = infer_output_splits(eqn, splits, self.sizes)
         for split, spec, v in zip(found, eqn.params["out_specs"], eqn.outvars, strict=True):
-            by_spec = tuple(map(axes_of, pad_spec(spec, _ndim(v.aval))))
+            by_spec = tuple(map(parse_axes, pad_spec(spec, _ndim(v.aval))))
             outs.append(_Value(by_spec if split is None else split, times=self.times))
         return outs
 
@@ -199,7 +205,7 @@ class TensorTrafficCounter(Analysis[_Value]):
         free dims.
         """
         if eqn.primitive.name == "reshape":
-            is_whole = outs_of(eqn, [ins[0].split], self.sizes)[0] is not None
+            is_whole = infer_output_splits(eqn, [ins[0].split], self.sizes)[0] is not None
         elif eqn.primitive.name == "dot_general":
             contract, batch = eqn.params["dimension_numbers"]
             taken = [{*c, *b} for c, b in zip(contract, batch, strict=True)]
@@ -216,7 +222,7 @@ class TensorTrafficCounter(Analysis[_Value]):
 
     def splits(self, eqn: jex.JaxprEqn, ins: Sequence[Split]) -> list[Split]:
         """Return how the results are split, with ANY in every dim if that is unclear."""
-        outs = outs_of(eqn, ins, self.sizes)
+        outs = infer_output_splits(eqn, ins, self.sizes)
         return [
             (ANY,) * _ndim(v.aval) if out is None else out
             for out, v in zip(outs, eqn.outvars, strict=True)
@@ -268,9 +274,10 @@ class TensorTrafficCounter(Analysis[_Value]):
                 (ANY,) * _ndim(v.aval) if isinstance(v, jex.Literal) else env.get(v)
                 for v in eqn.invars
             ]
-            kind, outs = _INSIDE.get(eqn.primitive.name), outs_of(eqn, ins, self.sizes)
+            kind = _INSIDE.get(eqn.primitive.name)
+            outs = infer_output_splits(eqn, ins, self.sizes)
             env.update(zip(eqn.outvars, outs, strict=True))
-            axes = axes_of(eqn.params.get("axes", eqn.params.get("axis_name", ())))
+            axes = parse_axes(eqn.params.get("axes", eqn.params.get("axis_name", ())))
             if kind is not None and TENSOR in axes:
                 # The full array is the result of a gather, and the operand of a reduction.
                 arrays = (

@@ -134,12 +134,11 @@ class Checkpointer:
             raise ValueError(f"directory={path!r}: records need a file system: mount the bucket")
         self._directory = Directory(path)
         self.directory = self._directory.path
-        self._interval, self._max_host_bytes, self._verify = (
-            save_interval_steps,
-            max_host_bytes,
-            verify,
-        )
-        self._is_async, self._best_metric = is_async, best_metric
+        self._interval = save_interval_steps
+        self._max_host_bytes = max_host_bytes
+        self._verify = verify
+        self._is_async = is_async
+        self._best_metric = best_metric
         self._retention = Retention(max_to_keep, best_metric, best_mode)
         self._directory.make()
         self._writer = StepWriter()
@@ -255,7 +254,8 @@ class Checkpointer:
         # would know which files the save has opened.
         with interrupts_wait(all_wait=True):
             # `_give_up` undoes this if the save fails.
-            self._saving, self._last_step = saving, saving.number
+            self._saving = saving
+            self._last_step = saving.number
             try:
                 self._writer.begin(
                     saving.folder, save, describe(program), metrics, lambda: self._settle(saving)
@@ -376,7 +376,8 @@ class Checkpointer:
         # If the file system does not say, the next call asks again.
         with contextlib.suppress(OSError):
             if not self._has_appeared(self._saving):
-                self._last_step, self._saving = self._saving.before, None
+                self._last_step = self._saving.before
+                self._saving = None
         with contextlib.suppress(OSError):  # the save's own error is raised
             self._directory.clean()
 
@@ -466,7 +467,8 @@ class Checkpointer:
                 "step %d holds the position of an iterator: pass data= to restore to set it",
                 step,
             )
-        self._last_step, self._saving = step, None
+        self._last_step = step
+        self._saving = None
         return state
 
     def _open_step(self, step: int, mesh: Mesh) -> SavedState:

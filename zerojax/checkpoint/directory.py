@@ -43,7 +43,9 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError, explaining
 
 logger = logging.getLogger("zerojax")
 
-STATE, CONFIG, METRICS = "state", "config", "metrics"
+STATE = "state"
+CONFIG = "config"
+METRICS = "metrics"
 """Items of a checkpoint."""
 LOCK = ".zerojax.lock"
 ASIDE = ".set-aside"
@@ -216,7 +218,8 @@ class Directory:
         """
         sync(self.step_folder(step))  # the names of its items
         sync(self.path)
-        new, names = self.new_folder(step, replaces=True), []
+        new = self.new_folder(step, replaces=True)
+        names = []
         replaces = is_folder(new)
         for other in aside:
             old = self.new_folder(other)
@@ -314,7 +317,8 @@ class Directory:
             raise CheckpointError(f"{path} is not a lock file: {error}: remove it") from error
         owner = b""
         try:
-            status, owners = os.fstat(fd), (os.geteuid(), os.stat(self.path).st_uid)
+            status = os.fstat(fd)
+            owners = (os.geteuid(), os.stat(self.path).st_uid)
             is_ours = status.st_uid in owners and status.st_nlink == 1
             owner = os.pread(fd, 64, 0) if is_ours else b""
             if not is_ours or not re.fullmatch(rb"[0-9]*\s*", owner):
@@ -348,7 +352,8 @@ class Directory:
         """Raise CheckpointError unless the held lock file is still the one at the lock's path."""
         if self._lock in (None, _ELSEWHERE):
             return
-        path, held = os.path.join(self.path, LOCK), os.fstat(self._lock)
+        path = os.path.join(self.path, LOCK)
+        held = os.fstat(self._lock)
         try:
             named = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
@@ -386,7 +391,8 @@ class Directory:
 
     def unlock(self) -> None:
         """Release the lock, so that other runs can save here."""
-        fd, self._lock = self._lock, None
+        fd = self._lock
+        self._lock = None
         if fd is not None and fd != _ELSEWHERE:
             with contextlib.suppress(OSError):  # only this process's ID was written
                 os.close(fd)

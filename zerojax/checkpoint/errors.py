@@ -60,7 +60,11 @@ class DamagedError(CheckpointError):
 
 
 class IteratorError(CheckpointError):
-    """A checkpoint holds no position for the iterators of these processes."""
+    """A checkpoint holds no position for the iterators of these processes.
+
+    Attributes:
+      errno: None, because no operation of the operating system failed.
+    """
 
 
 def explained(error: BaseException, action: str) -> CheckpointError:
@@ -180,7 +184,8 @@ def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder:
     Returns:
       Sentences to append to an error, or "" if both optimizers have the same state.
     """
-    ours, theirs = _transformations(here), _transformations(saved)
+    ours = _transformations(here)
+    theirs = _transformations(saved)
     parts = [
         _compared(name, ours.get(name), theirs.get(name))
         for name in sorted(ours.keys() | theirs.keys())

@@ -91,7 +91,8 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
 def _directory_report(
     directory: Directory, steps: Sequence[int], unfinished: Sequence[str], verify: bool
 ) -> Report:
-    rows, num_whole = [], 0
+    rows = []
+    num_whole = 0
     for step in steps:
         status = _status(directory.step_folder(step), verify)
         saved = status.saved

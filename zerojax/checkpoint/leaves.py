@@ -189,7 +189,8 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
 
     The storage is None for leaves that records do not hold.
     """
-    layout, state = records.layout, records.layout.abstract_state
+    layout = records.layout
+    state = records.layout.abstract_state
     every = range(len(layout.leaves))
     # In the order in which the state is flattened.
     for field in dataclasses.fields(state):
@@ -206,7 +207,7 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
             )
         else:
             grads = (
-                [*layout.stacked, *layout.ends]
+                [*layout.stacked, *layout.unstacked]
                 if field.name == "pending" and value is not None
                 else []
             )

@@ -30,7 +30,7 @@ from host_offload.disk import (
     ReadFile,
     SavedRecords,
     SavedStore,
-    checksum_of,
+    compute_checksum,
     described_array,
     numpy_dtype,
     sync,
@@ -116,7 +116,7 @@ def write_manifest(
 def _checksum(manifest: Mapping[str, Any]) -> str:
     # Sorted, so that a manifest that was read back produces the same text.
     text = json.dumps(manifest, sort_keys=True).encode()
-    return f"{checksum_of(np.frombuffer(text, np.uint8)):016x}"
+    return f"{compute_checksum(np.frombuffer(text, np.uint8)):016x}"
 
 
 def _encoded(value: np.ndarray) -> dict[str, Any]:
@@ -262,12 +262,10 @@ class SavedState:
         # Leaves and small values are the same in all manifests. Stores and iterator positions
         # differ by process.
         process, first = next(iter(manifests.items()))
-        self.num_processes, self.leaves, self.values, self.keys = (
-            first.num_processes,
-            first.leaves,
-            first.values,
-            first.keys,
-        )
+        self.num_processes = first.num_processes
+        self.leaves = first.leaves
+        self.values = first.values
+        self.keys = first.keys
         self.about = first.about
         for other, manifest in manifests.items():
             if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):

@@ -163,7 +163,9 @@ class StepWriter:
             items[METRICS] = ocp.args.JsonSave(dict(metrics))
         # Here, in the thread of the steps, all processes number their saves identically.
         self.barrier.renew()
-        self._save, self._has_appeared, self._error = save, False, None
+        self._save = save
+        self._has_appeared = False
+        self._error = None
         if self._orbax is None:
             # The state's item writes into its folder as soon as it is called, so Orbax must have
             # created the folder by then.
@@ -219,12 +221,15 @@ class StepWriter:
             self._collect()
 
     def _collect(self) -> None:
-        thread, save, error = self._thread, self._save, self._error
+        thread = self._thread
+        save = self._save
+        error = self._error
         self._thread = self._save = self._error = None
         if save is None or (thread is not None and error is None):
             return
         # It failed, perhaps in `begin`, before a thread existed.
-        orbax, self._orbax = self._orbax, None
+        orbax = self._orbax
+        self._orbax = None
         if orbax is not None:
             # Orbax's threads raise their error again at each further call.
             with contextlib.suppress(Exception):
@@ -243,6 +248,7 @@ class StepWriter:
         try:
             self.wait()
         finally:
-            orbax, self._orbax = self._orbax, None
+            orbax = self._orbax
+            self._orbax = None
             if orbax is not None:
                 orbax.close()

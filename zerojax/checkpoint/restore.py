@@ -57,7 +57,10 @@ class Restoring:
           leaves: leaves of its states.
           calling: function that returns the context for a program with callbacks.
         """
-        self.layout, self.leaves, self._swap, self._calling = layout, leaves, swap, calling
+        self.layout = layout
+        self.leaves = leaves
+        self._swap = swap
+        self._calling = calling
         self._together = AllProcesses(layout.mesh, "restoring the checkpoint", CheckpointError)
         # All processes skip the same checkpoint, and only if all report damage.
         self._checking = AllProcesses(
@@ -139,19 +142,19 @@ class Restoring:
         """Return zeros in the leaves' tiers."""
         flat, tree = jax.tree.flatten(abstract, is_leaf=lambda node: isinstance(node, OnDisk))
         in_memory = [leaf for leaf in flat if not isinstance(leaf, OnDisk)]
-        host, device = (
-            [a for a in in_memory if is_away(a)],
-            [a for a in in_memory if not is_away(a)],
-        )
+        host = [a for a in in_memory if is_away(a)]
+        device = [a for a in in_memory if not is_away(a)]
         zeros = {True: iter(allocate_all(host)), False: iter(_zeros(device))}  # by is_away
         arrays = [leaf if isinstance(leaf, OnDisk) else next(zeros[is_away(leaf)]) for leaf in flat]
         return jax.tree.unflatten(tree, arrays)
 
     def _fill(self, sources: Sequence[LeafSource], stacks: list[Any], what: str) -> list[Any]:
         """Fill stacks whose records have the same numbers, one layer after the other."""
-        mesh, leaves = self.layout.mesh, [source.leaf for source in sources]
+        mesh = self.layout.mesh
+        leaves = [source.leaf for source in sources]
         shardings = [leaf.record(mesh).sharding for leaf in leaves]
-        first, arrays = leaves[0].first, [_arrays_in(stack) for stack in stacks]
+        first = leaves[0].first
+        arrays = [_arrays_in(stack) for stack in stacks]
         # Two programs fill a Split, one per part.
         programs = {
             flag: filler(mesh, leaves, arrays, flag)
@@ -207,13 +210,15 @@ class Restoring:
         self, records: DiskRecords, leaves: Sequence[StateLeaf], rank: int
     ) -> SavedStore:
         """Return the description that a save would write of a device's records of one kind."""
-        mesh, first = self.layout.mesh, leaves[0]
+        mesh = self.layout.mesh
+        first = leaves[0]
         device = mesh.devices.flat[rank]
         starts = [
             [start for start, _ in _box_on(leaf.record(mesh).sharding, leaf, device)]
             for leaf in leaves
         ]
-        names, lead = [leaf.name for leaf in leaves], first.shape[: first.lead]
+        names = [leaf.name for leaf in leaves]
+        lead = first.shape[: first.lead]
         unknown = (0,) * records.num_layers
         return SavedStore.of_format(
             records.format, records.kind, names, starts, lead, first.first_record, unknown
@@ -231,7 +236,8 @@ class Restoring:
         Linked records are already complete.
         """
         kinds = _on_disk(sources)
-        engine, ranks = swap.engine, swap.disk.ranks()
+        engine = swap.engine
+        ranks = swap.disk.ranks()
         total = len(ranks) * sum(records.num_layers for records, _ in kinds)
         with working(what, total) as advance:
             for records, members in kinds:
@@ -253,7 +259,8 @@ class Restoring:
         `advance` counts each record.
         """
         leaf = members[0].leaf
-        dims, first = _dims(leaf), leaf.first_record
+        dims = _dims(leaf)
+        first = leaf.first_record
         for rank in ranks:
             device = self.layout.mesh.devices.flat[rank]
             boxes = [
@@ -304,7 +311,9 @@ def filler(
         and shardings.
       on_device: for Splits, whether the record belongs to the first part.
     """
-    records, lead, first = [leaf.record(mesh) for leaf in leaves], leaves[0].lead, leaves[0].first
+    records = [leaf.record(mesh) for leaf in leaves]
+    lead = leaves[0].lead
+    first = leaves[0].first
     shardings = explicit([[a.sharding for a in parts] for parts in arrays])
 
     def put(

@@ -121,7 +121,8 @@ class Retiled:
           OSError, KeyError: as `SavedRecords.read` raises them.
         """
         # The box of the leaf here: layers, then tiles if they have a dim, then the box in a tile.
-        front, rest = box[: self.lead], box[self.lead :]
+        front = box[: self.lead]
+        rest = box[self.lead :]
         tiles: range | list[None] = range(*rest[0]) if self.here.has_dim else [None]
         part = rest[1:] if self.here.has_dim else rest
         lead = (slice(None),) * self.lead
@@ -186,7 +187,8 @@ def retiled(
     if saved[:lead] != here[:lead]:
         # No text: the caller's error gives both shapes.
         raise ValueError("")
-    saved, here = saved[lead:], here[lead:]
+    saved = saved[lead:]
+    here = here[lead:]
     if len(saved) == len(here) + 1 and len(here) in (1, 2) and tiled[0]:  # dense here
         return Retiled(_cut(here, saved), Grid((1,) * len(here), here, False), lead)
     if len(here) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:  # dense in the checkpoint
@@ -286,7 +288,8 @@ class Reblocked:
         Raises:
           OSError, KeyError: as `SavedRecords.read` raises them.
         """
-        front, rest = box[: self.lead], box[self.lead :]
+        front = box[: self.lead]
+        rest = box[self.lead :]
         # Read the saved rows that contain the box's rows. Arrays of groups are small, and are read
         # in full.
         (start, stop), width, length = rest[0], math.prod(self.here[1:]), math.prod(self.saved[1:])
@@ -305,12 +308,12 @@ class Reblocked:
             flat = rows.reshape(-1)
             if self.index is not None:
                 out[record] = flat[self.index].reshape(self.here)[
-                    tuple(slice(*ends) for ends in rest)
+                    tuple(slice(*bounds) for bounds in rest)
                 ]
                 continue
             flat = flat[start * width - low * length : stop * width - low * length]
             out[record] = flat.reshape(stop - start, *self.here[1:])[
-                (slice(None), *(slice(*ends) for ends in rest[1:]))
+                (slice(None), *(slice(*bounds) for bounds in rest[1:]))
             ]
 
 
@@ -332,7 +335,8 @@ def reblocked(
     weight, _, array = name.rpartition(".")
     if here[name][:lead] != saved[name][:lead]:
         raise ValueError("")
-    own, other = here[name][lead:], saved[name][lead:]
+    own = here[name][lead:]
+    other = saved[name][lead:]
     if array not in _OF_GROUPS:
         if math.prod(own) != math.prod(other):
             raise ValueError("")

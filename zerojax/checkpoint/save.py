@@ -44,8 +44,8 @@ from host_offload.disk import (
     SavedStore,
     Snapshot,
     Store,
-    checksum_of,
-    format_of,
+    build_format,
+    compute_checksum,
     sync,
     write_file,
 )
@@ -97,7 +97,9 @@ class NewStore:
 
     def __init__(self, create: Callable[[], Store]) -> None:
         """Store `create`, which is called once."""
-        self._create, self._lock, self._store = create, threading.Lock(), None
+        self._create = create
+        self._lock = threading.Lock()
+        self._store = None
 
     def __call__(self) -> Store:
         """Return the store, and create it at the first call."""
@@ -161,7 +163,9 @@ class Room:
 
     def __init__(self, most: int | None) -> None:
         """Start with nothing in use."""
-        self.most, self._used, self._peak = most, 0, 0
+        self.most = most
+        self._used = 0
+        self._peak = 0
         self._changed = threading.Condition()
 
     @property
@@ -280,11 +284,11 @@ class Saving:
           CheckpointError: the folder cannot be written to, or is full.
           SwapError: the state on disk is lost.
         """
-        self.layout, self.leaves, self.root = layout, leaves, root
-        self._room, self._pool = (
-            Room(max_host_bytes),
-            concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save"),
-        )
+        self.layout = layout
+        self.leaves = leaves
+        self.root = root
+        self._room = Room(max_host_bytes)
+        self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save")
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
         # Stores of copies; their descriptions lack checksums until they are written.
@@ -293,7 +297,8 @@ class Saving:
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
         self._keys: dict[str, str] = {}
-        self._data, self._about = None if data is None else encoded_position(data), about
+        self._data = None if data is None else encoded_position(data)
+        self._about = about
         self._base = SavedBase(last, {leaf.name for leaf in leaves if leaf.is_frozen})
         try:
             with explaining(f"writing the checkpoint {root}", root):
@@ -381,16 +386,14 @@ class Saving:
         The records of all `pieces` have the same numbers.
         """
         lead = pieces[0].leaf.lead
-        form = format_of([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
+        form = build_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         scale = math.prod(dims[1:])  # records per layer
         count = math.prod(dims)
         store = NewStore(lambda: Store(self.root, label, rank, count, form))
-        folder, names, starts = (
-            os.path.join(label, str(rank)),
-            [p.leaf.name for p in pieces],
-            [p.start for p in pieces],
-        )
+        folder = os.path.join(label, str(rank))
+        names = [p.leaf.name for p in pieces]
+        starts = [p.start for p in pieces]
         of_leaf = (folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)
         saved_store = SavedStore.of_format(form, *of_leaf, checksums=(0,) * count)
         self._stores.append((store, saved_store))
@@ -434,10 +437,13 @@ class Saving:
         self, records: DiskRecords, store: Store, leaves: Sequence[StateLeaf]
     ) -> SavedStore | None:
         """Return the description of a store on disk; None if an earlier device holds all of it."""
-        mesh, device = self.layout.mesh, self.layout.mesh.devices.flat[store.rank]
-        starts, is_first = [], False
+        mesh = self.layout.mesh
+        device = self.layout.mesh.devices.flat[store.rank]
+        starts = []
+        is_first = False
         for leaf in leaves:
-            sharding, shape = leaf.record(mesh).sharding, tuple(leaf.shape[leaf.lead :])
+            sharding = leaf.record(mesh).sharding
+            shape = tuple(leaf.shape[leaf.lead :])
             indices = sharding.devices_indices_map(shape)
             index = indices[device]
             starts.append(tuple(s.start or 0 for s in index))
@@ -464,7 +470,8 @@ class Saving:
         try:
             store = new_store()
             for number, record in enumerate(records, first):
-                path, checksum = store.record_path(number), checksum_of(record)
+                path = store.record_path(number)
+                checksum = compute_checksum(record)
                 if base is None or not self._base.link(base, number, checksum, path):
                     write_file(path, record, record.nbytes)
                 store.end_write(number, checksum)
@@ -512,7 +519,8 @@ class Saving:
             for leaf in self.leaves
             if not leaf.is_derived and not leaf.is_inline
         }
-        process, num_processes = jax.process_index(), jax.process_count()
+        process = jax.process_index()
+        num_processes = jax.process_count()
         write_manifest(
             self.root,
             process,
@@ -542,7 +550,8 @@ def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
 
     Read the result immediately: on a CPU it is a view of device memory.
     """
-    data, lead = piece.data, piece.leaf.lead
+    data = piece.data
+    lead = piece.leaf.lead
     count = (high - low) * math.prod(data.shape[1:lead])
     if lead and (low, high) != (0, data.shape[0]):
         # In numpy the slice is a view. In JAX it would be a second copy in host memory.

@@ -76,7 +76,9 @@ class LeafSource:
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
             part = (
-                self.value[tuple(slice(*ends) for ends in box)] if self.value.shape else self.value
+                self.value[tuple(slice(*bounds) for bounds in box)]
+                if self.value.shape
+                else self.value
             )
             out[...] = part.reshape(out.shape) if part.shape else part
             return
@@ -217,7 +219,8 @@ def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequ
 
 def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
     """Return the explanation and remedy if other weights are frozen in the checkpoint, or ""."""
-    here, there = {leaf.name for leaf in leaves if leaf.is_frozen}, saved.frozen
+    here = {leaf.name for leaf in leaves if leaf.is_frozen}
+    there = saved.frozen
     if here == there:
         return ""
     parts = [
@@ -322,7 +325,8 @@ def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
     }
     differences = []
     for source in sources if any(tiles.values()) else ():
-        name, shape = source.leaf.name, list(source.leaf.shape)
+        name = source.leaf.name
+        shape = list(source.leaf.shape)
         # The longest match, since one weight's path may end in another's.
         owner = max((path for path in tiles if name.endswith(path)), key=len, default=None)
         if (

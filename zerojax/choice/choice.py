@@ -19,7 +19,7 @@ from zerojax.choice.choice_problem import Choice as Choice
 from zerojax.choice.choice_problem import Missing as Missing
 from zerojax.choice.choice_problem import Problem as Problem
 from zerojax.choice.choice_problem import Solver as Solver
-from zerojax.choice.choice_problem import choice_of
+from zerojax.choice.choice_problem import build_choice
 from zerojax.choice.choice_problem import predicted_seconds as predicted_seconds
 from zerojax.choice.choice_problem import uniform as uniform
 
@@ -58,7 +58,7 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     bound = max(bound, (result.mip_dual_bound or 0.0) * problem.forward_seconds)
     text = f"milp: {str(result.message).rstrip('.')}"
     if assignment is not None:
-        found = choice_of(problem, assignment, greedy.solver)
+        found = build_choice(problem, assignment, greedy.solver)
         if (
             found.fits
             and len(found.segments) <= problem.max_segments

@@ -17,7 +17,14 @@ import time
 
 import numpy as np
 
-from zerojax.choice.choice_problem import Choice, Problem, Solver, bytes_of, choice_of, seconds_of
+from zerojax.choice.choice_problem import (
+    Choice,
+    Problem,
+    Solver,
+    build_choice,
+    compute_bytes,
+    compute_seconds,
+)
 from zerojax.choice.least_bytes import least_peak
 
 _STARTS = 4
@@ -48,7 +55,7 @@ def by_greedy(problem: Problem) -> Choice:
         gap=math.inf,
         seconds=time.perf_counter() - begin,
     )
-    return choice_of(problem, best.tolist(), solver)
+    return build_choice(problem, best.tolist(), solver)
 
 
 def _starts(problem: Problem) -> list[np.ndarray]:
@@ -56,7 +63,8 @@ def _starts(problem: Problem) -> list[np.ndarray]:
 
     Each pair of options contributes at most one assignment, with the best bound between them.
     """
-    L, options = problem.num_layers, range(len(problem.options))
+    L = problem.num_layers
+    options = range(len(problem.options))
     same = np.array([[p] * L for p in options])
     starts = [same[_best(problem, same)]]
     if problem.max_segments == 1 or L == 1:
@@ -85,7 +93,8 @@ def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
     In a neighbour, layers i .. j-1 take another option. One of i and j is the bound of a segment
     and the other is arbitrary, or both are on a grid.
     """
-    L, P = problem.num_layers, len(problem.options)
+    L = problem.num_layers
+    P = len(problem.options)
     bounds = {0, L, *(np.flatnonzero(np.diff(assignment)) + 1).tolist()}
     grid = bounds | set(range(0, L, -(-L // _GRID)))
     pairs = {
@@ -111,12 +120,12 @@ def _best(problem: Problem, candidates: np.ndarray) -> int:
     """
     excess = _excess(problem, candidates)
     least = np.flatnonzero(excess == excess.min())
-    return int(least[seconds_of(problem, candidates[least]).argmin()])
+    return int(least[compute_seconds(problem, candidates[least]).argmin()])
 
 
 def _excess(problem: Problem, candidates: np.ndarray) -> np.ndarray:
     """Return the bytes over the budgets of each candidate, device and host summed: [N]."""
-    peak, host = bytes_of(problem, candidates)
+    peak, host = compute_bytes(problem, candidates)
     return np.maximum(peak - problem.device_budget_bytes, 0) + np.maximum(
         host - problem.host_budget_bytes, 0
     )

@@ -190,7 +190,8 @@ class Choice:
 
 def forward_times(problem: Problem) -> list[float]:
     """Return computed[t] of every layer, in seconds, which is the same for all assignments."""
-    arrived, computed = 0.0, []
+    arrived = 0.0
+    computed = []
     for t in range(problem.num_layers):
         free = computed[t - problem.distance] if t >= problem.distance else 0.0
         arrived = max(arrived, free) + problem.up_forward_bytes / problem.link_up
@@ -208,18 +209,18 @@ def predicted_seconds(problem: Problem, assignment: Sequence[int]) -> float:
     Raises:
       ValueError: the assignment has a wrong number of layers or an invalid option index.
     """
-    return float(seconds_of(problem, _checked(problem, assignment))[0])
+    return float(compute_seconds(problem, _checked(problem, assignment))[0])
 
 
-def seconds_of(problem: Problem, assignments: np.ndarray) -> np.ndarray:
+def compute_seconds(problem: Problem, assignments: np.ndarray) -> np.ndarray:
     """Return `predicted_seconds` of many assignments: int [N, L] -> float64 [N]."""
-    L, d = problem.num_layers, problem.distance
+    L = problem.num_layers
+    d = problem.distance
     host = problem.of("host_bytes")
-    down, up = host / problem.link_down, (host + problem.up_backward_bytes) / problem.link_up
-    again, after = (
-        problem.backward_seconds + problem.of("seconds"),
-        problem.down_backward_bytes / problem.link_down,
-    )
+    down = host / problem.link_down
+    up = (host + problem.up_backward_bytes) / problem.link_up
+    again = problem.backward_seconds + problem.of("seconds")
+    after = problem.down_backward_bytes / problem.link_down
     by_layer = np.ascontiguousarray(assignments.T)  # [L, N]
     computed = forward_times(problem)
     stored: list[Any] = [np.zeros(len(assignments))]
@@ -238,19 +239,20 @@ def seconds_of(problem: Problem, assignments: np.ndarray) -> np.ndarray:
     return np.maximum(computed_b, stored_b)
 
 
-def bytes_of(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def compute_bytes(problem: Problem, assignments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the peak device bytes and the host bytes of many assignments: int [N, L] -> 2 x [N].
 
     Both results are float64.
     """
-    device, transient = problem.of("device_bytes"), problem.of("transient_bytes")
+    device = problem.of("device_bytes")
+    transient = problem.of("transient_bytes")
     peak = np.zeros(len(assignments))
     for option in assignments.T[::-1]:
         peak = device[option] + np.maximum(transient[option], peak)
     return peak, problem.of("host_bytes")[assignments].sum(axis=1)
 
 
-def choice_of(problem: Problem, assignment: Sequence[int], solver: Solver) -> Choice:
+def build_choice(problem: Problem, assignment: Sequence[int], solver: Solver) -> Choice:
     """Return an assignment as a `Choice`, with its seconds and bytes.
 
     Args:
@@ -262,14 +264,14 @@ def choice_of(problem: Problem, assignment: Sequence[int], solver: Solver) -> Ch
       ValueError: the assignment has a wrong number of layers or an invalid option index.
     """
     at = _checked(problem, assignment)
-    peak, host = (int(values[0]) for values in bytes_of(problem, at))
+    peak, host = (int(values[0]) for values in compute_bytes(problem, at))
     budgets = (
         ("device", peak, int(problem.device_budget_bytes)),
         ("pinned_host", host, int(problem.host_budget_bytes)),
     )
     return Choice(
         assignment=tuple(int(option) for option in at[0]),
-        seconds=float(seconds_of(problem, at)[0]),
+        seconds=float(compute_seconds(problem, at)[0]),
         device_bytes=peak,
         host_bytes=host,
         missing=tuple(
@@ -285,7 +287,7 @@ def uniform(problem: Problem) -> list[Choice]:
     """Return, for each option, the choice in which all layers take it, whether or not it fits."""
     solver = Solver(text="one option for all layers", gap=math.inf, seconds=0.0)
     return [
-        choice_of(problem, [option] * problem.num_layers, solver)
+        build_choice(problem, [option] * problem.num_layers, solver)
         for option in range(len(problem.options))
     ]
 

@@ -52,8 +52,10 @@ class ChoiceProgram:
         Args:
           problem: the layers, their options and budgets.
         """
-        self._problem, self._unit = problem, problem.forward_seconds
-        L, P = problem.num_layers, len(problem.options)
+        self._problem = problem
+        self._unit = problem.forward_seconds
+        L = problem.num_layers
+        P = len(problem.options)
         self._num_columns = 0
         self._x = self._columns(L * P).reshape(L, P)
         self._rise = self._columns((L - 1) * P).reshape(L - 1, P)
@@ -111,7 +113,8 @@ class ChoiceProgram:
         return matrix, [row[1] for row in self._rows], [row[2] for row in self._rows]
 
     def _columns(self, count: int) -> np.ndarray:
-        first, self._num_columns = self._num_columns, self._num_columns + count
+        first = self._num_columns
+        self._num_columns = self._num_columns + count
         return np.arange(first, first + count)
 
     def _between(self, terms: _Terms, lower: float = -np.inf, upper: float = np.inf) -> None:
@@ -149,9 +152,11 @@ class ChoiceProgram:
         Only the first fetch waits for stores, for all of them; later fetches wait for the first.
         """
         p = self._problem
-        L, d = p.num_layers, p.distance
+        L = p.num_layers
+        d = p.distance
         forward = forward_times(p)[-1] / self._unit
-        up, again = p.of("host_bytes") / p.link_up / self._unit, p.of("seconds") / self._unit
+        up = p.of("host_bytes") / p.link_up / self._unit
+        again = p.of("seconds") / self._unit
         base_up, base, base_down = (
             seconds / self._unit
             for seconds in (
@@ -161,8 +166,11 @@ class ChoiceProgram:
             )
         )
         for k in range(L):
-            taking, computing = self._cost(L - 1 - k, up), self._cost(L - 1 - k, again)
-            fetched, computed, stored_b = self._fetched[k], self._computed[k], self._stored_b[k]
+            taking = self._cost(L - 1 - k, up)
+            computing = self._cost(L - 1 - k, again)
+            fetched = self._fetched[k]
+            computed = self._computed[k]
+            stored_b = self._stored_b[k]
             if k == 0:
                 self._after(fetched, [], taking, forward + base_up)
                 self._after(computed, [], computing, forward + p.head_seconds / self._unit + base)
@@ -184,7 +192,9 @@ class ChoiceProgram:
 
     def _add_bytes(self) -> None:
         p = self._problem
-        device, transient, host = p.of("device_bytes"), p.of("transient_bytes"), p.of("host_bytes")
+        device = p.of("device_bytes")
+        transient = p.of("transient_bytes")
+        host = p.of("host_bytes")
         unit = max(1.0, (device + transient).max(), host.max())
         # If no layer's transient bytes exceed the total of the next layer, the last layer has the
         # peak, and one row is enough.

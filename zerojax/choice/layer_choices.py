@@ -225,7 +225,8 @@ def _farthest_first(
 
     Each step adds the option that is farthest from all chosen so far.
     """
-    result, pool = list(chosen), np.array(others)
+    result = list(chosen)
+    pool = np.array(others)
     points = shares[pool]
     distance = np.min([np.linalg.norm(points - shares[i], axis=1) for i in result], axis=0)
     while len(result) < count and distance.max() > 0:

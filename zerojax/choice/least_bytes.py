@@ -72,10 +72,8 @@ def _layer_before(
         common = [_undominated(_joined(changed))] if changed else []
         for p in range(num_options):
             joined = _joined([_pointed(above[s, p], s, p), *common])
-            peak, host_bytes = (
-                device[p] + np.maximum(transient[p], joined.peak),
-                joined.host + host[p],
-            )
+            peak = device[p] + np.maximum(transient[p], joined.peak)
+            host_bytes = joined.host + host[p]
             fits = host_bytes <= budget
             fronts[s, p] = _undominated(joined._replace(peak=peak, host=host_bytes).take(fits))
     return fronts
@@ -116,10 +114,14 @@ def _traced(layers: list[_Fronts], most: int, num_options: int) -> list[int] | N
     ]
     if not firsts:
         return None
-    segments, option, entry = most, min(firsts)[2], 0
+    segments = most
+    option = min(firsts)[2]
+    entry = 0
     assignment = []
     for fronts in reversed(layers[1:]):
         assignment.append(int(option))
         front = fronts[int(segments), int(option)]
-        segments, option, entry = front.segments[entry], front.option[entry], front.entry[entry]
+        segments = front.segments[entry]
+        option = front.option[entry]
+        entry = front.entry[entry]
     return assignment

@@ -1,8 +1,8 @@
 """What a step costs: FLOPs and bytes of a model's layers, and a config's bytes and seconds."""
 
 from zerojax.costs.estimate import Estimate as Estimate
+from zerojax.costs.estimate import build_kept as build_kept
 from zerojax.costs.estimate import estimate as estimate
-from zerojax.costs.estimate import kept_of as kept_of
 from zerojax.costs.programs import Buildable as Buildable
 from zerojax.costs.programs import buildable_of_sizes as buildable_of_sizes
 from zerojax.costs.programs import why_no_program as why_no_program
@@ -15,7 +15,7 @@ from zerojax.costs.timing import PhaseTime as PhaseTime
 from zerojax.costs.timing import Span as Span
 from zerojax.costs.timing import StepTime as StepTime
 from zerojax.costs.timing import Wires as Wires
-from zerojax.costs.traced import grid_of as grid_of
+from zerojax.costs.traced import build_grid as build_grid
 from zerojax.costs.traced import workload_of_model as workload_of_model
 from zerojax.costs.workload import CHECKPOINTED as CHECKPOINTED
 from zerojax.costs.workload import Grid as Grid

@@ -75,7 +75,7 @@ class Estimate:
       bytes: bytes per device, by tier and kind.
       steps: all operations of the step, in order, with their bytes.
       layers: seconds of one layer, for each run of layers.
-      ends: seconds of embedding and head.
+      unstacked: seconds of embedding and head.
       wires: rates of host link and disk per device.
       repeats: number of microbatches that a resident step runs one after another.
       collectives: bytes that a device sends per step, by collective.
@@ -87,7 +87,7 @@ class Estimate:
     bytes: Mapping[str, Mapping[str, int]]
     steps: StepPlan
     layers: tuple[LayerWork, ...]
-    ends: UnstackedWork
+    unstacked: UnstackedWork
     wires: Wires
     repeats: int
     collectives: Mapping[str, float]
@@ -100,11 +100,13 @@ class Estimate:
     @functools.cached_property
     def time(self) -> StepTime:
         """Seconds of the step, from a walk through its schedule."""
-        return step_time(self.steps, self.layers, self.ends, self.wires, repeats=self.repeats)
+        return step_time(self.steps, self.layers, self.unstacked, self.wires, repeats=self.repeats)
 
     def seconds_with(self, wires: Wires) -> float:
         """Return the seconds of the step at other rates of host link and disk."""
-        return step_time(self.steps, self.layers, self.ends, wires, repeats=self.repeats).seconds
+        return step_time(
+            self.steps, self.layers, self.unstacked, wires, repeats=self.repeats
+        ).seconds
 
     @functools.cached_property
     def moved(self) -> dict[str, int]:
@@ -114,8 +116,9 @@ class Estimate:
     @functools.cached_property
     def least(self) -> float:
         """Lower bound of the step's seconds."""
-        rates, moved = self.wires, self.moved
-        compute = self.ends.embed + self.ends.head + self.ends.embed_backward
+        rates = self.wires
+        moved = self.moved
+        compute = self.unstacked.embed + self.unstacked.head + self.unstacked.embed_backward
         network = host = 0.0
         for schedule, work in zip(self.steps.stacks.values(), self.layers, strict=True):
             n = schedule.num_layers
@@ -145,7 +148,7 @@ class Estimate:
         return max(compute + network * self.repeats, link, disk, host)
 
 
-def wires_of(machine: Machine, config: ZeroConfig, shares_cores: bool) -> Wires:
+def build_wires(machine: Machine, config: ZeroConfig, shares_cores: bool) -> Wires:
     """Return the rates of host link and disk per device that a config uses.
 
     Rates that the config does not use are not required.
@@ -219,7 +222,7 @@ def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
     """Return a stack's runs of equal layers; `skipped` is the number of layers before the stack."""
     if isinstance(config.activations, str):
         return [
-            kept_of(
+            build_kept(
                 stack,
                 stack.num_layers,
                 config.activations,
@@ -227,16 +230,17 @@ def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
                 config.offloaded_names,
             )
         ]
-    runs, first = list[Kept](), 0
+    runs = list[Kept]()
+    first = 0
     for segment in config.activations:
         if skipped <= first < skipped + stack.num_layers:
             names = (segment.saved_names, segment.offloaded_names)
-            runs.append(kept_of(stack, segment.num_layers, segment.activations, *names))
+            runs.append(build_kept(stack, segment.num_layers, segment.activations, *names))
         first += segment.num_layers
     return runs
 
 
-def kept_of(
+def build_kept(
     stack: StackWork, num_layers: int, activations: str, saved: Any, offloaded: Any
 ) -> Kept:
     """Return what a run of equal layers saves.
@@ -265,7 +269,8 @@ def kept_of(
     )
     device = stack.kept[mode] + kept
     if activations not in MODES:
-        device, away = device - stack.x_bytes, away + stack.x_bytes
+        device = device - stack.x_bytes
+        away = away + stack.x_bytes
     elif mode != CHECKPOINTED:
         device -= away
     return Kept(
@@ -321,15 +326,14 @@ class _Estimator:
         shares_cores: bool,
         tiles: int,
     ) -> None:
-        self.workload, self.config, self.grid, self.machine, self.tiles = (
-            workload,
-            config,
-            grid,
-            machine,
-            tiles,
-        )
-        self.wires = wires_of(machine, config, shares_cores)
-        self.row, self.streamed = STAGES[config.stage], workload.is_layered and streams(config)
+        self.workload = workload
+        self.config = config
+        self.grid = grid
+        self.machine = machine
+        self.tiles = tiles
+        self.wires = build_wires(machine, config, shares_cores)
+        self.row = STAGES[config.stage]
+        self.streamed = workload.is_layered and streams(config)
         precision = PRECISIONS[config.precision]
         moments = workload.moment_bytes * (0.5 if config.moments == "bfloat16" else 1.0)
         reduce_dtype = "float32" if grads_in_float32(config) else None
@@ -361,7 +365,8 @@ class _Estimator:
 
         The rate is infinite if there is no such collective.
         """
-        grid, machine = self.grid, self.machine
+        grid = self.grid
+        machine = self.machine
         if grid.batch_shards == 1 and grid.tensor == 1:
             return float("inf")
         within = grid.devices <= machine.devices_per_node
@@ -383,11 +388,9 @@ class _Estimator:
 
     def record(self, elements: float, frozen: float = 0.0) -> dict[str, int]:
         """Return the bytes of a record by kind, as `schedule.build_schedule` takes them."""
-        b, part, on_device = (
-            self.b,
-            elements * self.share(self.row.opt_state),
-            self.config.params == "device",
-        )
+        b = self.b
+        part = elements * self.share(self.row.opt_state)
+        on_device = self.config.params == "device"
         sizes = {
             "params": elements * b.params * self.share(self.row.params),
             "gathered": elements * b.params + frozen if self.is_gathered else 0,
@@ -418,7 +421,12 @@ class _Estimator:
         return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
 
     def schedule(
-        self, stack: StackWork, run: Kept, first: int, tiles: int, ends: Sequence[UnstackedMove]
+        self,
+        stack: StackWork,
+        run: Kept,
+        first: int,
+        tiles: int,
+        unstacked: Sequence[UnstackedMove],
     ) -> Schedule:
         """Return the schedule of a run of layers that starts at layer `first` of its stack.
 
@@ -441,22 +449,22 @@ class _Estimator:
         own = stack.elements - (stack.tiled if tiles > 1 else 0)
         sizes = self.record(own, stack.frozen_bytes) | {"activations": run.away}
         return run_schedule(
-            config, facts, sizes, tile_bytes=[self.record(stack.tiled / tiles)], ends=ends
+            config, facts, sizes, tile_bytes=[self.record(stack.tiled / tiles)], unstacked=unstacked
         )
 
     def steps(self, runs: Sequence[tuple[StackWork, Kept, int]], tiles: int = 1) -> StepPlan:
         """Return all operations of the step; `tiles` is the number of tiles of a layer's record."""
         schedules = dict[str, Schedule]()
         last = 0 if self.in_backward else len(runs) - 1  # last run of backward, or of the update
-        leaf = self.end_leaf()
+        leaf = self.unstacked_leaf()
         for n, (stack, run, first) in enumerate(runs):
-            ends = (
+            unstacked = (
                 [self.unstacked_beside(leaf, stack.elements)]
                 if n == last and leaf.tiers["opt_state"] != "device"
                 else []
             )
             schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(
-                stack, run, first, tiles, ends
+                stack, run, first, tiles, unstacked
             )
         late = any(phase.stores_late for phase in list(schedules.values())[last].phases)
         leaves = [leaf._replace(is_beside=late), *self.frozen_leaf()]
@@ -464,15 +472,18 @@ class _Estimator:
             schedules, build_unstacked(leaves, self.master, host_update(self.config, self.master))
         )
 
-    def end_leaf(self) -> UnstackedLeaf:
+    def unstacked_leaf(self) -> UnstackedLeaf:
         """Return embedding and head as one leaf; for a plain Model, the full model as one leaf."""
-        config, workload = self.config, self.workload
-        updated = workload.end_elements if workload.is_layered else workload.elements
+        config = self.config
+        workload = self.workload
+        updated = workload.unstacked_elements if workload.is_layered else workload.elements
         tiers = {
             "params": config.params,
             "opt_state": config.opt_state if self.on_host or self.moves else "device",
         }
-        sizes = self.record(updated) | {"params": self.record(workload.end_elements)["params"]}
+        sizes = self.record(updated) | {
+            "params": self.record(workload.unstacked_elements)["params"]
+        }
         # If copy engines move it, its smallest array is cut into pieces of at least `LEAST_BYTES`.
         count = min(MOST_PIECES, sizes["opt_state"] * 4 // max(1, int(self.state)) // LEAST_BYTES)
         cut = (
@@ -481,7 +492,7 @@ class _Estimator:
             and not self.on_host
             and workload.is_layered
         )
-        return UnstackedLeaf("ends", tiers, sizes, num_pieces=max(1, count) if cut else 1)
+        return UnstackedLeaf("unstacked", tiers, sizes, num_pieces=max(1, count) if cut else 1)
 
     @property
     def both_ways(self) -> bool:
@@ -490,7 +501,7 @@ class _Estimator:
 
     def frozen_leaf(self) -> list[UnstackedLeaf]:
         """Return the frozen part of embedding and head, or nothing."""
-        size = self.workload.end_frozen_bytes * self.share(self.row.params)
+        size = self.workload.unstacked_frozen_bytes * self.share(self.row.params)
         return (
             [
                 UnstackedLeaf(
@@ -522,8 +533,10 @@ class _Estimator:
 
     def estimate(self) -> Estimate:
         """Return the config's bytes, operations and work."""
-        config, workload = self.config, self.workload
-        runs, skipped = list[tuple[StackWork, Kept, int]](), 0
+        config = self.config
+        workload = self.workload
+        runs = list[tuple[StackWork, Kept, int]]()
+        skipped = 0
         for stack in workload.stacks:
             first = 0
             for run in _runs(config, stack, skipped):
@@ -538,7 +551,7 @@ class _Estimator:
             bytes=self.bytes(in_tiles, runs),
             steps=steps,
             layers=tuple(self.work(stack, run) for stack, run, _ in runs),
-            ends=self.ends(),
+            unstacked=self.unstacked(),
             wires=self.wires,
             repeats=1 if self.streamed else config.num_microbatches,
             collectives=self.collectives(),
@@ -549,16 +562,20 @@ class _Estimator:
 
     def bytes(self, steps: StepPlan, runs: Sequence[tuple[StackWork, Kept, int]]) -> Bytes:
         """Return the bytes per device by tier and kind."""
-        config, workload, b, share = self.config, self.workload, self.b, self.share
+        config = self.config
+        workload = self.workload
+        b = self.b
+        share = self.share
         tiers: Bytes = {tier: {} for tier in TIERS}
 
         def add(tier: str, kind: str, n: float) -> None:
             if n:
                 tiers[tier][kind] = tiers[tier].get(kind, 0) + int(n)
 
-        every, ends = workload.elements, workload.end_elements
+        every = workload.elements
+        unstacked = workload.unstacked_elements
         add(config.params, "params", every * b.params * share(self.row.params))
-        frozen = workload.end_frozen_bytes + sum(
+        frozen = workload.unstacked_frozen_bytes + sum(
             s.num_layers * s.frozen_bytes for s in workload.stacks
         )
         add(frozen_tier(config), "frozen", frozen * share(self.row.params))
@@ -569,19 +586,21 @@ class _Estimator:
         for kind, size in states.items():
             add("device", kind, on_device * size * share(self.row.opt_state))
             add(config.opt_state, kind, (every - on_device) * size * share(self.row.opt_state))
-        blocks = 0 if self.streamed and self.in_backward else every - ends
+        blocks = 0 if self.streamed and self.in_backward else every - unstacked
         tier = config.grads if self.streamed else "device"
-        add("device", "grads", self.grads_shard(ends))
+        add("device", "grads", self.grads_shard(unstacked))
         add(tier, "grads", self.grads_shard(blocks))
         gathered = 0
         if self.is_gathered:
             stacks = (
                 workload.stacks if workload.is_layered else ()
-            )  # a plain Model gathers leaf by leaf, counted by `largest_end`
+            )  # a plain Model gathers leaf by leaf, counted by `largest_unstacked`
             layer = max(
                 (s.gathered(self.tiles) * b.params + s.frozen_bytes for s in stacks), default=0
             )
-            gathered = int(max(layer * (1 + config.gather_ahead), workload.largest_end * b.params))
+            gathered = int(
+                max(layer * (1 + config.gather_ahead), workload.largest_unstacked * b.params)
+            )
         count = 1 if self.streamed else config.num_microbatches
         for _, run, _ in runs:
             add(
@@ -591,12 +610,12 @@ class _Estimator:
         if reduces_once(
             config
         ):  # each device's unsharded sums, in addition to the shards counted in `grads`
-            sums = ends if self.streamed else 2 * every
+            sums = unstacked if self.streamed else 2 * every
             add("device", "unreduced", 4 * sums * (1 - share(self.row.opt_state)))
         self.add_buffers(add, steps)
         add("device", "slots", self.slots(steps, runs))
         kept = sum(run.num_layers * run.device for _, run, _ in runs) / count + (
-            0 if self.streamed else workload.end_kept / count
+            0 if self.streamed else workload.unstacked_kept / count
         )
         # Add the other bytes of the phase that holds the most.
         peak = max(
@@ -613,8 +632,9 @@ class _Estimator:
 
         The phases are the head, backward, the ticks after backward's last layer, and the update.
         """
-        config, workload = self.config, self.workload
-        loaded = steps.ends["embed"].moved("up")
+        config = self.config
+        workload = self.workload
+        loaded = steps.unstacked["embed"].moved("up")
         in_flight = self.in_flight(steps)
         working = int(max((run.working for _, run, _ in runs), default=0) / config.num_microbatches)
         head = int(workload.head_working / config.num_microbatches)
@@ -643,12 +663,19 @@ class _Estimator:
         embedding and head.
         """
         workload = self.workload
-        most = {"forward": 0, "backward": 0, "drain": 0, "update": steps.ends["ends"].peak_bytes}
-        if self.moves and len(steps.ends["ends"].loops) == 1:
+        most = {
+            "forward": 0,
+            "backward": 0,
+            "drain": 0,
+            "update": steps.unstacked["unstacked"].peak_bytes,
+        }
+        if self.moves and len(steps.unstacked["unstacked"].loops) == 1:
             # Embedding and head are updated at the same time, with float32 gradients in place of
             # the stored ones. The first layer's record, which the update loop prefetches, is
             # already present.
-            grads = (4 - self.b.grads) * workload.end_elements * self.share(self.row.opt_state)
+            grads = (
+                (4 - self.b.grads) * workload.unstacked_elements * self.share(self.row.opt_state)
+            )
             most["update"] += int(grads) + sum(
                 map(self._first_record, list(steps.stacks.values())[:1])
             )
@@ -749,7 +776,8 @@ class _Estimator:
         """
         distance = self.config.prefetch_distance
         for schedule in steps.stacks.values():
-            count, sizes = min(distance + 1, schedule.num_layers), schedule.record_bytes
+            count = min(distance + 1, schedule.num_layers)
+            sizes = schedule.record_bytes
             assert sizes is not None
             held_by_host = ("opt_state", "grads") if self.on_host else ()
             on_disk = [
@@ -768,12 +796,12 @@ class _Estimator:
                 )
         workload = self.workload
         params = (
-            workload.end_elements * self.b.params * self.share(self.row.params)
+            workload.unstacked_elements * self.b.params * self.share(self.row.params)
             if self.config.params == "nvme"
             else 0.0
         )
         on_disk = self.config.opt_state == "nvme"
-        updated = workload.end_elements if workload.is_layered else workload.elements
+        updated = workload.unstacked_elements if workload.is_layered else workload.elements
         state = (
             updated
             * self.state
@@ -844,13 +872,15 @@ class _Estimator:
 
         Shards are scattered over `fsdp` and summed over `data`.
         """
-        n, d, each = self.grid.fsdp, self.grid.data, elements * self.reduced * self.reductions
+        n = self.grid.fsdp
+        d = self.grid.data
+        each = elements * self.reduced * self.reductions
         if not self.row.opt_state:
             return {"all_reduce": 2 * each * (n * d - 1) / (n * d)}
         return {"reduce_scatter": each * (n - 1) / n, "all_reduce": 2 * each / n * (d - 1) / d}
 
     @property
-    def gathers_of_ends(self) -> int:
+    def gathers_of_unstacked(self) -> int:
         """Number of gathers of embedding and head for forward: one per microbatch."""
         return self.config.num_microbatches
 
@@ -873,7 +903,8 @@ class _Estimator:
         """Return the seconds of the host update of `elements` parameters."""
         if not self.on_host:
             return 0.0
-        b, part = self.b, elements * self.share(self.row.opt_state)
+        b = self.b
+        part = elements * self.share(self.row.opt_state)
         rate = self.machine.need("host_kernel") / self.machine.devices_per_node
         # The kernel reads and writes masters and moments, reads gradients, and writes parameters in
         # 16 bits.
@@ -887,7 +918,7 @@ class _Estimator:
     def work(self, stack: StackWork, run: Kept) -> LayerWork:
         """Return the seconds of one layer of a run."""
         n = stack.elements
-        updated = n if self.workload.is_layered else 0  # `ends` updates all of a plain Model
+        updated = n if self.workload.is_layered else 0  # `unstacked` updates all of a plain Model
         repeats = 1 if self.streamed else self.config.num_microbatches
         sent = (
             stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
@@ -903,17 +934,22 @@ class _Estimator:
             host=self.host_seconds(updated),
         )
 
-    def ends(self) -> UnstackedWork:
+    def unstacked(self) -> UnstackedWork:
         """Return the seconds of embedding and head; for a plain Model, its full update."""
-        config, workload = self.config, self.workload
-        n, repeats = workload.end_elements, 1 if self.streamed else config.num_microbatches
+        config = self.config
+        workload = self.workload
+        n = workload.unstacked_elements
+        repeats = 1 if self.streamed else config.num_microbatches
         updates = n if workload.is_layered else workload.elements
         return UnstackedWork(
             embed=workload.embed / repeats,
             head=workload.head / repeats,
             embed_backward=workload.embed_backward / repeats,
             update=self.update(updates),
-            gather=self.gather(n, workload.end_frozen_bytes) / 2 * self.gathers_of_ends / repeats
+            gather=self.gather(n, workload.unstacked_frozen_bytes)
+            / 2
+            * self.gathers_of_unstacked
+            / repeats
             if self.row.params
             else 0.0,
             reduce=self.reduce(n) / repeats,
@@ -922,7 +958,9 @@ class _Estimator:
 
     def collectives(self) -> dict[str, float]:
         """Return the bytes that a device sends per step, by collective."""
-        n, b, work = self.grid.fsdp, self.b, self.workload
+        n = self.grid.fsdp
+        b = self.b
+        work = self.workload
         gathered = 0.0
         if (
             self.row.params
@@ -930,10 +968,10 @@ class _Estimator:
             layers = sum(
                 s.num_layers * (s.elements * b.params + s.frozen_bytes) for s in work.stacks
             )
-            ends = work.end_elements * b.params + work.end_frozen_bytes
+            unstacked = work.unstacked_elements * b.params + work.unstacked_frozen_bytes
             gathered = 2 * (
                 layers * (1 if self.streamed else self.config.num_microbatches)
-                + ends * self.gathers_of_ends
+                + unstacked * self.gathers_of_unstacked
             )
         elif self.row.opt_state:
             gathered = work.elements * b.params

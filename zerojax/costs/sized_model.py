@@ -20,6 +20,7 @@ from zerojax.costs.sizes import Sizes
 from zerojax.models import LayeredModel
 from zerojax.sharding import TENSOR
 from zerojax.tiling import linear_cross_entropy, tile_sum
+from zerojax.trees import Batch
 
 Array = jax.Array
 
@@ -48,7 +49,10 @@ def sized_model(
         raise ValueError(
             "vocab = 0: without a vocabulary there is no loss to compile; set vocab, such as 50304"
         )
-    h, width, heads, kv = sizes.hidden, sizes.mlp_width, sizes.heads, sizes.num_kv_heads
+    h = sizes.hidden
+    width = sizes.mlp_width
+    heads = sizes.heads
+    kv = sizes.num_kv_heads
     head = h // heads
 
     def init_block(key: Array) -> dict[str, Array]:
@@ -90,23 +94,25 @@ def sized_model(
         )
         y = checkpoint_name(y.reshape(x.shape), "attention")
         x = x + checkpoint_name(y @ p["out"], "projection")
-        weights, y = {"up": p["up"], "down": p["down"]}, _norm(x, p["norm2"])
+        weights = {"up": p["up"], "down": p["down"]}
+        y = _norm(x, p["norm2"])
         if mlp_tiles == 1:
             return x + mlp(weights, y)
         return x + tile_sum(lambda tile, y, _: mlp(tile, y), weights, y).astype(x.dtype)
 
-    def embed(p: dict[str, Array], batch: Any, key: Any) -> Array:
+    def embed(p: dict[str, Array], batch: Batch, key: Any) -> Array:
         del key
         return p["table"][batch["tokens"]].astype(dtype)
 
     def loss(
-        p: dict[str, Array], p_embed: dict[str, Array], x: Array, batch: Any, key: Any
+        p: dict[str, Array], p_embed: dict[str, Array], x: Array, batch: Batch, key: Any
     ) -> Array:
         del key
         rows = _norm(x, p["norm"]).reshape(-1, h)
         return linear_cross_entropy(rows, p_embed["table"].T, batch["targets"].reshape(-1))
 
-    over, lead = TENSOR if tensor > 1 else None, (None,) * (mlp_tiles > 1)
+    over = TENSOR if tensor > 1 else None
+    lead = (None,) * (mlp_tiles > 1)
     specs = {
         "embed": {"table": P()},
         "block": {

@@ -16,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.models import floating
 from zerojax.sharding import ActivationSpec, named
 from zerojax.streamed import StackLoops
+from zerojax.trees import Tree
 
-_REPEATS, _SECONDS = 9, 1.0
+_REPEATS = 9
+_SECONDS = 1.0
 
 
 class Timed(NamedTuple):
@@ -68,7 +70,8 @@ class Stopwatch:
         placed = [
             self._array(a, named(self.mesh, spec)) for a, spec in zip(shapes, specs, strict=True)
         ]
-        whole, data = jax.tree.unflatten(tree, placed), self.arrays((x, key, given))
+        whole = jax.tree.unflatten(tree, placed)
+        data = self.arrays((x, key, given))
         forward = self._timed(blocks["remat"].forward, (whole, *data))
         backward: dict[str, Timed] = {}
         for mode, block in blocks.items():
@@ -84,7 +87,7 @@ class Stopwatch:
             backward[mode] = self._timed(block.backward, (whole, *data, *rest))
         return forward, backward
 
-    def arrays(self, tree: Any) -> Any:
+    def arrays(self, tree: Tree) -> Any:
         """Return arrays of the given shapes, placed as the step places them.
 
         A shape with a sharding uses it. Without a sharding, an array is split if its dim 0 is the
@@ -123,7 +126,8 @@ class Stopwatch:
     def _timed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "Timed":
         call = jax.jit(function).lower(*args).compile()
         jax.block_until_ready(call(*args))
-        found, began = [], time.perf_counter()
+        found = []
+        began = time.perf_counter()
         while not found or (len(found) < _REPEATS and time.perf_counter() - began < _SECONDS):
             start = time.perf_counter()
             jax.block_until_ready(call(*args))

@@ -115,7 +115,8 @@ class Wires:
         """
         rates = {"up": self.up, "down": self.down, "read": self.read, "write": self.write}
         for one, other, both in (("up", "down", self.link_both), ("read", "write", self.disk_both)):
-            a, b = moved.get(one, 0.0), moved.get(other, 0.0)
+            a = moved.get(one, 0.0)
+            b = moved.get(other, 0.0)
             if a and b and both < rates[one] + rates[other]:
                 rates |= {
                     one: min(rates[one], both * a / (a + b)),
@@ -194,8 +195,8 @@ class UnstackedWork:
         }
         return found | {
             ("reduce", "embed_backward"): self.reduce,
-            ("update", "ends"): self.update,
-            ("host_update", "ends"): self.host,
+            ("update", "unstacked"): self.update,
+            ("host_update", "unstacked"): self.host,
         }
 
 
@@ -295,10 +296,12 @@ class _Clock:
     """The lanes, and the work that they have done so far."""
 
     def __init__(self, wires: Wires) -> None:
-        self.wires, self.rates = wires, wires.sharing({})
+        self.wires = wires
+        self.rates = wires.sharing({})
         self.free = {lane: Event(0.0, lane) for lane in LANES}
         self.moved: dict[str, float] = dict.fromkeys(("up", "down", "read", "write"), 0.0)
-        self.busy, self.exposed = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
+        self.busy = dict.fromkeys(LANES, 0.0)
+        self.exposed = dict.fromkeys(LANES, 0.0)
         self.spans: list[Span] = []
         self.first = 0
         """Index in the model of the schedule's layer 0."""
@@ -352,21 +355,25 @@ class _Clock:
         The seconds since the event's work began are charged to its lane, earlier seconds to the
         lanes of the events that it waited for.
         """
-        now, stop, event = self.now.time, ready.time, ready
+        now = self.now.time
+        stop = ready.time
+        event = ready
         if stop <= now:
             return
         self.free["compute"] = ready
         while event is not None and stop > now:
             begin = max(now, event.start)
             self.exposed[event.lane] += stop - begin
-            stop, event = begin, event.after
+            stop = begin
+            event = event.after
 
 
 class _StepWalk:
     """One walk through a step."""
 
     def __init__(self, wires: Wires, distance: int) -> None:
-        self.clock, self.distance = _Clock(wires), max(1, distance)
+        self.clock = _Clock(wires)
+        self.distance = max(1, distance)
         self.parts: list[tuple[str, float, float, Mapping[str, float]]] = []
         # For each kind on disk, when its last records were taken from the ring of buffers, in
         # order; and for each record, when it was last stored.
@@ -382,7 +389,9 @@ class _StepWalk:
 
         Returns their arrival.
         """
-        clock, here, read = self.clock, _latest(*after), list[_Kind]()
+        clock = self.clock
+        here = _latest(*after)
+        read = list[_Kind]()
         loads = [op for op in ops if op.verb != "read" and op.num_bytes]
         for op in loads:
             key = _Kind(stack, op.record)
@@ -414,7 +423,8 @@ class _StepWalk:
 
         Returns when they have left the device.
         """
-        clock, stores = self.clock, [op for op in ops if op.verb == "store"]
+        clock = self.clock
+        stores = [op for op in ops if op.verb == "store"]
         label = f"store {', '.join(op.record.kind for op in stores)}"
         total = sum(op.num_bytes for op in stores if op.lane == "down")
         end = clock.move("down", total, *after, label=label, layer=_layer(ops[0]))
@@ -436,9 +446,12 @@ class _StepWalk:
 
         Returns the last event that the device waits for.
         """
-        clock, ready, end = self.clock, list[Event](), _latest(*after)
+        clock = self.clock
+        ready = list[Event]()
+        end = _latest(*after)
         for op in ops:
-            layer, size = _layer(op), op.num_bytes
+            layer = _layer(op)
+            size = op.num_bytes
             if op.verb == "store" and op.lane == "down":
                 end = clock.move("down", size, *after, label="gradients", layer=layer)
                 ready.append(end)
@@ -474,14 +487,15 @@ class _StepWalk:
           begin: earliest start of its first fetches.
           first: index in the model of the first layer of its stack.
         """
-        clock, stack, name = self.clock, part.stack, part.name
-        clock.first, clock.rates = first, clock.wires.sharing(_moved(part.phase))
+        clock = self.clock
+        stack = part.stack
+        name = part.name
+        clock.first = first
+        clock.rates = clock.wires.sharing(_moved(part.phase))
         gathers = any(op.record.kind == "gathered" for loop in part.phase.loops for op in loop.ops)
-        arrived, gathered, made = (
-            dict[int, Event](),
-            dict[int, Event](),
-            dict[tuple[str, int], Event](),
-        )
+        arrived = dict[int, Event]()
+        gathered = dict[int, Event]()
+        made = dict[tuple[str, int], Event]()
         last = begin
 
         def run(op: Op, verb: str, *after: Event) -> Event:
@@ -496,9 +510,11 @@ class _StepWalk:
             taken = (
                 start if take is None or take not in arrived else _latest(arrived.pop(take), start)
             )
-            done, read, called = taken, start, [op for op in ops if _is_called(op)]
+            done = taken
+            read = start
+            called = [op for op in ops if _is_called(op)]
             for (verb, index, *_), group in itertools.groupby(
-                (op for op in ops if op not in called), partial(_step_of, ops)
+                (op for op in ops if op not in called), partial(_op_key, ops)
             ):
                 some = list(group)
                 if verb == "fetch" and index == take:
@@ -537,7 +553,8 @@ class _StepWalk:
         Disk writes may end during the next step's forward, and reads for the next step may be in
         this one. In a steady state this makes no step shorter than the disk's work.
         """
-        clock, wires = self.clock, self.clock.wires
+        clock = self.clock
+        wires = self.clock.wires
         up, down, read, write = clock.moved.values()
         least = {
             "up": (up + down) / wires.link_both,
@@ -554,10 +571,8 @@ class _StepWalk:
 
     def phases(self) -> list[PhaseTime]:
         """Return the parts of the step. A lane's work may extend from one part into others."""
-        starts, worked = (
-            [start for _, start, _, _ in self.parts],
-            [dict.fromkeys(LANES, 0.0) for _ in self.parts],
-        )
+        starts = [start for _, start, _, _ in self.parts]
+        worked = [dict.fromkeys(LANES, 0.0) for _ in self.parts]
         for span in self.clock.spans:
             first = max(0, bisect.bisect_right(starts, span.start) - 1)
             for n in range(first, bisect.bisect_left(starts, span.stop)):
@@ -607,7 +622,7 @@ def _is_called(op: Op) -> bool:
     )
 
 
-def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
+def _op_key(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
     """Return the key by which a tick's operations are grouped: verb, index and lag."""
     verb = op.verb
     if verb == "read":
@@ -627,7 +642,7 @@ def _step_of(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
 def step_time(
     steps: StepPlan,
     layers: Sequence[LayerWork],
-    ends: UnstackedWork | None = None,
+    unstacked: UnstackedWork | None = None,
     wires: Wires | None = None,
     *,
     repeats: int = 1,
@@ -637,12 +652,13 @@ def step_time(
     Args:
       steps: all operations of the step, with their bytes.
       layers: seconds of one layer of each stack, in order.
-      ends: seconds of embedding and head.
+      unstacked: seconds of embedding and head.
       wires: rates of host link and disk; by default, moves take no time.
       repeats: number of times that forward and backward run: once per microbatch of a resident
         step. The ticks of a streamed step compute all microbatches.
     """
-    ends, wires = ends or UnstackedWork(), wires or Wires()
+    unstacked = unstacked or UnstackedWork()
+    wires = wires or Wires()
     walk = _StepWalk(
         wires, max((schedule.distance for schedule in steps.stacks.values()), default=0)
     )
@@ -656,14 +672,15 @@ def step_time(
 
     def run(part: Part, begin: Event) -> Event:
         if part.stack is None:
-            return walk.run(part, ends.seconds(), begin)
+            return walk.run(part, unstacked.seconds(), begin)
         return walk.run(part, seconds[part.stack], begin, firsts[part.stack])
 
     def parts(*names: str) -> list[Part]:
         return [part for part in steps.parts if part.name in names]
 
     def phase(name: str, body: Callable[[], None]) -> None:
-        start, before = clock.now.time, dict(clock.exposed)
+        start = clock.now.time
+        before = dict(clock.exposed)
         body()
         walk.part(name, start, before)
 
@@ -680,7 +697,7 @@ def step_time(
         last = _latest(last, clock.now, clock.free["network"])
         if parts("update"):  # the global norm is known only after all gradients are reduced
             clock.wait(clock.free["network"])
-        each(parts("ends", "update"))
+        each(parts("unstacked", "update"))
         clock.wait(last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
         walk.rest()
 
@@ -718,6 +735,7 @@ def _joined(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:
     if len(set(names)) == len(names):
         return tuple(phases)
     last = {p.name: p for p in phases}
-    start, stop = phases[0].start, phases[-2].stop
+    start = phases[0].start
+    stop = phases[-2].stop
     longest = max((p for p in phases if p.name != "update"), key=lambda p: p.seconds)
     return (PhaseTime("microbatches", start, stop, longest.bound_by), last["update"])

@@ -32,9 +32,9 @@ from zerojax.jaxprs import (
     REDUCTIONS,
     FlatJaxpr,
     Instruction,
+    count_flops,
     dtype_of_products,
     flatten,
-    flops_of,
 )
 from zerojax.machines import Machine
 from zerojax.memory import kept_by_program
@@ -42,12 +42,13 @@ from zerojax.models import LayeredModel, Model
 from zerojax.program import assemble
 from zerojax.sharding import DATA, FSDP, TENSOR, abstract_batch, local_elements
 from zerojax.streamed import StackLoops, StreamedStep, derivative_jaxpr
+from zerojax.trees import Batch, Grads, ModelState, Params
 
 Costs = Callable[[Instruction], float]
 """Function that returns the seconds of one equation on one device."""
 
 
-def grid_of(mesh: Mesh) -> Grid:
+def build_grid(mesh: Mesh) -> Grid:
     """Return the sizes of a mesh's axes."""
     return Grid(mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR])
 
@@ -56,7 +57,7 @@ def workload_of_model(
     model: Model | LayeredModel,
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    batch: Any,
+    batch: Batch,
     machine: Machine,
     base: ZeroConfig,
 ) -> Workload:
@@ -81,17 +82,16 @@ class _Tracer:
     """Shared parts of the tracers for plain and layered models."""
 
     def __init__(
-        self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
+        self, model: Any, tx: Any, mesh: Mesh, batch: Batch, machine: Machine, base: ZeroConfig
     ) -> None:
-        self.model, self.tx, self.mesh, self.batch, self.machine, self.base = (
-            model,
-            tx,
-            mesh,
-            batch,
-            machine,
-            base,
-        )
-        self.grid, self.precision = grid_of(mesh), base.precision
+        self.model = model
+        self.tx = tx
+        self.mesh = mesh
+        self.batch = batch
+        self.machine = machine
+        self.base = base
+        self.grid = build_grid(mesh)
+        self.precision = base.precision
         self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
         self.rows = sizes[0][0] if sizes else 1
@@ -147,11 +147,13 @@ class _Tracer:
     @functools.cached_property
     def costs(self) -> Costs:
         """Roofline seconds of an equation, as a function; 0 if the machine has no rates."""
-        figures, shards = self.machine.figures, self.grid.batch_shards * self.grid.tensor
+        figures = self.machine.figures
+        shards = self.grid.batch_shards * self.grid.tensor
         memory = figures.get("memory_rate", math.inf)
 
         def seconds(i: Instruction) -> float:
-            flops, name = flops_of(i.eqn) / shards, i.eqn.primitive.name
+            flops = count_flops(i.eqn) / shards
+            name = i.eqn.primitive.name
             if not flops and name not in REDUCTIONS | PRODUCTS:
                 return 0.0
             dtype = "fp32" if dtype_of_products(i.eqn) == jnp.float32 else self.precision
@@ -261,9 +263,12 @@ class _LayeredTracer(_Tracer):
         }
         step = steps["save"].step
         assert isinstance(step, StreamedStep)
-        layout, state = step.layout, step.layout.abstract_arrays
+        layout = step.layout
+        state = step.layout.abstract_arrays
         plans = {mode: parts.step.abstract_residuals(self.shapes) for mode, parts in steps.items()}
-        entered = step.ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)
+        entered = step.embed_head.abstract_inputs(
+            layout.join(state), state.model_state, self.shapes
+        )
         stacks = []
         for n, loops in enumerate(step.loops):
             by_mode = {
@@ -273,11 +278,11 @@ class _LayeredTracer(_Tracer):
             blocks = {mode: plans[mode][n].block for mode in MODES}
             args = loops.tracer.abstract_call(entered[n][1], entered[n][2], 1)
             stacks.append(self.stack(loops, blocks, by_mode, args))
-        embed, head, embed_backward, head_working = self.ends(step)
-        ends = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
-        trained = [i for i in ends if not layout.all_leaves[i].frozen]
+        embed, head, embed_backward, head_working = self.embed_head_costs(step)
+        unstacked = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
+        trained = [i for i in unstacked if not layout.all_leaves[i].frozen]
         parts = [
-            [i for i in ends if layout.all_leaves[i].path[0].key == name]
+            [i for i in unstacked if layout.all_leaves[i].path[0].key == name]
             for name in ("embed", "head")
         ]
         of_head = [layout.all_leaves[i] for i in parts[1]]
@@ -295,13 +300,13 @@ class _LayeredTracer(_Tracer):
         return Workload(
             name=f"{layout.num_params:,} parameters, {self.model.num_layers} layers",
             stacks=tuple(stacks),
-            end_elements=self.elements(layout, trained),
-            largest_end=max(self.gathered_elements(layout, part) for part in parts),
+            unstacked_elements=self.elements(layout, trained),
+            largest_unstacked=max(self.gathered_elements(layout, part) for part in parts),
             largest_leaf=self.largest_leaf(layout),
-            end_frozen_bytes=self.frozen_bytes(
-                layout, [i for i in ends if layout.all_leaves[i].frozen]
+            unstacked_frozen_bytes=self.frozen_bytes(
+                layout, [i for i in unstacked if layout.all_leaves[i].frozen]
             ),
-            end_kept=max(0, whole - kept["remat"].num_bytes),
+            unstacked_kept=max(0, whole - kept["remat"].num_bytes),
             head_working=head_working,
             embed=embed,
             head=head,
@@ -316,20 +321,22 @@ class _LayeredTracer(_Tracer):
             tokens=self.tokens,
             flops=flops
             + 3.0 * self.head_flops
-            - self.frozen_flops(layout, parts[1] if has_own else ends, self.head_flops),
+            - self.frozen_flops(layout, parts[1] if has_own else unstacked, self.head_flops),
             forward_flops=forward_flops,
             source=self.source,
         )
 
     def flops_of_block(self, block: Any) -> float:
         """Return the FLOPs of a block's forward on all devices."""
-        return sum(flops_of(i.eqn) for i in block.program.instructions)
+        return sum(count_flops(i.eqn) for i in block.program.instructions)
 
     def stack(
         self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any
     ) -> StackWork:
         """Return the work of one stack."""
-        layout, leaves, num_layers = loops.plan.layout, loops.stack.leaves, loops.stack.num_layers
+        layout = loops.plan.layout
+        leaves = loops.stack.leaves
+        num_layers = loops.stack.num_layers
         forward, backward, working = self.block_seconds(loops, blocks, args)
         trained = [i for i in leaves.in_tree if not layout.all_leaves[i].frozen]
         frozen = [i for i in leaves.in_tree if layout.all_leaves[i].frozen]
@@ -378,15 +385,21 @@ class _LayeredTracer(_Tracer):
 
     def values(self, block: Any, forward: float) -> tuple[Value, ...]:
         """Return the values that a block can save, in program order, with their recompute times."""
-        program, total = block.program, self.roofline(block.program)
+        program = block.program
+        total = self.roofline(block.program)
         scale = forward / total if total else 0.0
         number = {slot: n for n, slot in enumerate(block.residuals)}
         made = {out: i for i in program.instructions for out in i.outs}
-        shards, found, names = self.grid.batch_shards * self.grid.tensor, list[Value](), set[str]()
+        shards = self.grid.batch_shards * self.grid.tensor
+        found = list[Value]()
+        names = set[str]()
         for n, (slot, shape, label) in enumerate(
             zip(block.residuals, block.shapes, block.labels, strict=True)
         ):
-            seconds, operands, seen, left = 0.0, set[int](), set[int](), [slot]
+            seconds = 0.0
+            operands = set[int]()
+            seen = set[int]()
+            left = [slot]
             while left:
                 at = left.pop()
                 if at in seen or at not in made:
@@ -413,12 +426,14 @@ class _LayeredTracer(_Tracer):
 
     # --- embedding and head -----------------------------------------------------------------------
 
-    def ends(self, step: StreamedStep) -> tuple[float, float, float, int]:
+    def embed_head_costs(self, step: StreamedStep) -> tuple[float, float, float, int]:
         """Return the seconds of embedding, head and embedding's backward, and the head's bytes.
 
         The head's seconds include its backward; its bytes are those it needs while it runs.
         """
-        layout, state, ends = step.layout, step.layout.abstract_arrays, step.ends
+        layout = step.layout
+        state = step.layout.abstract_arrays
+        embed_head = step.embed_head
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
         key = jax.random.key(0) if self.model.stochastic else None
         before = (
@@ -427,28 +442,31 @@ class _LayeredTracer(_Tracer):
             else {k: v for k, v in state.model_state.items() if k != "blocks"}
         )
 
-        def embed(leaves: Any, batch: Any) -> Any:
-            return ends.embed_all(ends.load(leaves), batch, key, before)
+        def embed(leaves: Any, batch: Batch) -> Any:
+            return embed_head.embed_all(embed_head.load(leaves), batch, key, before)
 
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
         if before is not None:
             before = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), before)
         out = jax.eval_shape(embed, jax.tree.map(shape, leaves), self.shapes)
-        y = ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
-        states, after = out[1], out[2]
+        y = embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
+        states = out[1]
+        after = out[2]
 
-        def head(leaves: Any, y: Any, batch: Any) -> Any:
+        def head(leaves: Any, y: Any, batch: Batch) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
-            done = ends.head_and_grads(ends.load(leaves), y, batch, key, jnp.float32(1), read)
+            done = embed_head.head_and_grads(
+                embed_head.load(leaves), y, batch, key, jnp.float32(1), read
+            )
             return done.loss, done.dy, done.grads
 
-        def forward(leaves: Any, y: Any, batch: Any) -> Any:
+        def forward(leaves: Any, y: Any, batch: Batch) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
-            return ends.head(ends.load(leaves), y, batch, key, read)[0].total
+            return embed_head.head(embed_head.load(leaves), y, batch, key, read)[0].total
 
-        def embed_backward(leaves: Any, dx: Any, grads: Any, batch: Any) -> Any:
+        def embed_backward(leaves: Any, dx: Any, grads: Grads, batch: Batch) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states)
-            return ends.embed_grads(ends.load(leaves), batch, key, dx, read, grads)
+            return embed_head.embed_grads(embed_head.load(leaves), batch, key, dx, read, grads)
 
         _, _dy, grads = jax.eval_shape(head, jax.tree.map(shape, leaves), y, self.shapes)
         calls = (
@@ -458,7 +476,7 @@ class _LayeredTracer(_Tracer):
         )
         programs = [_program(f, jax.tree.map(shape, args)) for f, args in calls]
         only_forward = _program(forward, jax.tree.map(shape, (leaves, y, self.batch)))
-        self.head_flops = sum(flops_of(i.eqn) for i in only_forward.instructions)
+        self.head_flops = sum(count_flops(i.eqn) for i in only_forward.instructions)
         working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
         if self.watch is None:
             first, second, third = map(self.roofline, programs)
@@ -474,20 +492,22 @@ class _PlainTracer(_Tracer):
         """Trace a plain Model as a single layer that is the full model."""
         modes = ("everything", "save", "remat")
         parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
-        layout, state = parts["save"].records.layout, parts["save"].records.layout.abstract_arrays
+        layout = parts["save"].records.layout
+        state = parts["save"].records.layout.abstract_arrays
         kept = {
             mode: kept_by_program(p.records, p.step, self.batch).num_bytes
             for mode, p in parts.items()
         }
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
         key = jax.random.key(0) if self.model.stochastic else None
-        params, model_state = layout.join(state), state.model_state
+        params = layout.join(state)
+        model_state = state.model_state
 
         def of_mode(mode: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             """Return the loss, and the loss with its derivative."""
             objective = parts[mode].step.objective
 
-            def loss(params: Any, batch: Any, model_state: Any) -> Any:
+            def loss(params: Params, batch: Batch, model_state: ModelState) -> Any:
                 return objective(params, batch, key, model_state)[0].value()
 
             return loss, lambda params, batch, state: jax.value_and_grad(loss, allow_int=True)(
@@ -496,7 +516,8 @@ class _PlainTracer(_Tracer):
 
         abstract = jax.tree.map(shape, (params, self.batch, model_state))
         loss, derivative = of_mode("save")
-        forward_program, both = _program(loss, abstract), _program(derivative, abstract)
+        forward_program = _program(loss, abstract)
+        both = _program(derivative, abstract)
         plain_derivative = of_mode("everything")[1]
         if self.watch is not None:
             args = (params, self.batch, model_state)
@@ -504,9 +525,11 @@ class _PlainTracer(_Tracer):
                 self.watch.call(f, *args).seconds for f in (loss, derivative, plain_derivative)
             )
         else:
-            forward, whole = self.roofline(forward_program), self.roofline(both)
+            forward = self.roofline(forward_program)
+            whole = self.roofline(both)
             plain = self.roofline(_program(plain_derivative, abstract))
-        backward, plain_backward = max(whole - forward, forward), max(plain - forward, forward)
+        backward = max(whole - forward, forward)
+        plain_backward = max(plain - forward, forward)
         plain_backward += self.kept_seconds(kept["everything"] - kept["save"])
         trained = range(len(layout.leaves))
         kept["selective"] = kept["save"]
@@ -530,13 +553,13 @@ class _PlainTracer(_Tracer):
             },
         )
         moments = self.moment_bytes(layout)
-        forward_flops = sum(flops_of(i.eqn) for i in forward_program.instructions)
+        forward_flops = sum(count_flops(i.eqn) for i in forward_program.instructions)
         return Workload(
             name=f"{layout.num_params:,} parameters",
             is_layered=False,
             stacks=(stack,),
-            end_elements=0,
-            largest_end=largest,
+            unstacked_elements=0,
+            largest_unstacked=largest,
             largest_leaf=self.largest_leaf(layout),
             head_working=0,
             embed=0.0,
@@ -587,10 +610,12 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
     for n, i in enumerate(program.instructions):
         last.update(dict.fromkeys(i.reads, n))
     last.update({ref: len(program.instructions) for ref in program.outputs if isinstance(ref, int)})
-    alive, peak, ends = 0, 0, dict[int, int]()
+    alive = 0
+    peak = 0
+    freed_at = dict[int, int]()
     for n, i in enumerate(program.instructions):
         is_fused = not (
-            i.has_jaxpr or flops_of(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS
+            i.has_jaxpr or count_flops(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS
         )
         for slot, v in zip(i.outs, i.eqn.outvars, strict=True):
             shape = getattr(v.aval, "shape", ())
@@ -599,7 +624,7 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
             size = _num_bytes(v.aval)
             alive += size
             stop = last.get(slot, n)
-            ends[stop] = ends.get(stop, 0) + size
+            freed_at[stop] = freed_at.get(stop, 0) + size
         peak = max(peak, alive)
-        alive -= ends.pop(n, 0)
+        alive -= freed_at.pop(n, 0)
     return peak

@@ -102,12 +102,12 @@ class Workload:
       is_layered: whether the layers are known, so that they can stream.
       stacks: stacks of layers, in order; for a plain Model, one stack with the full model as its
         only layer.
-      end_elements: number of trainable parameters in embedding and head.
-      largest_end: elements gathered at the same time for the larger of embedding and head; frozen
+      unstacked_elements: number of trainable parameters in embedding and head.
+      largest_unstacked: elements gathered at once for the larger of embedding and head; frozen
         leaves count by their bytes.
       largest_leaf: elements of the largest leaf; a stacked leaf counts all its layers.
-      end_frozen_bytes: bytes of the frozen parameters of embedding and head.
-      end_kept: bytes that embedding and head save for backward.
+      unstacked_frozen_bytes: bytes of the frozen parameters of embedding and head.
+      unstacked_kept: bytes that embedding and head save for backward.
       head_working: bytes that the head needs while it runs, over all rows.
       embed: seconds of the embedding's forward.
       head: seconds of the head's forward and backward.
@@ -127,11 +127,11 @@ class Workload:
     name: str
     is_layered: bool = True
     stacks: tuple[StackWork, ...]
-    end_elements: int
-    largest_end: int
+    unstacked_elements: int
+    largest_unstacked: int
     largest_leaf: int = 0
-    end_frozen_bytes: int = 0
-    end_kept: int = 0
+    unstacked_frozen_bytes: int = 0
+    unstacked_kept: int = 0
     head_working: int
     embed: float
     head: float
@@ -154,7 +154,9 @@ class Workload:
     @property
     def elements(self) -> int:
         """Number of trainable parameters on a device of a tensor group."""
-        return self.end_elements + sum(stack.num_layers * stack.elements for stack in self.stacks)
+        return self.unstacked_elements + sum(
+            stack.num_layers * stack.elements for stack in self.stacks
+        )
 
 
 def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str) -> Workload:
@@ -187,10 +189,12 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
         )
     rate, memory = machine.needs(f"flops.{precision}", "memory_rate")
     itemsize = 4 if precision == "fp32" else 2
-    rows, t = sizes.batch // grid.batch_shards, grid.tensor
+    rows = sizes.batch // grid.batch_shards
+    t = grid.tensor
     tokens = rows * sizes.seq
     sbh = tokens * sizes.hidden * itemsize
-    layer, ends = sizes.layer_params, sizes.end_params
+    layer = sizes.layer_params
+    unstacked = sizes.end_params
     attention = 4.0 * sizes.seq * sizes.hidden
     crossing = _CROSSING * sbh / t / memory
     forward = tokens * (2.0 * layer + attention) / t / rate + crossing
@@ -225,10 +229,10 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
                 sent=_sent_over_tensor(sbh, t),
             ),
         ),
-        end_elements=-(-ends // t),
-        largest_end=-(-ends // t),
+        unstacked_elements=-(-unstacked // t),
+        largest_unstacked=-(-unstacked // t),
         largest_leaf=-(-sizes.layers * sizes.hidden * sizes.mlp_width * (1 + sizes.gated) // t),
-        head_working=3 * -(-ends // t) + 5 * sbh // 2,
+        head_working=3 * -(-unstacked // t) + 5 * sbh // 2,
         embed=2.0 * sbh / memory,
         head=3.0 * head_flops / rate,
         embed_backward=2.0 * sbh / memory,
@@ -270,7 +274,9 @@ def _values_of_sizes(
 
     They have the names of examples/gpt.py.
     """
-    h, width, qkv = sizes.hidden, (2 if sizes.gated else 1) * sizes.mlp_width, sizes.qkv_width
+    h = sizes.hidden
+    width = (2 if sizes.gated else 1) * sizes.mlp_width
+    qkv = sizes.qkv_width
 
     def product(
         name: str, weights: int, elements: float, operands: tuple[int, ...], more: float = 0.0

@@ -23,11 +23,25 @@ Batch = dict[str, np.ndarray]
 class Batches:
     """An endless iterator over this process's part of each step's batch.
 
-    `zj.Checkpointer` saves and restores its position through `get_state` and `set_state`.
+    `zj.Checkpointer` saves and restores its position through `get_state` and `set_state`. Make it
+    with `zerojax.data.batches`, which fills in the parts of the processes.
     """
 
     def __init__(self, rows: Rows, batch_size: int, seed: int, part: int, num_parts: int) -> None:
-        """Start at step 0; `batches` documents the arguments."""
+        """Start at step 0.
+
+        Args:
+          rows: packed rows, as `pack` returns them.
+          batch_size: number of rows per batch, over all processes together.
+          seed: seed of the shuffled order.
+          part: index of the part of each batch that this process reads.
+          num_parts: number of parts that each batch is divided into.
+
+        Raises:
+          ImportError: grain is not installed.
+          ValueError: there are fewer rows than `batch_size`, or `batch_size` is not divisible by
+            `num_parts`.
+        """
         try:
             import grain
         except ImportError as error:
@@ -61,9 +75,12 @@ class Batches:
         return batch
 
     def go_to(self, step: int) -> None:
-        """Continue with the batch of `step`, counted from 0.
+        """Continue with the batch of a step.
 
         This position is valid after a restore with a different number of processes.
+
+        Args:
+          step: number of the step, counted from 0.
         """
         self._read.set_state({"next_index": step})  # grain's name for it
         self._next = step
@@ -73,7 +90,10 @@ class Batches:
         return {"next": self._next, "rows": self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position that `get_state` returned.
+        """Continue at a position.
+
+        Args:
+          state: a position that `get_state` returned.
 
         Raises:
           ValueError: the position belongs to different rows: another file, tokenizer, seq, batch
@@ -115,7 +135,8 @@ def batches(
         `num_parts`.
     """
     part, num_parts = _own_part(part, num_parts)
-    batch_size, seed = whole_number("batch_size", batch_size, 1), whole_number("seed", seed, 0)
+    batch_size = whole_number("batch_size", batch_size, 1)
+    seed = whole_number("seed", seed, 0)
     return Batches(rows, batch_size, seed, part, num_parts)
 
 

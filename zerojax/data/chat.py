@@ -32,8 +32,8 @@ from zerojax.data.conversations import (
     Messages,
     check_contents,
     joined,
+    read_text,
     shortened,
-    text_of,
 )
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 
@@ -103,7 +103,9 @@ class Template:
             raise ValueError(
                 f"the tokenizer's chat template is not a string: {shortened(templates)}"
             )
-        self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+        self._limit = limit
         self._forms = ContentForms(self.render)
         self._check_options(sources)
 
@@ -216,7 +218,7 @@ class Template:
             if (
                 message["role"] in lost
                 and not message.get("tool_calls")
-                and text_of(message).strip()
+                and read_text(message).strip()
             ):
                 raise lost_answer(i)
         return messages
@@ -231,7 +233,8 @@ class Template:
         Other templates write them as Python does, or fail on them.
         """
         tools = conversation.tools
-        objects, texts = joined(conversation.messages), joined(conversation.texts)
+        objects = joined(conversation.messages)
+        texts = joined(conversation.texts)
         try:
             written = self.render(objects, tools)
         except EndlessError:

@@ -18,7 +18,7 @@ from zerojax.data.conversations import (
     has_parts,
     joined,
     merged,
-    text_of,
+    read_text,
 )
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -164,7 +164,7 @@ def _shows_form(message: Message) -> bool:
     Messages that call a tool do not: many templates write no text for them.
     """
     has_call = message.get("tool_calls") or message.get("function_call")
-    return not has_call and bool(text_of(message).strip())
+    return not has_call and bool(read_text(message).strip())
 
 
 def _choices(roles: Sequence[str]) -> Iterator[set[str]]:

@@ -59,7 +59,9 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
       ValueError: the conversation does not have the form; the error names the message and the key.
     """
     _check_messages(messages)
-    as_objects, as_texts, weights = [], [], []
+    as_objects = []
+    as_texts = []
+    weights = []
     for i, message in enumerate(messages):
         check_json(message, f"message {i}")
         weights.append(_weight(message, f"message {i}"))
@@ -194,7 +196,7 @@ def joined(messages: Messages) -> Messages:
     Parts are joined by newlines, as inference servers of open models do.
     """
     return [
-        {**message, "content": text_of(message)} if has_parts([message]) else message
+        {**message, "content": read_text(message)} if has_parts([message]) else message
         for message in messages
     ]
 
@@ -202,19 +204,19 @@ def joined(messages: Messages) -> Messages:
 def merged(messages: Messages) -> Messages:
     """Return messages in which each list of parts is merged into one part."""
     return [
-        {**message, "content": [{"type": "text", "text": text_of(message)}]}
+        {**message, "content": [{"type": "text", "text": read_text(message)}]}
         if has_parts([message])
         else message
         for message in messages
     ]
 
 
-def text_of(message: Message) -> str:
+def read_text(message: Message) -> str:
     """Return a message's content as one text; empty if it has none or if it is an object."""
-    return "\n".join(texts_of(message))
+    return "\n".join(read_texts(message))
 
 
-def texts_of(message: Message) -> list[str]:
+def read_texts(message: Message) -> list[str]:
     """Return the texts of a message's parts, or its content if the content is a text."""
     content = message.get("content")
     if isinstance(content, list | tuple):

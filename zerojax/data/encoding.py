@@ -24,9 +24,9 @@ from zerojax.data.conversations import (
     Messages,
     check_text,
     read_conversation,
+    read_text,
+    read_texts,
     shortened,
-    text_of,
-    texts_of,
 )
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
@@ -103,8 +103,12 @@ class Encoder:
                 "the tokenizer's vocabulary is empty, so it splits a text into no tokens: check "
                 "that tokenizer.json is complete"
             )
-        self._tokenizer, self._form, self._each_answer = tokenizer, form, each_answer
-        self._add_eos, self._options, self._limit = add_eos, template_options, limit
+        self._tokenizer = tokenizer
+        self._form = form
+        self._each_answer = each_answer
+        self._add_eos = add_eos
+        self._options = template_options
+        self._limit = limit
         self._special = SpecialTokens(tokenizer)
         self.notices = Notices()
 
@@ -123,7 +127,7 @@ class Encoder:
         Raises:
           ValueError: the record has no known form, a value has a wrong type, or no token counts.
         """
-        form = self._form_of(record)
+        form = self._detect_form(record)
         values = [record[key] for key in KEYS[form]]
         if form == "messages":
             yield from self._conversation(values[0], 0, record.get("tools"))
@@ -144,7 +148,7 @@ class Encoder:
                 check_text(value, repr(key))
             yield _checked(self._of_text("".join(values), len(values[-1])))
 
-    def _form_of(self, record: Mapping[str, Any]) -> str:
+    def _detect_form(self, record: Mapping[str, Any]) -> str:
         forms = [form for form in KEYS if self._form in (None, form)]
         found = [form for form in forms if all(record.get(key) is not None for key in KEYS[form])]
         if len(found) == 1:
@@ -280,7 +284,7 @@ class Encoder:
         Raises:
           ValueError: the text is missing.
         """
-        if _keeps(answer, text_of(message)):
+        if _keeps(answer, read_text(message)):
             return
         if not message.get("tool_calls"):
             raise lost_answer(i)
@@ -319,7 +323,7 @@ class Encoder:
         source = self._template.source(conversation.tools)
         for i, message in enumerate(messages):
             if message["role"] in _ASKING and not all(
-                piece.strip() in text for piece in texts_of(message)
+                piece.strip() in text for piece in read_texts(message)
             ):
                 self.notices.add(
                     f"the chat template does not write message {i}, of the role "
@@ -341,7 +345,8 @@ def _keeps(answer: str, text: str) -> bool:
 
     The template may drop parts of the text, such as thoughts.
     """
-    text, answer = text.strip().casefold(), answer.casefold()
+    text = text.strip().casefold()
+    answer = answer.casefold()
     return text in answer or not _words(text).isdisjoint(_words(answer))
 
 

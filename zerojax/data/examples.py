@@ -54,14 +54,24 @@ class Examples:
         return np.diff(self.starts)
 
     def place(self, i: int) -> str:
-        """Return the place of example `i` for error messages."""
+        """Return the place of an example for error messages, such as a file and a line.
+
+        Args:
+          i: index of the example, counted from 0.
+        """
         return self.source.place(int(self.numbers[i]))
 
     def hold_out(self, one_in: int) -> tuple["Examples", "Examples"]:
-        """Split off every `one_in`-th record; return (examples to train on, examples held out).
+        """Split off every `one_in`-th record.
 
         All examples of one record stay together. Appending records to a file does not change which
         of the earlier ones are held out.
+
+        Args:
+          one_in: number of records of which the last is held out, at least 2.
+
+        Returns:
+          (examples to train on, examples held out).
 
         Raises:
           ValueError: `one_in` is less than 2, or either part would be empty.
@@ -125,12 +135,10 @@ def tokenize(
     """
     where = source(path, split)
     options = checked_options(template_options)
-    tokens, counted, starts, numbers = (
-        array.array("i"),
-        bytearray(),
-        array.array("q", [0]),
-        array.array("q"),
-    )
+    tokens = array.array("i")
+    counted = bytearray()
+    starts = array.array("q", [0])
+    numbers = array.array("q")
     with working("tokenize", where.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
         encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
         for number, record in where.records():

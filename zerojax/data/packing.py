@@ -47,7 +47,8 @@ def best_fit(lengths: Sequence[int] | np.ndarray, seq: int) -> tuple[np.ndarray,
         length = int(lengths[i])
         at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
-            row, room = len(rows), seq
+            row = len(rows)
+            room = seq
             rows.append([])
         else:
             room = rooms[at]
@@ -104,31 +105,35 @@ class Rows:
         self, examples: Examples, seq: int, order: np.ndarray, starts: np.ndarray, counts: Counts
     ) -> None:
         """Take what `pack` computes; the attributes have the same names."""
-        self.examples, self.seq, self.order, self.starts, self.counts = (
-            examples,
-            seq,
-            order,
-            starts,
-            counts,
-        )
+        self.examples = examples
+        self.seq = seq
+        self.order = order
+        self.starts = starts
+        self.counts = counts
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.starts) - 1
 
     def members(self, row: int) -> np.ndarray:
-        """Return the indices of the examples in a row, in order."""
+        """Return the indices of the examples in a row, in order.
+
+        Args:
+          row: index of the row, counted from 0.
+        """
         return self.order[self.starts[row] : self.starts[row + 1]]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Build row `index` from the tokens of its examples."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}: rows are counted from 0")
-        out, at = self.empty(), 0
+        out = self.empty()
+        at = 0
         for segment, i in enumerate(self.members(index), 1):
             begin, end = self.examples.starts[i : i + 2]
             piece = slice(begin, min(end, begin + self.seq + 1))
-            tokens, counted = self.examples.tokens[piece], self.examples.counted[piece]
+            tokens = self.examples.tokens[piece]
+            counted = self.examples.counted[piece]
             here = slice(at, at + len(tokens) - 1)
             out["tokens"][here] = tokens[:-1]
             out["targets"][here] = np.where(counted[1:], tokens[1:], -1)

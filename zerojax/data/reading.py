@@ -53,7 +53,8 @@ class Source:
         """
         if self.path.is_dir():
             return len(Folder(self.path, self.split))
-        lines, last = 0, b"\n"
+        lines = 0
+        last = b"\n"
         with self.path.open("rb") as file:
             while block := file.read(_BLOCK):
                 lines += block.count(b"\n")

@@ -97,7 +97,8 @@ class SpecialTokens:
         last = tokenized.last_visible(stop)
         if last >= first and int(tokenized.tokens[last]) in self.ids:
             return stop
-        after, count = stop, len(tokenized.tokens)
+        after = stop
+        count = len(tokenized.tokens)
         while after < count and tokenized.is_blank(after):
             after += 1
         return after + 1 if after < count and int(tokenized.tokens[after]) in self.ids else None
@@ -125,10 +126,12 @@ def _added_once(tokenized: Tokenized, is_added: np.ndarray) -> slice:
     Tokens that the tokenizer added at an edge are left out if the text itself has them there.
     """
     inner = np.flatnonzero(~is_added)
-    tokens, count = tokenized.tokens, len(is_added)
+    tokens = tokenized.tokens
+    count = len(is_added)
     if not inner.size:
         return slice(None)
-    head, stop = int(inner[0]), int(inner[-1]) + 1
+    head = int(inner[0])
+    stop = int(inner[-1]) + 1
     tail = tokens[stop:]
     last = tokenized.last_visible(stop) + 1
     begins_with_it = np.array_equal(tokens[:head], tokens[head : min(2 * head, stop)])

@@ -74,6 +74,9 @@ def load_tokenizer(
 def read_template(path: str | os.PathLike[str]) -> str:
     """Return the chat template that a file holds.
 
+    Args:
+      path: path of a file with a Jinja template, in UTF-8.
+
     Raises:
       ValueError: `path` is not a file, or the file holds no text.
     """

@@ -87,7 +87,8 @@ def model_state_bytes(
     Returns:
       Bytes by kind: {"params", "grads", "master", "opt_state", "total"}.
     """
-    row, per_param = STAGES[stage], per_param or state_bytes()
+    row = STAGES[stage]
+    per_param = per_param or state_bytes()
 
     def per_device(num_bytes: int, sharded: bool) -> float:
         return num_params * num_bytes / (num_shards if sharded else 1)
@@ -126,7 +127,8 @@ def collective_elements(
       Elements per device: {"all_reduce", "all_gather", "reduce_scatter"}.
     """
     reductions = num_microbatches if num_reductions is None else num_reductions
-    row, ring = STAGES[stage], num_params * (num_shards - 1) / num_shards
+    row = STAGES[stage]
+    ring = num_params * (num_shards - 1) / num_shards
     if not row.opt_state:
         return {"all_reduce": 2 * ring * reductions, "all_gather": 0.0, "reduce_scatter": 0.0}
     gathers = 2 * num_microbatches if row.params else 1

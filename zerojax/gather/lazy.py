@@ -293,10 +293,12 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
       spec: spec of the sharded operand.
       position: index of the sharded operand.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     before: Any = eqn.invars[position].aval
     after: Any = eqn.outvars[0].aval
-    old, new = before.shape, after.shape
+    old = before.shape
+    new = after.shape
     if name in ELEMENTWISE:
         return spec if new == old else None
     if name == "transpose":

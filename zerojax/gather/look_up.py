@@ -70,7 +70,8 @@ def sends_rows(
       mesh: the device mesh.
       axis: the ZeRO axis.
     """
-    shards, (rows, width) = mesh.shape[axis], table
+    shards = mesh.shape[axis]
+    (rows, width) = table
     # A table that the user already shards (tensor parallelism) is left to the partitioner.
     if any(without_axis(cotangent, axis)) or width % shards or ids[0] % num_batch_shards(mesh):
         return False
@@ -102,7 +103,8 @@ def look_up(
     if not sends_rows(table.shape, ids.shape, cotangent, mesh, axis):
         # Unsharded here, and cut into shards where the table was gathered.
         return bind(eqn, [gather(table, whole, whole, whole, mesh), ids])[0]
-    shape, dtype = table.shape, table.dtype
+    shape = table.shape
+    dtype = table.dtype
 
     @jax.custom_vjp
     def op(table: Array, ids: Array) -> Array:
@@ -146,7 +148,8 @@ def _sum_rows(
         )(g)
         return table
 
-    g, ids = by_replica(g), constrain(by_replica(ids), DATA)
+    g = by_replica(g)
+    ids = constrain(by_replica(ids), DATA)
     g = constrain(
         g, DATA, *(None,) * (g.ndim - 2), axis
     )  # [data, B, ..., H_fsdp]: sent in the cotangent's own dtype

@@ -72,20 +72,21 @@ from zerojax.jaxprs import (
     bind,
     checkpointed,
     evaluate,
+    list_regions,
     read,
     rebind,
     rebind_scan,
-    regions_of,
     trace,
 )
 from zerojax.sharding import Spec, without_axis
+from zerojax.trees import Params
 
 Array = jax.Array
 
 
 def gather_on_use(
     loss: Callable[..., Any],
-    params: Any,
+    params: Params,
     *args: Any,
     stored: dict[str, Spec],
     cotangents: dict[str, Spec],
@@ -119,7 +120,8 @@ class GatherInterpreter:
 
     def __init__(self, rule: Rule, program: FlatJaxpr, args: Sequence[Any]) -> None:
         """Bind `args`, arrays or Lazy values, to the inputs of `program`."""
-        self.rule, self.program = rule, program
+        self.rule = rule
+        self.program = program
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
         self.constants: set[int] = set()  # slots that depend on no input
@@ -199,7 +201,8 @@ class GatherInterpreter:
         It becomes a move of the shard, or is reduced on the shard, or is postponed to the units
         that use it.
         """
-        eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
+        eqn = instruction.eqn
+        operands = tuple(self.read(ref) for ref in instruction.ins)
         lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
         # Only an equation with one source and otherwise scalars has a single shard on which it can
         # run.
@@ -219,11 +222,11 @@ class GatherInterpreter:
 
     def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
         """Append an equation to its source's moves and return True if it acts shard by shard."""
-        eqn, source, here = instruction.eqn, lazy.sources[0], operands.index(lazy)
-        stored, cotangent = (
-            move_spec(eqn, source.stored, here),
-            move_spec(eqn, source.cotangent, here),
-        )
+        eqn = instruction.eqn
+        source = lazy.sources[0]
+        here = operands.index(lazy)
+        stored = move_spec(eqn, source.stored, here)
+        cotangent = move_spec(eqn, source.cotangent, here)
         if stored is None or cotangent is None or len(instruction.outs) != 1:
             return False
         marked = tuple(HERE if o is lazy else o for o in operands)
@@ -267,8 +270,9 @@ class GatherInterpreter:
         budget.
         """
         instructions = self.program.instructions
-        group, last_use = [first], 1
-        sources = dict.fromkeys(self.sources_of(instructions[first]))
+        group = [first]
+        last_use = 1
+        sources = dict.fromkeys(self.list_sources(instructions[first]))
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
         # Nothing is known about such an equation (a custom derivative, a kernel), so it does not
         # share its recomputation with other equations.
@@ -281,7 +285,7 @@ class GatherInterpreter:
                 self.defer(instruction)
                 self.done.add(index)
                 continue
-            new_sources = self.sources_of(instruction)
+            new_sources = self.list_sources(instruction)
             # Left to `step`, which slices the shard. Inside a unit the full stack would be
             # gathered.
             if self.slices_shard(instruction):
@@ -314,8 +318,9 @@ class GatherInterpreter:
         instructions = self.program.instructions
         if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
             return [first]
-        group, made = [first], set(instructions[first].outs)
-        paths = {s.path for s in self.sources_of(instructions[first])}
+        group = [first]
+        made = set(instructions[first].outs)
+        paths = {s.path for s in self.list_sources(instructions[first])}
         for index in range(first + 1, len(instructions)):
             instruction = instructions[index]
             is_derivative = instruction.eqn.primitive.name.startswith("custom_vjp")
@@ -328,19 +333,19 @@ class GatherInterpreter:
                 self.done.add(index)
                 continue
             group.append(index)
-            used = {s.path for s in self.sources_of(instruction)}
+            used = {s.path for s in self.list_sources(instruction)}
             if is_derivative and made.intersection(instruction.reads) and used and used <= paths:
                 return group
             if used:  # another parameter gets its own unit
                 break
         return [first]
 
-    def sources_of(self, instruction: Instruction) -> tuple[Shard, ...]:
+    def list_sources(self, instruction: Instruction) -> tuple[Shard, ...]:
         """Return the distinct sources that an instruction reads."""
         values = [self.slots.get(slot) for slot in instruction.reads]
         return union([v for v in values if isinstance(v, Lazy)])
 
-    def table_of(self, instruction: Instruction) -> Shard | None:
+    def find_table(self, instruction: Instruction) -> Shard | None:
         """Return the sharded table in which an equation looks up rows, or None."""
         lazy = self.slots.get(instruction.reads[0]) if instruction.reads else None
         if not isinstance(lazy, Lazy) or lazy.node is not None or not is_look_up(instruction.eqn):
@@ -370,7 +375,7 @@ class GatherInterpreter:
                 zip(data, values, strict=True)
             )
             for i in instructions:
-                source = self.table_of(i)
+                source = self.find_table(i)
                 if source is None:
                     evaluate([i], env)
                 else:
@@ -399,7 +404,7 @@ class GatherInterpreter:
         # Each branch gathers the parameters that it uses.
         index, *operands = values
         index = self.gather_now(index, "a cond's predicate")
-        branches = [self.inside(region, operands) for region in regions_of(eqn)]
+        branches = [self.inside(region, operands) for region in list_regions(eqn)]
         return rebind(eqn, branches, [index, *_data(operands)])
 
     def inside(self, region: Region, operands: Sequence[Any]) -> Function:
@@ -417,7 +422,7 @@ class GatherInterpreter:
 
     def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
         """Enter a scan; constants stay sharded, and stacked parameters are sliced while sharded."""
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         consts, carry, xs = region.split(values)
         # The body replaces a carry, so a carry cannot stay a shard.
         carry = [self.gather_now(v, "a scan's carry") for v in carry]
@@ -425,7 +430,7 @@ class GatherInterpreter:
 
         def body(values: Sequence[Any]) -> list[Any]:
             consts, carry, slices = region.split(values)
-            slices = [_slice_of(v, one) for v, one in zip(stacks, slices, strict=True)]
+            slices = [_slice_layer(v, one) for v, one in zip(stacks, slices, strict=True)]
             # Each unit of the body gathers the lazy constants that it uses.
             values = [*consts, *carry, *slices]
             return GatherInterpreter(self.rule, region.flatten(), values).run()
@@ -449,7 +454,7 @@ class GatherInterpreter:
 
         A region with most of the model's parameters runs unit by unit.
         """
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         sources = union([v for v in values if isinstance(v, Lazy)])
         # A region this large would hold most of the model unsharded if it were gathered at its top.
         # A region that keeps all expensive values is not a recomputed layer, and may be the full
@@ -505,7 +510,7 @@ def _data(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if not isinstance(v, Lazy)]
 
 
-def _slice_of(stack: Any, value: Any) -> Any:
+def _slice_layer(stack: Any, value: Any) -> Any:
     """Return an iteration's slice; the slice of a shard is a shard without the layer dim."""
     if not isinstance(stack, Lazy):
         return value

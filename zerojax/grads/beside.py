@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from zerojax.jaxprs import Instruction, evaluate, flops_of, trace
+from zerojax.jaxprs import Instruction, count_flops, evaluate, trace
 
 SHARE_OF_WAIT = 3 / 5
 """Share of FLOPs after which a product waits for the work.
@@ -89,7 +89,7 @@ def wait(operands: Any, work: Any) -> tuple[Any, Any]:
 
 def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[int, list[Turn]]:
     """Return the turns before each instruction; the turns without a product are at -1."""
-    sizes = [flops_of(i.eqn) for i in instructions]
+    sizes = [count_flops(i.eqn) for i in instructions]
     products = [n for n, size in enumerate(sizes) if size]
     if not products:
         return {-1: list(turns)}

@@ -44,9 +44,10 @@ from zerojax.jaxprs import (
     Ref,
     Region,
     bind,
+    list_regions,
     rebind,
-    regions_of,
 )
+from zerojax.trees import Params
 
 _LAYOUT = frozenset(
     {
@@ -105,7 +106,7 @@ def float32_grads(
       than float32 are returned in float32.
     """
 
-    def run(cotangents: Any, data: Any, params: Any) -> Any:
+    def run(cotangents: Any, data: Any, params: Params) -> Any:
         traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
         program = traced.program
         rewriter = Float32GradRewriter(
@@ -137,7 +138,8 @@ def _widened(value: Any) -> Any:
 
 def _summed_dims(i: Instruction) -> tuple[int, ...] | None:
     """Return the dims over which an instruction sums, or None if it is not a sum."""
-    name, params = i.eqn.primitive.name, i.eqn.params
+    name = i.eqn.primitive.name
+    params = i.eqn.params
     if name == "reduce_sum":
         return tuple(params["axes"])
     # `jax.lax.reduce` of 16 bits, whose initial value is an operand.
@@ -189,7 +191,8 @@ class Float32GradRewriter(GradRewriter):
             for the dtypes of the given values.
         """
         super().__init__(program, cotangents, data, outputs, is_opaque)
-        self.platform, self._input_dtypes = platform, dtypes
+        self.platform = platform
+        self._input_dtypes = dtypes
         self._dtypes = dict[int, Any]()
         for i in program.instructions:
             avals: list[Any] = [v.aval for v in i.eqn.outvars]
@@ -204,18 +207,16 @@ class Float32GradRewriter(GradRewriter):
         # is visited.
         for i in reversed(program.instructions):
             if any(self.wanted.get(out) for out in i.outs):
-                for slot, is_followed in self._made_of(i):
+                for slot, is_followed in self._list_wanted_operands(i):
                     self.wanted[slot] = self.wanted.get(slot, False) or is_followed
         self.rewritten = self.wanted.keys()
 
     # --- which slots ------------------------------------------------------------------------------
 
-    def _made_of(self, i: Instruction) -> list[tuple[int, bool]]:
+    def _list_wanted_operands(self, i: Instruction) -> list[tuple[int, bool]]:
         """Return the operands wanted in float32 for a result, each with whether it is followed."""
-        name, of_cotangents = (
-            i.eqn.primitive.name,
-            [slot for slot in i.reads if slot in self.cotangents],
-        )
+        name = i.eqn.primitive.name
+        of_cotangents = [slot for slot in i.reads if slot in self.cotangents]
         if name in BY_POSITION:
             pairs = zip(i.ins, i.outs, strict=True)
             return [
@@ -327,7 +328,8 @@ class Float32GradRewriter(GradRewriter):
 
     def convert(self, i: Instruction) -> list[Any]:
         """Skip casts that would round a float32 value."""
-        value, after = self.best(i.ins[0]), jnp.dtype(i.eqn.params["new_dtype"])
+        value = self.best(i.ins[0])
+        after = jnp.dtype(i.eqn.params["new_dtype"])
         if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
             return [value]
         return bind(i.eqn, [value])
@@ -338,7 +340,8 @@ class Float32GradRewriter(GradRewriter):
         Its operands are unchanged, unless they are float32 sums themselves.
         """
         aval: Any = i.eqn.outvars[0].aval
-        params, dtype = i.eqn.params, aval.dtype
+        params = i.eqn.params
+        dtype = aval.dtype
         # A named algorithm determines the dtype of its result.
         is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
         if is_named or not (_is_narrow(dtype) or dtype == jnp.float32):
@@ -374,7 +377,7 @@ class Float32GradRewriter(GradRewriter):
 
         A loop carries sums over its iterations in float32.
         """
-        regions = regions_of(i.eqn)
+        regions = list_regions(i.eqn)
         values = [self.plain(ref) for ref in i.ins]
         for position, out in zip(regions[0].carried, i.outs, strict=False):
             if out in self.wanted:

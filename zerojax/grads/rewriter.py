@@ -101,7 +101,9 @@ class GradRewriter:
         is_opaque: IsOpaque,
     ) -> None:
         """Keep the arguments, and find the maker of each slot."""
-        self.program, self.cotangents, self.data = program, cotangents, data
+        self.program = program
+        self.cotangents = cotangents
+        self.data = data
         self.outputs = outputs
         self.makers = {out: i for i in program.instructions for out in i.outs}
         self.is_opaque = is_opaque

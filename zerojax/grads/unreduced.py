@@ -38,7 +38,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.activations import ANY, Split, describe, outs_of
+from zerojax.activations import ANY, Split, describe, infer_output_splits
 from zerojax.grads.rewriter import Derivative, GradRewriter, IsOpaque, Rules, TracedDerivative
 from zerojax.jaxprs import (
     ENTERED,
@@ -51,22 +51,23 @@ from zerojax.jaxprs import (
     bind,
     evaluate,
     is_among,
+    list_regions,
     read,
     rebind,
     rebind_scan,
     rebind_shard_map,
-    regions_of,
 )
 from zerojax.sharding import (
     BATCH_AXES,
     DATA,
     FSDP,
     TENSOR,
-    axes_of,
     num_batch_shards,
     pad_spec,
+    parse_axes,
     without_axis,
 )
+from zerojax.trees import Params
 
 Array = jax.Array
 _Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
@@ -131,9 +132,10 @@ def unreduced_grads(
       A function of the same arguments. Gradients keep their dtype, and `others` are unchanged.
     """
 
-    def run(cotangents: Any, data: Any, params: Any) -> Any:
+    def run(cotangents: Any, data: Any, params: Params) -> Any:
         traced = TracedDerivative.of(derivative, (cotangents, data, params), is_opaque)
-        program, num_data = traced.program, len(traced.cotangents) + len(traced.data)
+        program = traced.program
+        num_data = len(traced.cotangents) + len(traced.data)
         shapes = [jnp.shape(a) for a in traced.leaves]
         rows = next((shape[0] for shape in shapes[:num_data] if shape), 0)
         rule = _RowRule(mesh, rows)
@@ -173,7 +175,8 @@ def reduced(value: Array, sharding: NamedSharding) -> Array:
       value: the unreduced gradient.
       sharding: sharding of the result.
     """
-    mesh, spec = sharding.mesh, pad_spec(sharding.spec, value.ndim - 1)
+    mesh = sharding.mesh
+    spec = pad_spec(sharding.spec, value.ndim - 1)
     if mesh.shape[DATA] > 1 and without_axis(spec, FSDP) != spec:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
         value = jnp.sum(
@@ -289,13 +292,14 @@ class UnreducedGradRewriter(GradRewriter):
         super().__init__(program, cotangents, data, outputs, is_opaque)
         self.rule = rule
         self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
-        self.sums, self.lost = set(given), set[int]()
+        self.sums = set(given)
+        self.lost = set[int]()
         for i in program.instructions:
             if i.eqn.primitive.name in _ENTERED:
                 self._look_into(i)
             else:
-                self.splits.update(zip(i.outs, self._splits_of(i), strict=True))
-                self.sums.update(out for out in self._sums_of(i) if out in cotangents)
+                self.splits.update(zip(i.outs, self._infer_splits(i), strict=True))
+                self.sums.update(out for out in self._list_sums(i) if out in cotangents)
             self.lost.update(out for out in i.outs if out in cotangents and self._is_lost(i, out))
         pairs = zip(program.outputs, outputs, strict=True)
         self.own = {
@@ -307,7 +311,9 @@ class UnreducedGradRewriter(GradRewriter):
         # is visited.
         for i in reversed(program.instructions):
             if not self.own.isdisjoint(i.outs):
-                self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
+                self.own.update(
+                    slot for slot in self._list_operands_with_rows(i) if slot in self.sums
+                )
         self.rewritten = self.own
 
     # --- which slots ------------------------------------------------------------------------------
@@ -326,7 +332,7 @@ class UnreducedGradRewriter(GradRewriter):
 
     def _look_into(self, i: Instruction) -> None:
         """Find how the results of an instruction with jaxprs are split, and which are sums."""
-        regions = regions_of(i.eqn)
+        regions = list_regions(i.eqn)
         carry = regions[0].carried
         # The carry starts as split as its initial value, until the body's results are known.
         self.splits |= {
@@ -356,9 +362,9 @@ class UnreducedGradRewriter(GradRewriter):
             if not again:
                 return
 
-    def _splits_of(self, i: Instruction) -> list[Split]:
+    def _infer_splits(self, i: Instruction) -> list[Split]:
         """Return how the results of an instruction are split."""
-        found = outs_of(
+        found = infer_output_splits(
             i.eqn,
             [self._split(ref, v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)],
             self.rule.mesh.shape,
@@ -366,7 +372,7 @@ class UnreducedGradRewriter(GradRewriter):
         if i.eqn.primitive.name == "shard_map":
             triples = zip(found, i.eqn.params["out_specs"], i.eqn.outvars, strict=True)
             return [
-                tuple(map(axes_of, pad_spec(spec, _ndim(v)))) if s is None else s
+                tuple(map(parse_axes, pad_spec(spec, _ndim(v)))) if s is None else s
                 for s, spec, v in triples
             ]
         # If the table leaves it open, a value made from data is assumed to have its rows in dim 0
@@ -386,7 +392,7 @@ class UnreducedGradRewriter(GradRewriter):
     def _dim(self, i: Instruction, operand: int) -> int:
         return self.rule.dim(self._split(i.ins[operand], i.eqn.invars[operand]))
 
-    def _sums_of(self, i: Instruction) -> Sequence[int]:
+    def _list_sums(self, i: Instruction) -> Sequence[int]:
         """Return the results of an instruction that can have rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
@@ -412,7 +418,7 @@ class UnreducedGradRewriter(GradRewriter):
             return ()
         return i.outs
 
-    def _made_of(self, i: Instruction) -> list[int]:
+    def _list_operands_with_rows(self, i: Instruction) -> list[int]:
         """Return the operands that have rows if a result has rows."""
         name = i.eqn.primitive.name
         if name == "optimization_barrier":
@@ -422,7 +428,7 @@ class UnreducedGradRewriter(GradRewriter):
                 if out in self.own and isinstance(ref, int)
             ]
         if name in _ENTERED:  # inputs are unchanged, except carried sums
-            pairs = zip((i.ins[p] for p in regions_of(i.eqn)[0].carried), i.outs, strict=False)
+            pairs = zip((i.ins[p] for p in list_regions(i.eqn)[0].carried), i.outs, strict=False)
             return [ref for ref, out in pairs if out in self.own and isinstance(ref, int)]
         return [] if name == "shard_map" else list(i.reads)
 
@@ -432,7 +438,8 @@ class UnreducedGradRewriter(GradRewriter):
         Missing operands are the same for all pieces, except the operands that a sum starts from
         (`_starts`).
         """
-        name, params = i.eqn.primitive.name, i.eqn.params
+        name = i.eqn.primitive.name
+        params = i.eqn.params
         if any(
             slot in self.sums
             for slot in i.reads
@@ -462,7 +469,8 @@ class UnreducedGradRewriter(GradRewriter):
             rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
             # All dims of the indices except the last correspond to the dims of the rows, in order;
             # batching dims are not summed.
-            of_rows, of_ids = self._dim(i, 2), self._dim(i, 1)
+            of_rows = self._dim(i, 2)
+            of_ids = self._dim(i, 1)
             at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
             dims = (
                 {1: at, 2: rows[at]}
@@ -530,7 +538,8 @@ class UnreducedGradRewriter(GradRewriter):
 
     def by_default(self, i: Instruction) -> list[Any]:
         """Apply an equation to each piece of the arrays that it sums, or to each row of a sum."""
-        dims, rule = self.cut_dims(i), self.rule
+        dims = self.cut_dims(i)
+        rule = self.rule
         is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
         mapped: dict[int, Any] = {}
         for position, ref in enumerate(i.ins):
@@ -557,7 +566,8 @@ class UnreducedGradRewriter(GradRewriter):
 
         If it were mapped, the partitioner would gather the summed arrays.
         """
-        dims, rule = self.cut_dims(i), self.rule
+        dims = self.cut_dims(i)
+        rule = self.rule
         if dims is None:
             return self.by_default(i)
         specs = tuple(PartitionSpec(*(None,) * dims[n], BATCH_AXES) for n in range(len(i.ins)))
@@ -594,7 +604,8 @@ class UnreducedGradRewriter(GradRewriter):
 
         A loop carries sums over its iterations with rows.
         """
-        regions, is_own = regions_of(i.eqn), [out in self.own for out in i.outs]
+        regions = list_regions(i.eqn)
+        is_own = [out in self.own for out in i.outs]
         inner = [self.inside(i, region, is_own) for region in regions]
         carried = regions[0].carried
         own_carry = {n for n, own in zip(carried, is_own, strict=False) if own}
@@ -621,18 +632,19 @@ class UnreducedGradRewriter(GradRewriter):
 
     def shard_map(self, i: Instruction) -> list[Any]:
         """Apply a shard_map; its results in `own` skip the sums over the batch's axes."""
-        (region,) = regions_of(i.eqn)
-        program, chains = region.flatten(), _reductions(self.rule, i.eqn)
+        (region,) = list_regions(i.eqn)
+        program = region.flatten()
+        chains = _reductions(self.rule, i.eqn)
         pairs = zip(i.outs, chains, strict=True)
         chains = [chain if out in self.own else None for out, chain in pairs]
 
-        def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
+        def drop_batch_sums(chain: _Chain, slots: dict[int, Any]) -> Any:
             """Return a result without the sums over the batch's axes."""
             value = read(chain[0][1], slots)
             for eqn, _ in chain:
                 if eqn.primitive.name not in _REDUCED:
                     (value,) = bind(eqn, [value])
-                elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
+                elif rest := tuple(sorted(_list_summed_axes(eqn) - set(BATCH_AXES))):
                     value = jax.lax.psum(value, rest)
             return jnp.asarray(value)[None]
 
@@ -640,7 +652,7 @@ class UnreducedGradRewriter(GradRewriter):
             slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
             evaluate(program.instructions, slots)
             outs = zip(program.results(slots), chains, strict=True)
-            return [out if chain is None else value_of(chain, slots) for out, chain in outs]
+            return [out if chain is None else drop_batch_sums(chain, slots) for out, chain in outs]
 
         def with_rows(spec: PartitionSpec, v: Any) -> PartitionSpec:
             return PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
@@ -685,13 +697,14 @@ def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 def _reductions(rule: _RowRule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
     """Return for each result of a shard_map the chain from a batch sum to the result, or None."""
-    (region,) = regions_of(eqn)
+    (region,) = list_regions(eqn)
     program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
     batch = {axis for axis in BATCH_AXES if rule.mesh.shape[axis] > 1}
     found: list[_Chain | None] = []
     for ref in program.outputs:
-        chain, over = list[tuple[jex.JaxprEqn, Ref]](), set[str]()
+        chain = list[tuple[jex.JaxprEqn, Ref]]()
+        over = set[str]()
         while (
             isinstance(ref, int)
             and (i := makers.get(ref)) is not None
@@ -704,14 +717,14 @@ def _reductions(rule: _RowRule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
                     or i.eqn.params.get("axis_index_groups") is not None
                 ):
                     break
-                over |= _axes_of(i.eqn)
+                over |= _list_summed_axes(i.eqn)
             ref = i.ins[i.outs.index(ref)]
             chain.append((i.eqn, ref))
         found.append(chain[::-1] if batch <= over else None)
     return found
 
 
-def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
+def _list_summed_axes(eqn: jex.JaxprEqn) -> set[str]:
     """Return the axes over which a reduction in a shard_map sums."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    return set(axes_of(axes))
+    return set(parse_axes(axes))

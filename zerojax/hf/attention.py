@@ -23,8 +23,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Target, target_of
-from zerojax.chips import chip_of
+from pallas_kernels.dispatch import Target, find_target
+from zerojax.chips import find_chip
 
 Implementation = Literal["auto", "xla", "cudnn"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
@@ -98,7 +98,7 @@ def attend(
         has_cap=cap is not None,
     )
     uses_cudnn = implementation != "xla" and takes_cudnn(
-        kind, target_of(q), implementation == "cudnn"
+        kind, find_target(q), implementation == "cudnn"
     )
     if cap is not None:
         at = jnp.arange(q.shape[1])
@@ -218,7 +218,7 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
       ValueError: the user asked for cuDNN, but it does not support this attention.
     """
     reason = _unsupported(kind, target)
-    if reason is None and (device := _device_of(target)) is not None:
+    if reason is None and (device := _find_local_device(target)) is not None:
         reason = cudnn_refusal(
             dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH)), device
         )
@@ -230,7 +230,7 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
 
 def _unsupported(kind: Kind, target: Target) -> str | None:
     """Return why cuDNN's attention does not support such arguments on a device, or None."""
-    chip = chip_of(target.kind)
+    chip = find_chip(target.kind)
     widest = 256 if target.is_hopper or (chip is not None and chip.capability >= (9, 0)) else 128
     if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
         return f"it is for NVIDIA GPUs, but the program is for {target.platform} {target.kind!r}"
@@ -245,7 +245,7 @@ def _unsupported(kind: Kind, target: Target) -> str | None:
     return None
 
 
-def _device_of(target: Target) -> Any | None:
+def _find_local_device(target: Target) -> Any | None:
     """Return a device of this process like the target, or None if it has no such device."""
     if jax.default_backend() != "gpu":
         return None

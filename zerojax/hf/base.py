@@ -37,7 +37,7 @@ from host_offload.disk import Box
 from pallas_kernels import storage
 from pallas_kernels.nf4 import NOT_FINITE
 from zerojax.checkpoint import CheckpointError, SavedState, first_few
-from zerojax.hf.sources import Source, front_of, pieces_of, read_weight
+from zerojax.hf.sources import Source, build_layer_box, cut_rows, read_weight
 from zerojax.weights import DTYPES, WeightFile, open_weights, read_part
 
 ROUNDING = 2.0**-8
@@ -100,8 +100,7 @@ def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, who
         return _is_encoded_same(saved, base, name, source, whole)
     if whole:
         boxes = [
-            ((start, stop), *((0, n) for n in shape[1:]))
-            for start, stop in pieces_of(shape, _PIECE)
+            ((start, stop), *((0, n) for n in shape[1:])) for start, stop in cut_rows(shape, _PIECE)
         ]
     else:
         boxes = [tuple(_middle(n, _SAMPLE) for n in shape)]
@@ -113,7 +112,8 @@ def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, who
 
 def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
     """Return whether a checkpoint's numbers equal a folder's, up to rounding to 16 bits."""
-    weight, there = weight.astype(np.float32), there.astype(np.float32)
+    weight = weight.astype(np.float32)
+    there = there.astype(np.float32)
     with np.errstate(invalid="ignore"):  # inf - inf
         # If the folder's number is infinite, so is the bound, and any number would pass it.
         is_near = np.isfinite(there) & (
@@ -138,7 +138,8 @@ def _is_encoded_same(
 
     Its rows are the rows of the quantized arrays, or are concatenated in them.
     """
-    layout, axes = source.layout, source.place.axes or (0, 1)
+    layout = source.layout
+    axes = source.place.axes or (0, 1)
     assert layout is not None
     # The dims in the order of the quantized arrays, as indices into the file's dims.
     order = axes[::-1] if layout.moved == -2 else axes
@@ -148,7 +149,7 @@ def _is_encoded_same(
     unit = block // math.gcd(block, shape[1])
     every = (0, shape[1])
     if whole:
-        boxes = [(rows, every) for rows in pieces_of(shape, _PIECE, unit)]
+        boxes = [(rows, every) for rows in cut_rows(shape, _PIECE, unit)]
     elif unit == 1:  # a part of one row, because a full row of a transposed tensor reads all of it
         length = max(block, _SAMPLE)
         start = (shape[1] - length) // 2 // block * block
@@ -171,11 +172,15 @@ class _Codes:
 
     def __init__(self, saved: SavedState, source: Source, box: Box, shape: tuple[int, ...]) -> None:
         """Take the weight `source` with dims `shape`, and the part `box` of it."""
-        self._saved, self._source, self._box, self._shape = saved, source, box, shape
+        self._saved = saved
+        self._source = source
+        self._box = box
+        self._shape = shape
         layout = source.layout
         assert layout is not None
         self.format: storage.Format = layout.format
-        self._group, self._is_flat = layout.group, bool(layout.inner)
+        self._group = layout.group
+        self._is_flat = bool(layout.inner)
 
     def read(self, name: str) -> np.ndarray:
         """Return an array's numbers for the blocks, in order, as a vector.
@@ -193,14 +198,16 @@ class _Codes:
         if name in ("steps", "means"):
             # Blocks by rows: row and column of each block's group.
             block = storage.BLOCKS[self.format]
-            first, last = (a * columns + c) // block, ((b - 1) * columns + d) // block
+            first = (a * columns + c) // block
+            last = ((b - 1) * columns + d) // block
             blocks = np.arange(first, last)
             row, column = (
                 (np.zeros_like(blocks), blocks)
                 if self._is_flat
                 else np.divmod(blocks, columns // block)
             )
-            row, column = row // self._group[0], column // self._group[1]
+            row = row // self._group[0]
+            column = column // self._group[1]
             box = (
                 (column[0] if self._is_flat else 0, column[-1] + 1 if self._is_flat else length),
             )
@@ -211,7 +218,9 @@ class _Codes:
             box = (((a * columns + c) // per, ((b - 1) * columns + d) // per),)
         else:
             box = ((a, b), (c // per, d // per))
-        whole = front_of(self._source) + tuple((int(start), int(stop)) for start, stop in box)
+        whole = build_layer_box(self._source) + tuple(
+            (int(start), int(stop)) for start, stop in box
+        )
         out = np.empty([stop - start for start, stop in whole], np.dtype(array.dtype))
         read_part(self._saved, leaf, whole, out)
         return out.reshape(-1)[groups] if groups.shape else out.reshape(-1)
@@ -229,7 +238,8 @@ def _has_codes(there: np.ndarray, codes: _Codes) -> bool:
     scales, steps, means = (codes.read(name) for name in ("scales", "steps", "means"))
     # Each block was quantized as a group of one block. The group's mean is then the block's
     # largest magnitude, and its scale shows whether the block is finite.
-    largest, is_finite = here["means"], here["scales"] != NOT_FINITE
+    largest = here["means"]
+    is_finite = here["scales"] != NOT_FINITE
     if not np.array_equal(is_finite, scales != NOT_FINITE):
         return False
     error = np.abs(np.maximum(scales * steps + means, 0) - largest)
@@ -275,7 +285,8 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
       CheckpointError: the folder has no weights, or a file that its index names is missing or
         cannot be read.
     """
-    file, digest = open_weights(folder), hashlib.sha256()
+    file = open_weights(folder)
+    digest = hashlib.sha256()
     for name, tensor in sorted(file.tensors.items()):
         digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
         if tensor.dtype in DTYPES and math.prod(tensor.shape):

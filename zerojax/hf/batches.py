@@ -20,7 +20,10 @@ import jax.numpy as jnp
 from zerojax.models import CACHE, FAULT, LAST, Loss
 
 Batch = Mapping[str, Any]
-TOKENS, TARGETS, SEGMENTS, POSITIONS = "tokens", "targets", "segment_ids", "positions"
+TOKENS = "tokens"
+TARGETS = "targets"
+SEGMENTS = "segment_ids"
+POSITIONS = "positions"
 OF_TOKENS = (TOKENS, TARGETS, SEGMENTS, POSITIONS)
 """Keys whose arrays have one number per token."""
 MOST_POSITIONS = 2**24

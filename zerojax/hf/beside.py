@@ -86,8 +86,9 @@ class _Finder:
     def __init__(self, folder: str) -> None:
         """Walk `folder`."""
         self.found: list[FileBeside] = []
-        self._folder, self._root = folder, os.path.realpath(folder)
-        self._blobs = _blobs_of(self._root)
+        self._folder = folder
+        self._root = os.path.realpath(folder)
+        self._blobs = _find_blobs(self._root)
         with explaining(f"reading {folder}"):
             self._walk(self._root, "")
 
@@ -145,7 +146,7 @@ class _Finder:
         )
 
 
-def _blobs_of(root: str) -> str | None:
+def _find_blobs(root: str) -> str | None:
     """Return the blobs folder of the hub's cache if `root` is a snapshot in it, else None."""
     snapshots = os.path.dirname(root)
     model = os.path.dirname(snapshots)

@@ -16,7 +16,7 @@ from typing import Any
 
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, check_keys
-from zerojax.hf.rope import Rope, rope_of
+from zerojax.hf.rope import Rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, read_kinds, values
 
 CONFIG = "config.json"
@@ -96,12 +96,10 @@ class DecoderConfig:
     @property
     def num_params(self) -> int:
         """Number of parameters, without adapters."""
-        h, q, kv, f = (
-            self.hidden,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-            self.intermediate,
-        )
+        h = self.hidden
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        f = self.intermediate
         block = (
             h * (2 * q + 2 * kv + 3 * f)
             + h * (4 if self.post_norms else 2)
@@ -215,7 +213,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return raw
 
 
-def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
+def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
     """Return the family of a config by its `model_type`.
 
     Args:
@@ -313,11 +311,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
     check_keys(raw, reads | compared, family.defaults, where)
     value = values(raw, family.defaults, reads)
-    hidden, heads, layers = (
-        value["hidden_size"],
-        value["num_attention_heads"],
-        value["num_hidden_layers"],
-    )
+    hidden = value["hidden_size"]
+    heads = value["num_attention_heads"]
+    layers = value["num_hidden_layers"]
     kv_heads = value["num_key_value_heads"] or heads
     if heads % kv_heads:
         raise ValueError(
@@ -390,7 +386,8 @@ def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple
         window = None
     kinds = value["layer_types"]
     if kinds is None:
-        pattern, first = value["sliding_window_pattern"] or 1, value["max_window_layers"] or 0
+        pattern = value["sliding_window_pattern"] or 1
+        first = value["max_window_layers"] or 0
         of = {
             "none": lambda i: False,
             "all": lambda i: window is not None,
@@ -464,7 +461,7 @@ def _ropes(
         SLIDING: value["rope_local_base_freq"] or value["rope_theta"],
     }
     common = {"head_dim": head_dim, "max_positions": value["max_position_embeddings"]}
-    ropes = {kind: rope_of(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
+    ropes = {kind: parse_rope(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
     return tuple(ropes[kind] for kind in kinds)
 
 

@@ -29,6 +29,7 @@ from zerojax.hf.names import Lora
 from zerojax.hf.rope import rotate
 from zerojax.models import Loss
 from zerojax.tiling import TiledMLP, linear_cross_entropy
+from zerojax.trees import Context
 
 Batch = dict[str, jax.Array]
 Cached = dict[str, jax.Array]
@@ -69,12 +70,14 @@ class Norm(nnx.Module):
     def __init__(self, width: int, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         """Create the scale for a last dim of `width`."""
         del rngs
-        self.eps, self.is_unit = c.norm_eps, c.unit_norm
+        self.eps = c.norm_eps
+        self.is_unit = c.unit_norm
         self.scale = nnx.Param(jnp.zeros(width) if c.unit_norm else jnp.ones(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x, normalized over its last dim in float32."""
-        wide, scale = x.astype(jnp.float32), self.scale[...]
+        wide = x.astype(jnp.float32)
+        scale = self.scale[...]
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         if self.is_unit:
             return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
@@ -113,7 +116,8 @@ class Attention(nnx.Module):
         """Create the four projections, and norms of queries and keys if the model has them."""
         self.c = c
         self.implementation: Implementation = o.attention
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        q = c.heads * c.head_dim
+        kv = c.kv_heads * c.head_dim
         self.q_proj = Projection("q_proj", c.hidden, q, c.qkv_bias, o.lora, rngs=rngs)
         self.k_proj = Projection("k_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
         self.v_proj = Projection("v_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
@@ -121,7 +125,7 @@ class Attention(nnx.Module):
         self.q_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
         self.k_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
 
-    def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context, layer: Any) -> jax.Array:
         """Return attention's output for the rows of a batch."""
         a = attend(
             *self._projected(x, context, layer),
@@ -132,7 +136,7 @@ class Attention(nnx.Module):
         return self._output(a)
 
     def cached(
-        self, x: jax.Array, cache: Cached, context: Any, layer: Any
+        self, x: jax.Array, cache: Cached, context: Context, layer: Any
     ) -> tuple[jax.Array, Cached]:
         """Return attention's output for the next tokens of each row, and the updated cache.
 
@@ -149,7 +153,7 @@ class Attention(nnx.Module):
         ), cache
 
     def _projected(
-        self, x: jax.Array, context: Any, layer: Any
+        self, x: jax.Array, context: Context, layer: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q[B, T, heads, D], and k and v[B, T, kv_heads, D]."""
         c = self.c
@@ -160,7 +164,8 @@ class Attention(nnx.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )  # [B, T, heads or kv_heads, D]
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         at = context["positions"], layer["frequencies"], layer["factor"]
         return rotate(q, *at), rotate(k, *at), v
 
@@ -244,12 +249,12 @@ class Block(nnx.Module):
         else:
             self.mlp = MLP(c, o, rngs=rngs)
 
-    def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context, layer: Any) -> jax.Array:
         """Return the output of the layer."""
         return self._added(x, self.self_attn(self.input_layernorm(x), context, layer))
 
     def cached(
-        self, x: jax.Array, cache: Cached, context: Any, layer: Any
+        self, x: jax.Array, cache: Cached, context: Context, layer: Any
     ) -> tuple[jax.Array, Cached]:
         """Return the layer's output for the next tokens of each row, and the updated cache.
 
@@ -295,7 +300,8 @@ class Head(nnx.Module):
 
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         """Create the norm, and the matrix unless it is tied."""
-        self.cap, self.vocab = c.logits_cap, c.vocab
+        self.cap = c.logits_cap
+        self.vocab = c.vocab
         self.norm = Norm(c.hidden, c, rngs=rngs)
         self.lm_head = nnx.data(
             None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
@@ -322,7 +328,8 @@ class Head(nnx.Module):
           tiles: number of vocabulary tiles; None: chosen by size.
         """
         check_targets(batch)
-        z, targets = self.norm(x), wide(batch["targets"])
+        z = self.norm(x)
+        targets = wide(batch["targets"])
         w = self.matrix(embed).astype(z.dtype).T
         total = linear_cross_entropy(
             z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles

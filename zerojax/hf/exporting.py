@@ -33,10 +33,10 @@ from zerojax.given import positive_number
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family
-from zerojax.hf.importing import ADAPTER, check_config_sizes, names_of
+from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
 from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES, Lora
-from zerojax.hf.sources import Source, leaves_of, pieces_of, read_adapter, read_weight, sources_of
+from zerojax.hf.sources import Source, cut_rows, map_leaves, map_sources, read_adapter, read_weight
 from zerojax.sharding import without_mesh
 from zerojax.weights import (
     INDEX_NAME,
@@ -104,7 +104,7 @@ def export_hf(
     others = files_beside(like)
     end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = leaves_of(saved)
+        leaves = map_leaves(saved)
         adapters = {name for name in leaves if ADAPTER in name}
         if adapters and not merge_lora:
             raise ValueError(
@@ -115,7 +115,7 @@ def export_hf(
             raise ValueError(
                 f"merge_lora=True, but {saved.folder} holds no adapters: leave merge_lora out"
             )
-        lora = lora_of(saved) if adapters else None
+        lora = read_lora(saved) if adapters else None
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
         writer = _Writer(
@@ -127,7 +127,7 @@ def export_hf(
             copy_beside(others, output, dtype=kind)
 
 
-def lora_of(saved: SavedState) -> Lora:
+def read_lora(saved: SavedState) -> Lora:
     """Return the adapters' options of a checkpoint's model.
 
     Raises:
@@ -158,7 +158,7 @@ def _sources(
       CheckpointError: the folder holds another model or another base; the error names the
         difference.
     """
-    sources = sources_of(saved, base, leaves, like, families)
+    sources = map_sources(saved, base, leaves, like, families)
     check_config_sizes(like, base, families, is_whole=True)
     if told := about_difference({DECODER: config_of(like, families).computes()}, saved.about):
         raise CheckpointError(
@@ -184,22 +184,22 @@ class _Writer:
         scale: float | None,
     ) -> None:
         """Take the checkpoint, the base and its path, and the tensors to write."""
-        self._saved, self._base, self._like, self._leaves, self._sources = (
-            saved,
-            base,
-            like,
-            leaves,
-            sources,
-        )
-        self._tensors, self._scale = tensors, scale
+        self._saved = saved
+        self._base = base
+        self._like = like
+        self._leaves = leaves
+        self._sources = sources
+        self._tensors = tensors
+        self._scale = scale
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
-        shape, kind = self._tensors[name].shape, numpy_dtype(self._tensors[name].dtype)
+        shape = self._tensors[name].shape
+        kind = numpy_dtype(self._tensors[name].dtype)
         source = self._sources[name]
         if source.layout is not None:
             check_base(self._saved, self._base, {name: source}, self._like, whole=True)
-        for rows in pieces_of(shape, PIECE_BYTES // 4):
+        for rows in cut_rows(shape, PIECE_BYTES // 4):
             box = (rows, *((0, n) for n in shape[1:]))
             piece = self._piece(name, box)
             try:
@@ -316,14 +316,15 @@ def export_peft(
     """
     kind = export_dtype(dtype)
     like = os.path.expanduser(os.fspath(like))
-    table = names_of(like, families, is_tiled=False)
+    table = map_names(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = {name: leaf for name, (leaf, _) in leaves_of(saved).items() if ADAPTER in name}
+        leaves = {name: leaf for name, (leaf, _) in map_leaves(saved).items() if ADAPTER in name}
         if not leaves:
             raise CheckpointError(
                 f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
             )
-        frozen, whole = saved.frozen, leaves_of(saved)
+        frozen = saved.frozen
+        whole = map_leaves(saved)
         trained = [
             n
             for n, (leaf, is_encoded) in whole.items()
@@ -335,7 +336,7 @@ def export_peft(
                 f"{first_few(sorted(trained))}. PEFT's file would lack them: write everything by "
                 "zerojax.export_hf(merge_lora=True)"
             )
-        lora = lora_of(saved)
+        lora = read_lora(saved)
         found: dict[str, tuple[str, int]] = {}
         for there, here in table.items():
             stem = "" if here is None or isinstance(here, str) else here[0].removesuffix(".kernel")
@@ -377,7 +378,8 @@ def _check_beside(
     saved: SavedState,
 ) -> None:
     """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in]."""
-    base, wrong = file.tensors, []
+    base = file.tensors
+    wrong = []
     for name, shape in shapes.items():
         module, _, part = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")

@@ -19,7 +19,14 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
-from zerojax.hf.config import CONFIG, DecoderConfig, Family, decoder_config, family_of, read_config
+from zerojax.hf.config import (
+    CONFIG,
+    DecoderConfig,
+    Family,
+    decoder_config,
+    find_family,
+    read_config,
+)
 from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
@@ -79,7 +86,7 @@ def import_hf(
             "zerojax.import_params takes any"
         )
     folder = os.path.expanduser(os.fspath(folder))
-    names = names_of(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
+    names = map_names(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
     _check_config(program.model, folder, families)
     check_config_sizes(folder, open_weights(folder), families, is_whole=False)
     _check_tied(folder, names)
@@ -118,7 +125,7 @@ def check_config_sizes(
       families: model families by `model_type`.
       is_whole: whether to check as well that no tensor is missing or superfluous.
     """
-    names = names_of(folder, families, is_tiled=False)
+    names = map_names(folder, families, is_tiled=False)
     where = os.path.join(os.fspath(folder), CONFIG)
     check_sizes(config_of(folder, families), names, file, where, is_whole=is_whole)
 
@@ -130,7 +137,8 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
     if not heads or not tables:
         return
     file = open_weights(folder)
-    head, table = heads[0], tables[0]
+    head = heads[0]
+    table = tables[0]
     if head not in file.tensors or table not in file.tensors:
         return
     shape = file.tensors[head].shape
@@ -147,7 +155,7 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
         )
 
 
-def names_of(
+def map_names(
     folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool
 ) -> dict[str, Any]:
     """Return the parameter for each tensor name of a folder, given the folder's options.
@@ -163,8 +171,9 @@ def names_of(
     Raises:
       ValueError: the folder's model is not supported.
     """
-    raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
-    family = family_of(raw, families, where)
+    raw = read_config(folder)
+    where = os.path.join(os.fspath(folder), CONFIG)
+    family = find_family(raw, families, where)
     names = dict(family.names)
     if decoder_config(raw, family, where).tied:
         # Some files hold the embedding twice; `import_hf` has checked that both are equal.
@@ -210,12 +219,10 @@ STACK = "blocks."
 """Prefix of the names of parameters that exist once per layer."""
 
 
-def params_of(c: DecoderConfig) -> dict[str, Dims]:
+def list_params(c: DecoderConfig) -> dict[str, Dims]:
     """Return the dims, in one layer, of each parameter of a decoder without adapters, by name."""
-    vocab, hidden = (
-        Size(c.vocab, f"vocab_size={c.vocab}"),
-        Size(c.hidden, f"hidden_size={c.hidden}"),
-    )
+    vocab = Size(c.vocab, f"vocab_size={c.vocab}")
+    hidden = Size(c.hidden, f"hidden_size={c.hidden}")
     width = Size(c.intermediate, f"intermediate_size={c.intermediate}")
     head = Size(c.head_dim, f"head_dim={c.head_dim}")
     q = Size(c.heads * c.head_dim, f"num_attention_heads={c.heads} times {head.keys}")
@@ -264,7 +271,8 @@ def check_sizes(
       CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
         is missing or superfluous (the error names it).
     """
-    place_of, params = renaming(names), params_of(config)
+    place_of = renaming(names)
+    params = list_params(config)
     places = {name: place for name in file.tensors if (place := place_of(name)) is not None}
     differences = _sizes_that_differ(places, params, file)
     layers = 1 + max(
@@ -296,7 +304,8 @@ def _sizes_that_differ(
     ]
     for _, _, name in sorted(named):
         place = places[name]
-        shape, dims = file.tensors[name].shape, params[place.name]
+        shape = file.tensors[name].shape
+        dims = params[place.name]
         if len(shape) != len(dims):
             numbers = [size.number for size in dims]
             found.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")

@@ -158,7 +158,9 @@ NO_CHANGE = _GENERATION | {
 _NO_CHANGE_PREFIXES = ("unsloth_",)
 
 _NO_DROPOUT = "dropout is not supported; set it to 0"
-_OFF, _ZERO, _ONE = (None, False), (None, False, 0), (None, 1)
+_OFF = (None, False)
+_ZERO = (None, False, 0)
+_ONE = (None, 1)
 _EMPTY = (None, False, [], {})
 _DROPOUTS = (
     "attention_dropout",
@@ -248,7 +250,8 @@ def check_keys(
     Raises:
       ValueError: a key is unknown or enables an unsupported feature; the error names it.
     """
-    unknown, neutral = [], []
+    unknown = []
+    neutral = []
     for key, value in given.items():
         if key in reads or key in NO_CHANGE or key.startswith(_NO_CHANGE_PREFIXES):
             continue

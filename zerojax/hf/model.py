@@ -23,7 +23,14 @@ from jax.sharding import PartitionSpec
 
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
 from zerojax.hf.batches import check_batch
-from zerojax.hf.config import CONFIG, DecoderConfig, Family, decoder_config, family_of, read_config
+from zerojax.hf.config import (
+    CONFIG,
+    DecoderConfig,
+    Family,
+    decoder_config,
+    find_family,
+    read_config,
+)
 from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Options
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.models import Cache, LayeredModel, at_last, from_flax, with_specs
@@ -99,9 +106,9 @@ def model_of(
         loss=lambda head, embed, x, batch: head.loss(embed, x, batch, loss_tiles),
         predict=lambda head, embed, x, batch: head.logits(embed, at_last(x, batch)),
         trainable=nnx.LoRAParam if trainable is None and lora is not None else trainable,
-        context=context_of,
-        per_layer=per_layer_of(config),
-        cache=Cache(cache_of(config), lambda block, *args: block.cached(*args)),
+        context=build_context,
+        per_layer=build_per_layer(config),
+        cache=Cache(build_cache_init(config), lambda block, *args: block.cached(*args)),
     )
     about = {DECODER: config.computes()} | (
         {} if lora is None else {"lora": dataclasses.asdict(lora)}
@@ -124,11 +131,12 @@ def config_of(
       ValueError: the folder's model is not supported.
     """
     folder = os.path.expanduser(os.fspath(folder))
-    raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
-    return decoder_config(raw, family_of(raw, families, where), where)
+    raw = read_config(folder)
+    where = os.path.join(os.fspath(folder), CONFIG)
+    return decoder_config(raw, find_family(raw, families, where), where)
 
 
-def context_of(batch: Batch) -> dict[str, jax.Array]:
+def build_context(batch: Batch) -> dict[str, jax.Array]:
     """Return the arrays of a batch that all blocks read: positions, and segments if given.
 
     Positions default to 0 .. T - 1 in each row.
@@ -143,7 +151,7 @@ def context_of(batch: Batch) -> dict[str, jax.Array]:
     )
 
 
-def cache_of(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
+def build_cache_init(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
     """Return a function that creates the empty cache of one layer."""
 
     def init(rows: int, length: int, dtype: Any) -> Cached:
@@ -154,7 +162,7 @@ def cache_of(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
     return init
 
 
-def per_layer_of(c: DecoderConfig) -> dict[str, np.ndarray]:
+def build_per_layer(c: DecoderConfig) -> dict[str, np.ndarray]:
     """Return per-layer arrays: rotations, and windows if they differ between layers."""
     # All layers share a few ropes, each of which holds D / 2 Python floats.
     distinct = list(dict.fromkeys(c.ropes))
@@ -172,7 +180,8 @@ def per_layer_of(c: DecoderConfig) -> dict[str, np.ndarray]:
 
 def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
     """Return the rules for `with_specs` that match a parameter of this model."""
-    columns, rows = "(q_proj|k_proj|v_proj|gate_proj|up_proj)", "(o_proj|down_proj)"
+    columns = "(q_proj|k_proj|v_proj|gate_proj|up_proj)"
+    rows = "(o_proj|down_proj)"
     rules = {
         rf"{columns}/(kernel|lora/lora_b)$": PartitionSpec(None, TENSOR),
         rf"{columns}/bias$": PartitionSpec(TENSOR),

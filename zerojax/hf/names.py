@@ -53,7 +53,8 @@ def table(*norms: str) -> dict[str, Any]:
         "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None,
     }
     for name, part in PROJECTIONS.items():
-        there, here = f"model.layers.{{layer}}.{part}.{name}", f"blocks.{part}.{name}"
+        there = f"model.layers.{{layer}}.{part}.{name}"
+        here = f"blocks.{part}.{name}"
         names |= {f"{there}.weight": (f"{here}.kernel", (1, 0)), f"{there}.bias": f"{here}.bias"}
     return names | {
         f"model.layers.{{layer}}.{norm}.weight": f"blocks.{norm}.scale" for norm in norms
@@ -190,7 +191,9 @@ class Lora:
 
     def __post_init__(self) -> None:
         """Check and normalize the values."""
-        rank, alpha, dropout = as_integer(self.rank), as_number(self.alpha), as_number(self.dropout)
+        rank = as_integer(self.rank)
+        alpha = as_number(self.alpha)
+        dropout = as_number(self.dropout)
         if rank is None or rank < 1:
             raise ValueError(f"rank={self.rank!r} of a Lora: an integer of at least 1 is needed")
         if alpha is None or alpha <= 0:

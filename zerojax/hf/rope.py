@@ -23,7 +23,7 @@ import numpy as np
 
 from host_offload.fields import Field
 from zerojax.hf.keys import is_same
-from zerojax.hf.schema import THETA, Key, flag, integer, number, read_object, value_of
+from zerojax.hf.schema import THETA, Key, flag, integer, number, parse_value, read_object
 
 _FACTOR = Key(number(least=1, most=1e6), is_needed=True)
 _FREQUENCY_FACTOR = Key(number(above=0, most=1e6), is_needed=True)
@@ -70,7 +70,7 @@ class Rope:
         return hash((self.frequencies[:2], self.frequencies[-1], self.factor))
 
 
-def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) -> Rope:
+def parse_rope(field: Field, *, theta: float, head_dim: int, max_positions: int) -> Rope:
     """Return the rotations that an object of `config.json` describes.
 
     Args:
@@ -86,7 +86,7 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
         of range.
     """
     given = read_object(field)
-    kind = _type_of(field)
+    kind = _parse_type(field)
     if given.get("rope_theta") is not None:
         theta = THETA.read(Field(given["rope_theta"], f"{field.name}.rope_theta"))
     if (
@@ -108,7 +108,9 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
             f"{field.name}: rope of type {kind!r} has the unknown keys {unknown}: it takes "
             f"{sorted(_KEYS[kind])}"
         )
-    read = {name: value_of(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()}
+    read = {
+        name: parse_value(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()
+    }
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if kind == "default":
         return Rope(tuple(plain.tolist()))
@@ -122,7 +124,7 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     return _yarn(plain, theta, head_dim, read, field.name)
 
 
-def _type_of(field: Field) -> str:
+def _parse_type(field: Field) -> str:
     """Return the type of rotations from `rope_type`, or from `type` in older files."""
     named = {
         key: field.value[key] for key in ("rope_type", "type") if field.value.get(key) is not None
@@ -143,8 +145,10 @@ def _type_of(field: Field) -> str:
 
 def _llama3(plain: np.ndarray, read: Mapping[str, Any], where: str) -> np.ndarray:
     """Return the frequencies of Llama 3.1, whose original code also stretches long waves."""
-    waves, length = 2 * math.pi / plain, read["original_max_position_embeddings"]
-    low, high = read["low_freq_factor"], read["high_freq_factor"]
+    waves = 2 * math.pi / plain
+    length = read["original_max_position_embeddings"]
+    low = read["low_freq_factor"]
+    high = read["high_freq_factor"]
     if low >= high:
         raise ValueError(f"{where}: low_freq_factor={low} is not below high_freq_factor={high}")
     # 0 where a wave is longer than length / low, 1 where it is shorter than length / high.
@@ -156,19 +160,24 @@ def _yarn(
     plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any], where: str
 ) -> Rope:
     """Return the rotations of YaRN: "NTK by parts", with the temperature in cos and sin."""
-    factor, length = read["factor"], read["original_max_position_embeddings"]
-    fast, slow = read["beta_fast"] or 32, read["beta_slow"] or 1
+    factor = read["factor"]
+    length = read["original_max_position_embeddings"]
+    fast = read["beta_fast"] or 32
+    slow = read["beta_slow"] or 1
     if fast < slow:
         raise ValueError(f"{where}: beta_fast={fast} is below beta_slow={slow}")
 
-    def dim_of(rotations: float) -> float:
+    def find_dim(rotations: float) -> float:
         """Return the pair of dims that rotates this many times over the trained length."""
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(fast), dim_of(slow)
+    low = find_dim(fast)
+    high = find_dim(slow)
     if read["truncate"] is not False:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     ramp = np.clip(
         (np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0
     )
@@ -179,7 +188,8 @@ def _yarn(
 
     temperature = read["attention_factor"]
     if temperature is None:
-        mscale, of_all = read["mscale"], read["mscale_all_dim"]
+        mscale = read["mscale"]
+        of_all = read["mscale_all_dim"]
         temperature = scale(mscale) / scale(of_all) if mscale and of_all else scale(1.0)
     return Rope(tuple(frequencies.tolist()), float(temperature))
 

@@ -17,7 +17,8 @@ from host_offload.fields import Field, FieldError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 """Supported activations of MLPs."""
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 MOST_LAYERS = 2**12
 """Maximum number of layers: per-layer values are computed when a model is built."""
 
@@ -72,7 +73,7 @@ def integer(least: int, most: int) -> Callable[[Field], int]:
     return lambda field: field.integer(least, most)
 
 
-def one_of(*options: str) -> Callable[[Field], str]:
+def one_option(*options: str) -> Callable[[Field], str]:
     """Return a reader of strings out of `options`."""
 
     def read(field: Field) -> str:
@@ -85,7 +86,7 @@ def one_of(*options: str) -> Callable[[Field], str]:
 
 def read_kinds(field: Field) -> list[str]:
     """Return the kinds of layers in a list."""
-    return [one_of(SLIDING, FULL)(item) for item in field.items()]
+    return [one_option(SLIDING, FULL)(item) for item in field.items()]
 
 
 def read_object(field: Field) -> dict[str, Any]:
@@ -128,8 +129,8 @@ KEYS: Mapping[str, Key] = {
     "num_attention_heads": Key(integer(1, 2**16), is_needed=True),
     "num_key_value_heads": Key(integer(1, 2**16), null="none"),
     "head_dim": Key(integer(1, 2**13), null="none"),
-    "hidden_act": Key(one_of(*ACTIVATIONS), null="none"),
-    "hidden_activation": Key(one_of(*ACTIVATIONS), null="default"),
+    "hidden_act": Key(one_option(*ACTIVATIONS), null="none"),
+    "hidden_activation": Key(one_option(*ACTIVATIONS), null="default"),
     "max_position_embeddings": Key(integer(1, 2**53), is_needed=True),
     "rms_norm_eps": Key(number(above=0, below=1), is_needed=True),
     "rope_theta": THETA,
@@ -167,12 +168,12 @@ def values(
       FieldError: a value is missing, has a wrong type, or is out of range.
     """
     return {
-        name: value_of(name, key, given if name in reads else {}, defaults)
+        name: parse_value(name, key, given if name in reads else {}, defaults)
         for name, key in KEYS.items()
     }
 
 
-def value_of(
+def parse_value(
     name: str, key: Key, given: Mapping[str, Any], defaults: Mapping[str, Any], where: str = ""
 ) -> Any:
     """Return the checked value of one key, or None if there is no value.

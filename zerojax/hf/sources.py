@@ -21,8 +21,8 @@ from host_offload.disk import Box, numpy_dtype
 from pallas_kernels import storage
 from zerojax.checkpoint import ENCODED, CheckpointError, SavedState, first_few, of_mlp, retiled
 from zerojax.hf.config import Family
-from zerojax.hf.importing import ADAPTER, names_of
-from zerojax.weights import DTYPES, Place, WeightFile, path_of, read_part, renaming
+from zerojax.hf.importing import ADAPTER, map_names
+from zerojax.weights import DTYPES, Place, WeightFile, read_part, renaming, split_path
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
 """Pattern of an array's name after the weight's name and `ENCODED`."""
@@ -50,7 +50,7 @@ class Source:
     layout: storage.Layout | None = None
 
 
-def leaves_of(saved: SavedState) -> dict[str, tuple[str, bool]]:
+def map_leaves(saved: SavedState) -> dict[str, tuple[str, bool]]:
     """Return a checkpoint's weights by the names used in files.
 
     The values are the name in the checkpoint, and whether the weight is quantized.
@@ -59,11 +59,11 @@ def leaves_of(saved: SavedState) -> dict[str, tuple[str, bool]]:
     for name in saved.leaves:
         if name.startswith("weights"):
             whole, mark, _ = name.partition(ENCODED)
-            found[".".join(path_of(whole))] = (whole, bool(mark))
+            found[".".join(split_path(whole))] = (whole, bool(mark))
     return found
 
 
-def sources_of(
+def map_sources(
     saved: SavedState,
     base: WeightFile,
     leaves: Mapping[str, tuple[str, bool]],
@@ -75,7 +75,7 @@ def sources_of(
     Args:
       saved: checkpoint.
       base: weights of the folder.
-      leaves: weights of the checkpoint, as `leaves_of` returns them.
+      leaves: weights of the checkpoint, as `map_leaves` returns them.
       like: path of the folder.
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
@@ -86,14 +86,12 @@ def sources_of(
     is_tiled = any(
         saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
     )
-    place_of = renaming(names_of(like, families, is_tiled=is_tiled))
+    place_of = renaming(map_names(like, families, is_tiled=is_tiled))
     places = {name: found for name in base.tensors if (found := place_of(name)) is not None}
     sources: dict[str, Source] = {}
     differences: list[str] = []
-    frozen, layers = (
-        saved.frozen,
-        1 + max((p.layer for p in places.values() if p.layer is not None), default=-1),
-    )
+    frozen = saved.frozen
+    layers = 1 + max((p.layer for p in places.values() if p.layer is not None), default=-1)
     for name, place in places.items():
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:
@@ -189,7 +187,7 @@ def _retiled(saved: SavedState, source: Source) -> Any:
 def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
     """Return a box of a tensor from an unquantized weight of a checkpoint, in its saved dtype."""
     axes = source.place.axes or tuple(range(len(box)))
-    front = front_of(source)
+    front = build_layer_box(source)
     here = front + tuple(box[axis] for axis in axes)
     out = np.empty([b - a for a, b in here], numpy_dtype(saved.leaves[source.leaf].dtype))
     if saved.leaves[source.leaf].shape == source.shape:
@@ -200,7 +198,7 @@ def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
     return part.transpose(np.argsort(axes))
 
 
-def front_of(source: Source) -> Box:
+def build_layer_box(source: Source) -> Box:
     """Return the layer as the first entry of a parameter's box, or nothing if it has no layer."""
     layer = source.place.layer
     return () if layer is None else ((layer, layer + 1),)
@@ -216,7 +214,7 @@ def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:
     return out[0] if front else out
 
 
-def pieces_of(shape: tuple[int, ...], most: int, unit: int = 1) -> list[tuple[int, int]]:
+def cut_rows(shape: tuple[int, ...], most: int, unit: int = 1) -> list[tuple[int, int]]:
     """Return ranges that cover the first dim.
 
     Each is a multiple of `unit` rows, and has at most `most` elements or is a single unit.

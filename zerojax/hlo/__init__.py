@@ -20,7 +20,7 @@ from zerojax.hlo.overlap import spans as spans
 from zerojax.hlo.parse import module_name as module_name
 from zerojax.hlo.rates import RATES as RATES
 from zerojax.hlo.rates import Rates as Rates
-from zerojax.hlo.rates import rates_of as rates_of
+from zerojax.hlo.rates import find_rates as find_rates
 from zerojax.hlo.rates import rates_with as rates_with
 from zerojax.hlo.simulation import GRAPHS as GRAPHS
 from zerojax.hlo.simulation import STREAMS as STREAMS

@@ -39,8 +39,14 @@ from zerojax.hlo.rates import Rates
 from zerojax.hlo.timeline import Timeline
 
 CALLBACKS = ("plain", "update", "delayed", "nvme", "nvme_update")
-HOST, MAIN, CORES, UP, DOWN = "host thread", "main stream", "compute", "link up", "link down"
-DISK, HOST_KERNEL, WORKER = "disk", "host kernel", "worker"
+HOST = "host thread"
+MAIN = "main stream"
+CORES = "compute"
+UP = "link up"
+DOWN = "link down"
+DISK = "disk"
+HOST_KERNEL = "host kernel"
+WORKER = "worker"
 WAIT = "host waits for the device"
 LEAST_BYTES = 1 << 16
 """Least bytes of an array that a callback moves; smaller arrays are indices and flags."""
@@ -71,7 +77,9 @@ class Callbacks:
         from host_offload.host_update import LAG  # imports JAX, which nothing else here needs
 
         self._lag = LAG
-        self.mode, self.rates, self.timeline = mode, rates, timeline
+        self.mode = mode
+        self.rates = rates
+        self.timeline = timeline
         self.count = self.bytes_up = self.bytes_down = 0
         # by the record's arrays: the call after which the record is read ahead
         self._read_after: dict[tuple[int, ...], int] = {}
@@ -99,8 +107,11 @@ class Callbacks:
           made: bytes of each array that the callback returns to the program.
           in_loop: whether a loop of the program calls it.
         """
-        given, made = [n for n in given if n >= LEAST_BYTES], [n for n in made if n >= LEAST_BYTES]
-        down, up, t = sum(given), sum(made), self.timeline
+        given = [n for n in given if n >= LEAST_BYTES]
+        made = [n for n in made if n >= LEAST_BYTES]
+        down = sum(given)
+        up = sum(made)
+        t = self.timeline
         self.count += 1
         updates = self.mode in ("update", "delayed") or (
             self.mode == "nvme_update" and (bool(down) or not up)
@@ -141,10 +152,13 @@ class Callbacks:
 
     def _kernel(self, num_bytes: int, arrived: int) -> int:
         """Add the worker's kernels for an update whose gradients have `num_bytes` bytes."""
-        t, read, state_bytes = self.timeline, None, num_bytes / _ITEM * _STATES
+        t = self.timeline
+        read = None
+        state_bytes = num_bytes / _ITEM * _STATES
         # The state has been read since the previous layer's gradients were handed over.
         if self.mode == "nvme_update":
-            begun, self._handed = self._handed, t.last[HOST]
+            begun = self._handed
+            self._handed = t.last[HOST]
             after = [t.last[HOST] if begun is None else begun]
             read = t.add(
                 "", state_bytes / self.rates.disk_read, (DISK,), after, "disk: optimizer state"
@@ -160,7 +174,8 @@ class Callbacks:
         return kernel
 
     def _update_layer(self, given: list[int], made: list[int]) -> None:
-        down, record = sum(given), tuple(made)
+        down = sum(given)
+        record = tuple(made)
         slot = self._slot(down, self._down.get(tuple(given)))
         self._down[tuple(given)] = arrived = self._copy(DOWN, down, [slot])
         before = self._updates.setdefault(record, collections.deque())
@@ -173,7 +188,9 @@ class Callbacks:
         before.append((kernel, self._copy(UP, sum(made), [kernel, taken]) if record else None))
 
     def _delayed(self, given: list[int], made: list[int], in_loop: bool) -> None:
-        t, down, up = self.timeline, sum(given), sum(made)
+        t = self.timeline
+        down = sum(given)
+        up = sum(made)
         if self._handed is None:  # the first call begins the update
             self._handed = t.last[HOST]
         if down and in_loop:
@@ -234,11 +251,13 @@ class Callbacks:
 
     def _slot(self, num_bytes: int, after: int | None = None) -> int:
         # Read and written once on the device, in the program's stream.
-        seconds, t = 2 * num_bytes / self.rates.memory, self.timeline
+        seconds = 2 * num_bytes / self.rates.memory
+        t = self.timeline
         return t.add(MAIN, seconds, (CORES,), [t.last[HOST], after], "copies on the device: slots")
 
     def _fetch(self, record: tuple[int, ...]) -> None:
-        t, num_bytes = self.timeline, sum(record)
+        t = self.timeline
+        num_bytes = sum(record)
         # The disk has been reading it since the previous fetch of such a record began. The first
         # one is read now.
         begun = self._read_after.get(record, t.last[HOST])

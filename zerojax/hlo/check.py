@@ -144,7 +144,8 @@ def _check_shape(i: Instruction) -> None:
 
 def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
     if i.op == "get-tuple-element":
-        index, count = _INDEX.search(i.rest), len(tuple_shapes(seen[i.operands[0]].shape))
+        index = _INDEX.search(i.rest)
+        count = len(tuple_shapes(seen[i.operands[0]].shape))
         if index is None or not 0 <= int(index[1]) < count:
             of = "no element" if index is None else f"element {index[1]}"
             raise fault(
@@ -205,7 +206,8 @@ def _is_part(part: Array, whole: Array) -> bool:
 
 def _check_calls(module: Module) -> None:
     """Raise for computations that call each other recursively, or are nested too deep to follow."""
-    depth, open_calls = dict[str, int](), set[str]()
+    depth = dict[str, int]()
+    open_calls = set[str]()
     stack: list[tuple[str, bool]] = [(name, False) for name in module.computations]
     while stack:
         name, is_done = stack.pop()

@@ -16,8 +16,8 @@ import dataclasses
 from typing import Any, overload
 
 from zerojax.hlo.check import checked_module
-from zerojax.hlo.groups import Devices, devices_of
-from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays, reads_program
+from zerojax.hlo.groups import Devices, read_devices
+from zerojax.hlo.parse import Array, Instruction, parse_arrays, parse_bits, reads_program
 
 COLLECTIVES = (
     "all-gather",
@@ -80,7 +80,7 @@ def collectives(
       ValueError: a loop that contains a collective has no known trip count, or the number of
         devices in the mesh and in the program differ.
     """
-    devices = None if mesh is None else devices_of(text, mesh)
+    devices = None if mesh is None else read_devices(text, mesh)
     module = checked_module(text)
     operations: list[Collective] = []
 
@@ -122,7 +122,7 @@ def _collective(
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
     # A reduce-scatter's result is the shard; its full array is the operand.
     arrays = operands if kind == "reduce-scatter" else _results(i, len(operands))
-    widest = max(arrays, key=lambda a: bits_of(a.dtype), default=None)
+    widest = max(arrays, key=lambda a: parse_bits(a.dtype), default=None)
     num_bytes = sum(a.num_bytes for a in arrays)
     axes = None if devices is None else devices.axes(kind, i)
     return Collective(

@@ -28,13 +28,11 @@ _VIEWS = ("bitcast", "get-tuple-element", "reshape", "convert")
 _BACKWARD = 2.5
 """FLOPs of attention's backward over its forward: 5 products of the same size instead of 2."""
 
-PRODUCT, ATTENTION, ELEMENTWISE, DEVICE_COPY, CUSTOM = (
-    "products",
-    "attention",
-    "fusions",
-    "copies on the device",
-    "other calls",
-)
+PRODUCT = "products"
+ATTENTION = "attention"
+ELEMENTWISE = "fusions"
+DEVICE_COPY = "copies on the device"
+CUSTOM = "other calls"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,10 +172,8 @@ class Costs:
 
     def _read(self, computation: str, parameter: Instruction) -> int:
         """Return the bytes that a fusion reads from a parameter."""
-        instructions, root = (
-            self.module.instructions(computation),
-            self.module.computations[computation].root,
-        )
+        instructions = self.module.instructions(computation)
+        root = self.module.computations[computation].root
         whole = sum(a.num_bytes for a in parse_arrays(parameter.shape))
 
         def of(name: str) -> int:

@@ -30,7 +30,8 @@ import numpy as np
 
 from zerojax.hlo.parse import Instruction, parse_ints
 
-OTHER, NONE = "other", "none"
+OTHER = "other"
+NONE = "none"
 """Values used instead of axis names.
 
 OTHER: the groups are no product of mesh axes. NONE: each group is a single device.
@@ -112,7 +113,8 @@ class Devices:
         """Return groups of device numbers, given groups of whatever the collective counts."""
         if "use_global_device_ids=true" in i.rest:
             return groups
-        every_replica, every_partition = np.arange(self.replicas), np.arange(self.partitions)
+        every_replica = np.arange(self.replicas)
+        every_partition = np.arange(self.partitions)
         if "channel_id=" not in i.rest:  # each partition separately
             return (groups[None] * self.partitions + every_partition[:, None, None]).reshape(
                 -1, groups.shape[1]
@@ -134,7 +136,7 @@ class Devices:
         return "+".join(names) if is_product or not is_group else OTHER
 
 
-def devices_of(text: str, mesh: Any) -> Devices:
+def read_devices(text: str, mesh: Any) -> Devices:
     """Return the devices of a compiled program.
 
     Args:
@@ -185,7 +187,8 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Any:
         name: (int(before or 1), int(part or sizes[name]))
         for name, before, part, _ in _AXIS.findall(axes)
     }
-    dims, grouped = [], []
+    dims = []
+    grouped = []
     for name, size in sizes.items():
         before, part = over.get(name, (size, 1))
         grouped.append(len(dims) + 1)

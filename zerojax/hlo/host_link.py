@@ -209,7 +209,8 @@ def _direction(source_on_host: bool, target_on_host: bool) -> str:
 
 
 def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
-    stack, result = frame.arrays(i.operands[0])[0], parse_arrays(i.shape)[0]
+    stack = frame.arrays(i.operands[0])[0]
+    result = parse_arrays(i.shape)[0]
     is_write = i.op == "dynamic-update-slice"
     part = frame.arrays(i.operands[1])[0] if is_write else result
     # Operands: the stack; for an update, the part; then one start index per dim.
@@ -288,10 +289,8 @@ def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | No
     ]  # (result, operand, context)
     if i.op in _SLICES and sources and sources[0].on_host:
         return None  # a slice
-    host_sources, host_results = (
-        [a for a in sources if a.on_host],
-        [a for a in results if a.on_host],
-    )
+    host_sources = [a for a in sources if a.on_host]
+    host_results = [a for a in results if a.on_host]
     if not host_sources and not host_results:
         return None
     # A kernel that works on host memory reads its operands over the link. A copy or a slice moves

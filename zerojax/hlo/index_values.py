@@ -22,7 +22,8 @@ import numpy as np
 from zerojax.hlo.check import checked_module
 from zerojax.hlo.parse import Array, Computation, Instruction, parse_arrays, parse_ints
 
-ARGUMENT, OTHER = "array", "other"
+ARGUMENT = "array"
+OTHER = "other"
 _MOST_ITERATIONS = 10**6
 """Most iterations of nested loops together: a followed value has an element for each."""
 DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
@@ -122,12 +123,10 @@ class Frame:
         trips: tuple[int | None, ...],
     ) -> None:
         """Run the computation `name` of `program`, given its arguments and trip counts."""
-        self.program, self.computation, self.argument, self.trips = (
-            program,
-            program[name],
-            argument,
-            trips,
-        )
+        self.program = program
+        self.computation = program[name]
+        self.argument = argument
+        self.trips = trips
         self._values: dict[str, Any] = {}
         self._loops: dict[str, tuple[int | None, _Element, _Element]] = {}
 
@@ -226,7 +225,9 @@ class Frame:
         return self._loops[i.result]
 
     def _follow(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
-        trips, body, initial = i.trips, _BODY.search(i.rest), self.value(i.operands[0])
+        trips = i.trips
+        body = _BODY.search(i.rest)
+        initial = self.value(i.operands[0])
         assert body is not None
         values: dict[int, Any] = {}
         unchanged = object()

@@ -128,7 +128,8 @@ class _Products:
     """Counts the matrix products that instructions run."""
 
     def __init__(self, module: Module, unknown_trips: int) -> None:
-        self.module, self.unknown_trips = module, unknown_trips
+        self.module = module
+        self.unknown_trips = unknown_trips
         self._counts: dict[str, int] = {}
 
     def trips(self, i: Instruction) -> int:

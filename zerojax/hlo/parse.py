@@ -55,12 +55,12 @@ class Array:
     @property
     def num_bytes(self) -> int:
         """Bytes of the array."""
-        return math.prod(self.dims) * bits_of(self.dtype) // 8
+        return math.prod(self.dims) * parse_bits(self.dtype) // 8
 
     @property
     def integers(self) -> range | None:
         """The range of integers that an element can hold; None if elements are not integers."""
-        bits = bits_of(self.dtype)
+        bits = parse_bits(self.dtype)
         if self.dtype == "pred":
             return range(2)
         return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(
@@ -70,7 +70,7 @@ class Array:
     def stride(self, dim: int) -> int:
         """Return the number of bytes from one index of `dim` to the next."""
         faster = self.minor_to_major[: self.minor_to_major.index(dim)]
-        return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
+        return math.prod(self.dims[d] for d in faster) * parse_bits(self.dtype) // 8
 
 
 _TOO_LONG = re.compile(r"\d{1000}\d*")
@@ -184,11 +184,13 @@ def parse_module(text: str) -> Module:
             f"text is of type {type(text).__name__}: give the text of a compiled program, "
             "compiled.as_text()"
         )
-    entry, computations = "", {}
+    entry = ""
+    computations = {}
     for name, is_entry, lines in _computations(text):
         if name in computations:
             raise fault(lines[0][0] if lines else 0, f"two computations are named {name}")
-        instructions, root = dict[str, Instruction](), ""
+        instructions = dict[str, Instruction]()
+        root = ""
         for number, line in lines:
             match = _INSTRUCTION.match(line)
             if match is None:
@@ -235,7 +237,8 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
 
 def tuple_shapes(shape: str) -> list[str]:
     """Return the shapes of a tuple's elements, given the text of the tuple's shape."""
-    depth, parts = 0, [""]
+    depth = 0
+    parts = [""]
     for c in _COMMENT.sub("", shape)[1:-1]:
         depth += (c in "({[") - (c in ")}]")
         if c == "," and not depth:
@@ -313,7 +316,7 @@ def parse_ints(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"-?\d+", text))
 
 
-def bits_of(dtype: str) -> int:
+def parse_bits(dtype: str) -> int:
     """Return the number of bits in one element of an HLO dtype."""
     if dtype in _ITEM_BITS:
         return _ITEM_BITS[dtype]
@@ -380,10 +383,12 @@ def _place(error: BaseException) -> tuple[int, str]:
 
     It is the local variable `i` of the innermost call that has one.
     """
-    found, trace = (0, ""), error.__traceback__
+    found = (0, "")
+    trace = error.__traceback__
     while trace is not None:
         i = trace.tb_frame.f_locals.get("i")
-        line, result = getattr(i, "line", None), getattr(i, "result", None)
+        line = getattr(i, "line", None)
+        result = getattr(i, "result", None)
         if isinstance(line, int) and isinstance(result, str):
             found = (line, result)
         trace = trace.tb_next

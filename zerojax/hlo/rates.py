@@ -128,7 +128,8 @@ def rates_of_chip(chip: Chip) -> Rates:
     Each rate is the same share of the vendor's figure that `Rates` assumes for an H200. Rates that
     a data sheet does not have (launches, callbacks, the host and its disk) equal an H200's.
     """
-    base, of = Rates(), CHIPS["h200"]
+    base = Rates()
+    of = CHIPS["h200"]
     return rates_with(
         products=base.products * (chip.half_peak / of.half_peak),
         products_float32=base.products_float32 * (chip.peak["fp32"] / of.peak["fp32"]),
@@ -143,7 +144,7 @@ RATES: Mapping[str, Rates] = MappingProxyType(
 """Assumed rates by the chip's name in `zerojax.chips`; see `Rates`."""
 
 
-def rates_of(rates: Rates | str) -> Rates:
+def find_rates(rates: Rates | str) -> Rates:
     """Return `rates` itself, or the rates with that name.
 
     Raises:

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from zerojax.compat import streams_of
+from zerojax.compat import find_stream_assignment
 from zerojax.hlo.callbacks import (
     CALLBACKS,
     CORES,
@@ -60,7 +60,7 @@ from zerojax.hlo.check import MOST_TRIPS, checked_module
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.costs import Cost, Costs
 from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
-from zerojax.hlo.rates import Rates, rates_of
+from zerojax.hlo.rates import Rates, find_rates
 from zerojax.hlo.thunks import Thunks
 from zerojax.hlo.timeline import Timeline
 from zerojax.hlo.traffic import COPY, KERNEL, HostMove, HostTraffic, host_traffic
@@ -84,7 +84,8 @@ GRAPHS: Mapping[str, str] = MappingProxyType(
 """The ways in which copies in CUDA graphs can be made, by name."""
 
 _NUM_STREAMS = 4
-_TO_DEVICE, _TO_HOST = "to_device", "to_host"
+_TO_DEVICE = "to_device"
+_TO_HOST = "to_host"
 _FREE = {
     "parameter",
     "constant",
@@ -111,7 +112,8 @@ FOR_CPUS = (
     "it for a GPU"
 )
 _TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
-_DONE, _START = "-done", "-start"
+_DONE = "-done"
+_START = "-start"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,11 +210,9 @@ class Simulation:
                 f"{in_graphs:.2f} GB of the copies are nodes of CUDA graphs, assumed to be made "
                 f"{self.graphs}"
             ]
-        copies, kernels, callbacks = (
-            self.traffic.by_copies,
-            self.traffic.by_kernels,
-            self.callback_bytes,
-        )
+        copies = self.traffic.by_copies
+        kernels = self.traffic.by_kernels
+        callbacks = self.callback_bytes
         rows = [
             "predicted from the compiled program at assumed rates; nothing here was measured",
             f"streams: {self.streams}; copies and kernels distinguished by the program's "
@@ -323,7 +323,7 @@ def simulate(
         )
     walk = _StreamWalk(
         text,
-        rates_of(rates),
+        find_rates(rates),
         thunks,
         streams,
         kernels == "exclusive",
@@ -350,12 +350,10 @@ class _StreamWalk:
         callbacks: str,
         unknown_trips: int,
     ) -> None:
-        self.module, self.rates, self.exclusive, self.unknown_trips = (
-            checked_module(text),
-            rates,
-            exclusive,
-            unknown_trips,
-        )
+        self.module = checked_module(text)
+        self.rates = rates
+        self.exclusive = exclusive
+        self.unknown_trips = unknown_trips
         self.graphs = graphs
         self.traffic = host_traffic(text, thunks, unknown_trips)
         self.timeline = Timeline()
@@ -363,9 +361,11 @@ class _StreamWalk:
         self._moves: dict[tuple[str, str], list[HostMove]] = {}
         for move in self.traffic.moves:
             self._moves.setdefault((move.computation, move.instruction), []).append(move)
-        self._costs, self._cost = Costs(self.module), dict[tuple[str, str], Cost]()
+        self._costs = Costs(self.module)
+        self._cost = dict[tuple[str, str], Cost]()
         self._started: dict[str, int] = {}
-        self._flops, self._unpriced = 0.0, dict[str, None]()
+        self._flops = 0.0
+        self._unpriced = dict[str, None]()
         self._dones: list[int] = []
         self._loops: list[tuple[Instruction, int, int | None, int | None]] = []
         self._lengths = dict[str, int]()
@@ -382,7 +382,7 @@ class _StreamWalk:
             lanes = {name: in_graph.get(name, stream) for name, stream in thunks.streams.items()}
             return lanes, "as the program's thunks name them"
         installed = importlib.metadata.version("jaxlib")
-        rule = streams or streams_of(installed)
+        rule = streams or find_stream_assignment(installed)
         starts = [
             (c, i)
             for c in self._scheduled()
@@ -532,9 +532,11 @@ class _StreamWalk:
         """Add an operation that moves host memory; both directions run at the same time."""
         in_graph = any(m.in_graph for m in moves)
         by_cores = any(m.by == KERNEL for m in moves) or (in_graph and self.graphs == "kernels")
-        by, rate = COPY, self.rates.graph_link if in_graph else self.rates.link
+        by = COPY
+        rate = self.rates.graph_link if in_graph else self.rates.link
         if by_cores:
-            by, rate = KERNEL, self.rates.kernel_link
+            by = KERNEL
+            rate = self.rates.kernel_link
         ways = {UP: (_TO_DEVICE, "host_to_host"), DOWN: (_TO_HOST, "host_to_host")}
         num_bytes = {
             way: sum(m.num_bytes for m in moves if m.direction in of) for way, of in ways.items()
@@ -549,11 +551,13 @@ class _StreamWalk:
     # --- results ----------------------------------------------------------------------------------
 
     def result(self) -> Simulation:
-        spans, tasks = self.timeline.play(), self.timeline.tasks
+        spans = self.timeline.play()
+        tasks = self.timeline.tasks
         busy: dict[str, float] = dict.fromkeys((CORES, UP, DOWN, DISK, HOST_KERNEL, HOST), 0.0)
         work: dict[str, tuple[int, float]] = {}
         compute = waits = 0.0
-        num_waits, host_end = 0, 0.0
+        num_waits = 0
+        host_end = 0.0
         for task, (start, end) in zip(tasks, spans, strict=True):
             for resource in task.resources:
                 busy[resource] += task.seconds
@@ -605,8 +609,10 @@ class _StreamWalk:
         A done's wait starts when everything before it on the main stream has ended and it is
         enqueued.
         """
-        tasks, dones = self.timeline.tasks, set(self._dones)
-        total, main_end = 0.0, 0.0
+        tasks = self.timeline.tasks
+        dones = set(self._dones)
+        total = 0.0
+        main_end = 0.0
         for number, task in enumerate(tasks):
             if task.lane == MAIN:
                 if number in dones:

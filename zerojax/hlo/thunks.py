@@ -34,7 +34,8 @@ _THUNK = re.compile(r"^( *)(\d+): (k\w+)(.*)$", re.MULTILINE)
 _STREAM = re.compile(r"stream=([^,\s]+)")
 _ANNOTATION = re.compile(r'profile_annotation: "([^"]*)"')
 _NUMBER = re.compile(r"thunk_id: (\d+)")
-_SEQUENCE, _BEFORE_PASSES = ".thunk_sequence_after_thunk_passes.txt", ".thunk_sequence.txt"
+_SEQUENCE = ".thunk_sequence_after_thunk_passes.txt"
+_BEFORE_PASSES = ".thunk_sequence.txt"
 _GRAPH = "kCommandBuffer"
 _COPIES = frozenset(
     {"kCopy", "kDeviceToHostCopy", "kHostToDeviceCopy", "kDeviceToDeviceCopy", "kMemcpy"}
@@ -105,10 +106,8 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
     path = pathlib.Path(path)
     given = _one(path, _BEFORE_PASSES, module) if path.is_dir() else path
     stem = given.name.removesuffix(_SEQUENCE).removesuffix(_BEFORE_PASSES)
-    metadata, after_passes = (
-        given.with_name(f"{stem}.thunk_metadata.txt"),
-        given.with_name(f"{stem}{_SEQUENCE}"),
-    )
+    metadata = given.with_name(f"{stem}.thunk_metadata.txt")
+    after_passes = given.with_name(f"{stem}{_SEQUENCE}")
     if stem == given.name or not metadata.is_file():
         raise ValueError(
             f"{path}: thunks are read from a file ...{_BEFORE_PASSES} with its "
@@ -123,7 +122,10 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
     around: list[tuple[int, str]] = []
     graphs: list[int] = []  # indents of the graphs around the current thunk
     for match in _THUNK.finditer(sequence.read_text()):
-        indent, number, kind, rest = len(match[1]), int(match[2]), match[3], match[4]
+        indent = len(match[1])
+        number = int(match[2])
+        kind = match[3]
+        rest = match[4]
         while around and around[-1][0] >= indent:
             around.pop()
         while graphs and graphs[-1] >= indent:
@@ -151,7 +153,8 @@ def _names(metadata: str) -> dict[int, str]:
     """Return the instruction of each thunk number."""
     found = {}
     for block in metadata.split("thunk_metadata {"):
-        name, number = _ANNOTATION.search(block), _NUMBER.search(block)
+        name = _ANNOTATION.search(block)
+        number = _NUMBER.search(block)
         if name is not None and number is not None:
             found[int(number[1])] = name[1]
     return found

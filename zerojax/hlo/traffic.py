@@ -24,7 +24,8 @@ from zerojax.hlo.host_link import HostCopy, HostSlice, host_copies, host_slices
 from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, reads_program
 from zerojax.hlo.thunks import Thunks
 
-COPY, KERNEL = "copy", "kernel"
+COPY = "copy"
+KERNEL = "kernel"
 DIRECTIONS = ("to_device", "to_host")
 _COPIES = ("copy", "copy-start")
 _CONTROL = ("while", "conditional", "call")
@@ -117,7 +118,8 @@ class HostTraffic:
     @property
     def share_of_copies(self) -> float:
         """The share of the bytes that copies move; 1 if the program moves nothing."""
-        copies, kernels = sum(self.by_copies.values()), sum(self.by_kernels.values())
+        copies = sum(self.by_copies.values())
+        kernels = sum(self.by_kernels.values())
         return copies / (copies + kernels) if copies + kernels else 1.0
 
     def __str__(self) -> str:
@@ -183,7 +185,8 @@ def host_traffic(
     tree = _CallTree(checked_module(text))
     moves: dict[tuple[str, str], HostMove] = {}
     for found in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
-        move, key = _move(tree, found, thunks), (found.computation, found.instruction)
+        move = _move(tree, found, thunks)
+        key = (found.computation, found.instruction)
         # A computation that two loops call is visited in each.
         moves[key] = (
             dataclasses.replace(move, times=move.times + moves[key].times) if key in moves else move
@@ -240,7 +243,8 @@ class _CallTree:
         while (caller := self._caller.get(computation)) is not None and caller[
             1
         ].op not in _CONTROL:
-            computation, instruction = caller[0], caller[1].result
+            computation = caller[0]
+            instruction = caller[1].result
         return computation, instruction
 
     def host_array(self, computation: str, instruction: str) -> tuple[Array, str]:
@@ -261,7 +265,8 @@ class _CallTree:
         element: int | None = None
         while (i := self.module.computations[computation].instructions.get(name)) is not None:
             if i.op == "parameter":
-                number, caller = int(i.rest.split(")")[0]), self._caller.get(computation)
+                number = int(i.rest.split(")")[0])
+                caller = self._caller.get(computation)
                 if caller is None:
                     named = _OP_NAME.search(i.rest)
                     return parse_arrays(i.shape)[0], "" if named is None else named[1].replace(
@@ -274,18 +279,22 @@ class _CallTree:
                     if caller[1].op == "conditional"
                     else number
                 )
-                computation, name = caller[0], caller[1].operands[number]
+                computation = caller[0]
+                name = caller[1].operands[number]
             elif i.op == "get-tuple-element":
                 index = _INDEX.search(i.rest)
-                name, element = i.operands[0], None if index is None else int(index[1])
+                name = i.operands[0]
+                element = None if index is None else int(index[1])
             elif i.op == "tuple" and element is not None:
-                name, element = i.operands[element], None
+                name = i.operands[element]
+                element = None
             elif i.op in _SAME or i.op == "while" or i.op.endswith("-done"):
                 name = i.operands[0]
             elif i.called and i.op not in _CONTROL:
                 # A fusion's root is the array that it updates in place.
                 inner = self.module.computations[i.called[0]]
-                computation, name = inner.name, inner.root
+                computation = inner.name
+                name = inner.root
             else:
                 break
         return None, ""

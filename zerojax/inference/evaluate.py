@@ -64,7 +64,9 @@ def perplexity(
     Raises:
       ValueError: no target counts.
     """
-    losses, weights, total_weights = [], [], []
+    losses = []
+    weights = []
+    total_weights = []
     for batch in batches:
         out = program.eval(state, batch)
         losses.append(float(out["loss"] if isinstance(out, Mapping) else out))

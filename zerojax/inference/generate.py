@@ -82,7 +82,8 @@ def generate(
     rows = checked_prompts(prompts)
     lengths = np.asarray([len(row) for row in rows])
     max_new_tokens = checked_count(max_new_tokens, int(lengths.max()))
-    temperature, top_p = checked_temperature(temperature), checked_top_p(top_p)
+    temperature = checked_temperature(temperature)
+    top_p = checked_top_p(top_p)
     key = checked_key(key, temperature)
     if key is not None:
         key = uncommitted(key)
@@ -196,7 +197,8 @@ class _Uncached:
 
     def __init__(self, program: Program, state: TrainState) -> None:
         """Take the program and the state to read."""
-        self._program, self._state = program, state
+        self._program = program
+        self._state = state
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         """Return the logits [B, V] at each row's last token."""
@@ -212,21 +214,22 @@ class _Cached:
 
     def __init__(self, program: Program, state: TrainState, width: int) -> None:
         """Take the program, the state, and the number of tokens per row that the cache holds."""
-        self._program, self._state, self._width = program, state, width
+        self._program = program
+        self._state = state
+        self._width = width
         self._cache: Any = None
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         """Return the logits [B, V] at each row's last token."""
         if self._cache is None:
             longest = lengths.max()
-            positions, last = (
-                np.broadcast_to(np.arange(longest), (len(tokens), longest)),
-                lengths - 1,
-            )
+            positions = np.broadcast_to(np.arange(longest), (len(tokens), longest))
+            last = lengths - 1
             tokens = tokens[:, :longest]
         else:
             # A row that has ended reads its last token again, which leaves its cache unchanged.
-            positions, last = lengths[:, None] - 1, np.zeros_like(lengths)
+            positions = lengths[:, None] - 1
+            last = np.zeros_like(lengths)
             tokens = np.take_along_axis(tokens, positions, 1)
         batch = _placed(self._program, {"tokens": tokens, "positions": positions, LAST: last})
         logits, self._cache = self._program.apply_cached(

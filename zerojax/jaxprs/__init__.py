@@ -25,9 +25,9 @@ from zerojax.jaxprs.flat import is_among as is_among
 from zerojax.jaxprs.flat import only_live as only_live
 from zerojax.jaxprs.flat import read as read
 from zerojax.jaxprs.flat import trace as trace
+from zerojax.jaxprs.flops import count_flops as count_flops
 from zerojax.jaxprs.flops import dtype_of_products as dtype_of_products
-from zerojax.jaxprs.flops import flops_of as flops_of
-from zerojax.jaxprs.flops import product_of as product_of
+from zerojax.jaxprs.flops import find_product as find_product
 from zerojax.jaxprs.parameters import called as called
 from zerojax.jaxprs.parameters import manual_axes as manual_axes
 from zerojax.jaxprs.primitives import CHEAP as CHEAP
@@ -42,7 +42,7 @@ from zerojax.jaxprs.primitives import REMAT as REMAT
 from zerojax.jaxprs.regions import Function as Function
 from zerojax.jaxprs.regions import Region as Region
 from zerojax.jaxprs.regions import checkpointed as checkpointed
+from zerojax.jaxprs.regions import list_regions as list_regions
 from zerojax.jaxprs.regions import rebind as rebind
 from zerojax.jaxprs.regions import rebind_scan as rebind_scan
 from zerojax.jaxprs.regions import rebind_shard_map as rebind_shard_map
-from zerojax.jaxprs.regions import regions_of as regions_of

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import jax.extend.core as jex
 
 from zerojax.jaxprs.flat import FlatJaxpr, Instruction, Ref
-from zerojax.jaxprs.regions import Region, regions_of
+from zerojax.jaxprs.regions import Region, list_regions
 
 Fact = TypeVar("Fact")
 
@@ -91,7 +91,7 @@ class Analysis(Generic[Fact]):
     def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of an equation's results, entering the jaxprs in it."""
         name = eqn.primitive.name
-        if name not in self.enters or not regions_of(eqn):
+        if name not in self.enters or not list_regions(eqn):
             return self.apply(eqn, ins)
         if name == "scan":
             return self.scan(eqn, ins)
@@ -99,7 +99,7 @@ class Analysis(Generic[Fact]):
             return self.cond(eqn, ins)
         if name == "shard_map":
             return self.shard_map(eqn, ins)
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         return self.region(region, ins)
 
     def region(self, region: Region, ins: Sequence[Fact]) -> list[Fact]:
@@ -109,7 +109,7 @@ class Analysis(Generic[Fact]):
 
     def cond(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of a cond's results."""
-        branches = [self.region(region, ins) for region in regions_of(eqn)]
+        branches = [self.region(region, ins) for region in list_regions(eqn)]
         return [self.join(facts) for facts in zip(*branches, strict=True)]
 
     def scan(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
@@ -117,7 +117,7 @@ class Analysis(Generic[Fact]):
 
         The iteration ends when joins no longer change the carry's facts.
         """
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         consts, carry, xs = region.split(ins)
         slices = [self.sliced(fact) for fact in xs]
         while True:
@@ -130,5 +130,5 @@ class Analysis(Generic[Fact]):
 
     def shard_map(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of a shard_map's results."""
-        (region,) = regions_of(eqn)
+        (region,) = list_regions(eqn)
         return self.of_wholes(eqn, self.region(region, self.of_shards(eqn, ins)))

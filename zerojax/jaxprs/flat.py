@@ -168,11 +168,11 @@ def flatten(
         }
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def ref_of(atom: Any) -> Ref:
+        def build_ref(atom: Any) -> Ref:
             return Constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            ins = [ref_of(v) for v in eqn.invars]
+            ins = [build_ref(v) for v in eqn.invars]
             if eqn.primitive.name in INLINED and not is_opaque(eqn):
                 inner = called(eqn)
                 assert inner is not None
@@ -182,7 +182,7 @@ def flatten(
                 nested = next(iter(jex.jaxprs_in_params(eqn.params)), None) is not None
                 instructions.append(Instruction(eqn, tuple(ins), tuple(outs), nested))
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [ref_of(v) for v in jaxpr.outvars]
+        return [build_ref(v) for v in jaxpr.outvars]
 
     inputs = tuple(next(counter) for _ in jaxpr.invars)
     outputs = tuple(emit(jaxpr, consts, inputs))
@@ -209,7 +209,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _context_of(eqn: jex.JaxprEqn) -> Iterator[None]:
+def _trace_context(eqn: jex.JaxprEqn) -> Iterator[None]:
     """Restore the context in which an equation was traced.
 
     It consists of the mesh, the compute_on context, and the name in profiles.
@@ -233,7 +233,7 @@ def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
     Derivative rules of custom_jvp and custom_vjp stay attached.
     """
-    with _context_of(eqn):
+    with _trace_context(eqn):
         # The parameters of a custom derivative hold jaxprs, but `bind` takes functions;
         # get_bind_params converts them.
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))

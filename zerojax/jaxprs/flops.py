@@ -18,7 +18,7 @@ Backward recomputes the scores.
 """
 
 
-def product_of(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
+def find_product(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
     """Return the dot_general that an equation consists of, or None.
 
     The equation is a dot_general itself, or a custom derivative with a single dot_general inside.
@@ -42,14 +42,15 @@ def product_of(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
     return made[0].eqn if is_alone else None
 
 
-def flops_of(eqn: jex.JaxprEqn) -> float:
+def count_flops(eqn: jex.JaxprEqn) -> float:
     """Return the FLOPs of an equation's products, in total over all devices.
 
     Products of matrices, convolutions and attention count, including products in the equation's
     jaxprs: the largest branch counts for a cond, one iteration for a loop of unknown length, and
     the cost estimate for a Pallas kernel.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     shapes: list[tuple[int, ...]] = [
         getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)
     ]
@@ -73,7 +74,7 @@ def flops_of(eqn: jex.JaxprEqn) -> float:
         )
     if name == "pallas_call":
         return float(getattr(params.get("cost_estimate"), "flops", 0.0))
-    inner = [sum(map(flops_of, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(params)]
+    inner = [sum(map(count_flops, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(params)]
     if name == "cond":
         return max(inner)
     times = params["mesh"].size if name == "shard_map" else params.get("length", 1)
@@ -88,8 +89,8 @@ def dtype_of_products(eqn: jex.JaxprEqn) -> Any:
     while eqn.primitive.name != "pallas_call" and (
         inner := [e for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns]
     ):
-        largest = max(inner, key=flops_of)
-        if not flops_of(largest):
+        largest = max(inner, key=count_flops)
+        if not count_flops(largest):
             break
         eqn = largest
     return getattr(eqn.invars[0].aval, "dtype", None)

@@ -4,7 +4,7 @@ An interpreter that enters an equation needs to know which operands each of its 
 loop carries, and how to apply the equation again around other functions. This is the same for all
 interpreters:
 
-    regions_of(eqn)                  the jaxprs, each with the operands it takes: a `Region`
+    list_regions(eqn)                  the jaxprs, each with the operands it takes: a `Region`
     rebind(eqn, functions, values)   the equation with functions in place of its regions
 
     scan         region(*consts, *carry, *slices) -> (*carry, *slices of the stacked results)
@@ -28,6 +28,7 @@ import jax.extend.core as jex
 from zerojax.jaxprs.flat import FlatJaxpr, Ref, bind, flatten, is_among
 from zerojax.jaxprs.parameters import called, manual_axes, opened, scan_arity
 from zerojax.jaxprs.primitives import REMAT
+from zerojax.trees import Params
 
 T = TypeVar("T")
 Function = Callable[[Sequence[Any]], Sequence[Any]]
@@ -59,7 +60,8 @@ class Region:
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Split a scan's operands into constants, the carry, and the scanned operands."""
-        start, stop = self.carried.start, self.carried.stop
+        start = self.carried.start
+        stop = self.carried.stop
         return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
 
     def inputs_among(self, program: FlatJaxpr, ins: Sequence[Ref], slots: Set[int]) -> set[int]:
@@ -91,7 +93,7 @@ class Region:
             starts = after
 
 
-def regions_of(eqn: jex.JaxprEqn) -> list[Region]:
+def list_regions(eqn: jex.JaxprEqn) -> list[Region]:
     """Return the jaxprs that an equation runs on its operands; none for a `while` or a kernel.
 
     Call it only for equations that the interpreter enters (`zerojax.jaxprs.ENTERED`): the function
@@ -113,7 +115,7 @@ def rebind(eqn: jex.JaxprEqn, functions: Sequence[Function], values: Sequence[An
 
     Args:
       eqn: the equation.
-      functions: replacements of the regions, in the order of `regions_of(eqn)`.
+      functions: replacements of the regions, in the order of `list_regions(eqn)`.
       values: operands of the equation.
     """
     name = eqn.primitive.name
@@ -138,7 +140,7 @@ def rebind_scan(
       values: operands of the scan. Constants may be anything.
       around: transformation of the body, such as `jax.checkpoint`.
     """
-    (region,) = regions_of(eqn)
+    (region,) = list_regions(eqn)
     consts, carry, xs = region.split(values)
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -233,7 +235,7 @@ def checkpointed(
     """
     policy = eqn.params["policy"]
 
-    def narrowed(prim: Any, *args: Any, **params: Any) -> Any:
+    def narrowed(prim: Any, *args: Any, **params: Params) -> Any:
         return False if is_never_saved(prim.name, params) else policy(prim, *args, **params)
 
     return jax.checkpoint(

@@ -48,7 +48,8 @@ def disk_traffic(per_param: StateBytes, update: str) -> tuple[int, int]:
     """
     b = per_param
     # Forward and backward each read the parameters.
-    read, written = 2 * b.params + b.master + b.moments, b.params + b.master + b.moments
+    read = 2 * b.params + b.master + b.moments
+    written = b.params + b.master + b.moments
     if update == "in_backward":
         return read, written
     return read + b.grads + (0 if b.master else b.params), written + b.grads
@@ -71,7 +72,8 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
     """
     num_records = 16
     with SwapFolder(folder) as swap:
-        free, settings = swap.free_bytes(), tune(swap.path)
+        free = swap.free_bytes()
+        settings = tune(swap.path)
         size = max(num_bytes // num_records, 1 << 20)
         with _bench(swap.path, settings, num_records, size) as bench:
             bench.round()  # first writes to new files are slower
@@ -102,7 +104,8 @@ def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int)
         # Here a full disk has an additional remedy: measuring with fewer bytes.
         if error.errno != errno.ENOSPC:
             raise
-        needed, stat = num_records * record_bytes, os.statvfs(path)
+        needed = num_records * record_bytes
+        stat = os.statvfs(path)
         free = stat.f_bavail * stat.f_frsize
         raise SwapError(
             f"measuring takes {needed} bytes ({needed / 2**30:.3g} GiB), but {path} has only "
@@ -140,8 +143,10 @@ def model_table(rates: Rates, free_bytes: int) -> list[str]:
     ]
     for precision, update in _ROWS:
         per_param = state_bytes(precision)
-        each, (read, written) = disk_bytes(per_param, update), disk_traffic(per_param, update)
-        largest, seconds = free_bytes / each, read / rates.read + written / rates.write
+        each = disk_bytes(per_param, update)
+        (read, written) = disk_traffic(per_param, update)
+        largest = free_bytes / each
+        seconds = read / rates.read + written / rates.write
         lines.append(
             f"{precision:<10}{update:<16}{each:>11}{read:>6}{written:>9}{largest / 1e9:>14.2f}"
             f"{seconds * 1e9:>17.1f}{seconds * largest:>18.1f}"

@@ -29,7 +29,8 @@ from zerojax.precision import PRECISIONS
 T = TypeVar("T")
 GIVEN = "given"
 COUNTS = ("nodes", "devices_per_node")
-_MOST, _LEAST_RATE = 1e24, 1e-6
+_MOST = 1e24
+_LEAST_RATE = 1e-6
 """Bounds on figures: beyond them, the seconds and bytes derived from them would not be finite."""
 _MOST_COUNT = 10**6
 _DECIMAL = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -192,7 +193,8 @@ class Machine:
         object.__setattr__(self, "source", self._sources())
 
     def _sources(self) -> _Sources:
-        said, figures = self.source, self.figures
+        said = self.source
+        figures = self.figures
         for name, text in said.items():
             if wrong := what_is_wrong(f"source.{name}", text):
                 raise ValueError(f"machine {self.name}: {wrong}")
@@ -224,7 +226,10 @@ class Machine:
         return {name: value for name, value in (known | given).items() if value is not None}
 
     def need(self, name: str) -> float:
-        """Return one figure, such as "link_up" or "flops.bf16", in the units of `Machine`.
+        """Return one figure, in the units of `Machine`.
+
+        Args:
+          name: name of a figure, such as "link_up" or "flops.bf16".
 
         Raises:
           ValueError: the figure is unknown (the message says how to provide it), or no figure has
@@ -234,6 +239,9 @@ class Machine:
 
     def needs(self, *names: str) -> tuple[float, ...]:
         """Return several figures, in the units of `Machine`.
+
+        Args:
+          *names: names of figures, such as "link_up".
 
         Raises:
           ValueError: figures are unknown (the message lists all of them), or no figure has such a
@@ -299,6 +307,9 @@ class Machine:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text of `to_toml` to a file, replacing an existing file.
 
+        Args:
+          path: path of the file.
+
         Raises:
           OSError: the file cannot be written.
         """
@@ -319,7 +330,7 @@ class Machine:
         return "\n".join(rows)
 
 
-def size_of(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes as text in decimal units, such as "1.5 GB"."""
     for unit, name in _DECIMAL:
         if num_bytes >= unit:

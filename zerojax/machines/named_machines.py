@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, chip_of
+from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, find_chip
 from zerojax.hlo import RATES
 from zerojax.machines.machine_files import read
 from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
@@ -23,7 +23,8 @@ _NVLINK_SHARE = 0.8
 
 def _gpu(chip: Chip) -> Machine:
     """Return a machine with one kind of GPU, with unknown host and disk."""
-    rates, sheet = RATES[chip.name], chip.sheet
+    rates = RATES[chip.name]
+    sheet = chip.sheet
     flops = {
         dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak
     }
@@ -120,8 +121,12 @@ NAMED: Mapping[str, Machine] = MappingProxyType(
 
 
 def machine_of(device_kind: str) -> str | None:
-    """Return the machine's name for a JAX device kind such as "NVIDIA H200"; None if unknown."""
-    chip = chip_of(device_kind)
+    """Return the name of the machine with these devices, or None if it is not known.
+
+    Args:
+      device_kind: `device_kind` of a JAX device, such as "NVIDIA H200".
+    """
+    chip = find_chip(device_kind)
     return None if chip is None else chip.name
 
 

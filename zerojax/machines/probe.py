@@ -33,9 +33,11 @@ from zerojax.machines.machines import Machine
 from zerojax.machines.named_machines import NAMED, machine_of
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, make_mesh, named
+from zerojax.trees import Grads, Params
 
 _HOST = "pinned_host"
-_REPEATS, _ROUNDS = 20, 5
+_REPEATS = 20
+_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +128,8 @@ def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
     Returns:
       Rates of one device.
     """
-    on_device, on_host = named(mesh, ()), named(mesh, (), _HOST)
+    on_device = named(mesh, ())
+    on_host = named(mesh, (), _HOST)
     x = jax.device_put(jnp.ones(num_bytes // 4, jnp.float32), on_device)
     y = jax.device_put(x, on_host)
     jax.block_until_ready((x, y))
@@ -165,7 +168,8 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
       SwapError: `swap_dir` cannot be used or is too small.
     """
     devices = jax.local_devices()
-    is_cpu, kind = devices[0].platform == "cpu", devices[0].device_kind
+    is_cpu = devices[0].platform == "cpu"
+    kind = devices[0].device_kind
     sizes = _SIZES["cpu" if is_cpu else "gpu"] if sizes is None else sizes
     mesh = make_mesh(devices=devices)
     when = (
@@ -196,7 +200,7 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
         if sheet is None
         else {f"peak_flops.{name}": sheet.source[f"peak_flops.{name}"] for name in peak}
     )
-    memories, told = memories_of(devices)
+    memories, told = probe_memories(devices)
     return Machine(
         name=kind.lower().replace(" ", "-"),
         devices_per_node=len(devices),
@@ -209,20 +213,20 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     )
 
 
-def memories_of(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def probe_memories(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the bytes of each memory of one node, by figure name, and the source of each figure.
 
     Args:
       devices: devices of this process, taken to be all devices of the node.
     """
-    host, pool = host_bytes(), pinned_pool_bytes(devices[0].platform)
+    host = host_bytes()
+    pool = pinned_pool_bytes(devices[0].platform)
     stats = devices[0].memory_stats() or {}
-    limit, of = stats.get("bytes_limit"), "the limit of XLA's allocator, by memory_stats()"
+    limit = stats.get("bytes_limit")
+    of = "the limit of XLA's allocator, by memory_stats()"
     if limit is None and host is not None:
-        limit, of = (
-            host // len(devices),
-            f"host_bytes / {len(devices)}: devices of a CPU share the host's memory",
-        )
+        limit = host // len(devices)
+        of = f"host_bytes / {len(devices)}: devices of a CPU share the host's memory"
     pinned = host if pool is None else pool if host is None else min(pool, host)
     figures = {"device_bytes": limit, "host_bytes": host, "pinned_bytes": pinned}
     source = {
@@ -239,7 +243,8 @@ def _best(call: Callable[[], Any], repeats: int = _REPEATS, seconds: float = flo
     """Return the least seconds of a call, timed after two calls that compile and allocate."""
     call()
     call()
-    found, began = [], time.perf_counter()
+    found = []
+    began = time.perf_counter()
     while not found or (len(found) < repeats and time.perf_counter() - began < seconds):
         start = time.perf_counter()
         call()
@@ -249,8 +254,10 @@ def _best(call: Callable[[], Any], repeats: int = _REPEATS, seconds: float = flo
 
 def _product_rate(mesh: Any, sizes: ProbeSizes, dtype: str) -> float:
     """Return the FLOP/s per device of repeated products x[N n_fsdp, n] @ w[n, n]."""
-    n, num = sizes.product, mesh.size
-    rows, whole = named(mesh, (FSDP, None)), named(mesh, ())
+    n = sizes.product
+    num = mesh.size
+    rows = named(mesh, (FSDP, None))
+    whole = named(mesh, ())
     # This scale keeps the product's elements near 1: zeros and infinities have other speeds.
     x = jax.jit(lambda key: jax.random.normal(key, (num * n, n), dtype), out_shardings=rows)(
         jax.random.key(0)
@@ -311,7 +318,7 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     """Return the bytes per second that the host's AdamW reads and writes: 28 bytes per element."""
     tx = optax.adamw(1e-3)
 
-    def rule(params: Any, state: Any, grads: Any) -> Any:
+    def rule(params: Params, state: Any, grads: Grads) -> Any:
         updates, state = tx.update(grads.astype(jnp.float32), state, params)
         new: Any = optax.apply_updates(params, updates)
         return new, state, new.astype(jnp.bfloat16)
@@ -325,11 +332,9 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     kernel = build_kernel(closed, [(0, 0), (2, 2), (3, 3)])
     n = sizes.host_elements
     params, m, v = (np.full(n, value, np.float32) for value in (1.0, 1e-3, 1e-6))
-    grads, low, count = (
-        np.full(n, 1e-3, jnp.bfloat16),
-        np.zeros(n, jnp.bfloat16),
-        np.zeros((), np.int32),
-    )
+    grads = np.full(n, 1e-3, jnp.bfloat16)
+    low = np.zeros(n, jnp.bfloat16)
+    count = np.zeros((), np.int32)
 
     def update() -> None:
         kernel([params, 3, m, v, grads], [None, count, None, None, low])
@@ -340,7 +345,8 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
 def _disk(folder: str, sizes: ProbeSizes, when: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the figures of a folder's disk, and their sources."""
     with SwapFolder(folder) as swap:
-        free, settings = swap.free_bytes(), tune(swap.path)
+        free = swap.free_bytes()
+        settings = tune(swap.path)
         with Bench(
             swap.path, settings, num_records=sizes.num_records, record_bytes=sizes.record_bytes
         ) as bench:

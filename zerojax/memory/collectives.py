@@ -16,7 +16,7 @@ import math
 
 from zerojax.formulas import collective_elements
 from zerojax.memory.leaves import reduced_itemsize
-from zerojax.sharding import DATA, FSDP, STAGES, axes_of, local_elements
+from zerojax.sharding import DATA, FSDP, STAGES, local_elements, parse_axes
 from zerojax.state import Layout, OwnedTransformation
 from zerojax.streamed import StreamedStep
 
@@ -33,8 +33,11 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
       streamed: the streamed step, or None for a resident step.
     """
     gathers_of_tiles = _gathers_again(streamed)
-    mesh, config = layout.mesh, layout.config
-    shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
+    mesh = layout.mesh
+    config = layout.config
+    shards = mesh.shape[FSDP]
+    replicas = mesh.shape[DATA]
+    count = config.num_microbatches
     reductions = 1 if layout.reduces_once else count
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
     for leaf in layout.all_leaves:
@@ -72,7 +75,9 @@ def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float
     """Return the additional bytes that an optimizer sends if it needs full leaves of a layer."""
     sent = {"all_to_all": 0.0, "all_gather": 0.0}
     for leaf, (there, back) in zip(layout.leaves, tx.moved, strict=True):
-        axes = [layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in axes_of(entry)]
+        axes = [
+            layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in parse_axes(entry)
+        ]
         devices = math.prod(axes)
         layers = leaf.shape[0] if leaf.is_stacked else 1
         if layout.updates_by_record:
@@ -96,7 +101,8 @@ def _gathers_again(streamed: StreamedStep | None) -> dict[str, float]:
         return {}
     again: dict[str, float] = {}
     for loops in streamed.loops:
-        inside, run = loops.tracer.tile_loops()["backward"], loops.stack.run
+        inside = loops.tracer.tile_loops()["backward"]
+        run = loops.stack.run
         for group, tiles in loops.stack.loops:
             times = sum(g is tiles and phase == "forward" for g, phase in inside)
             again[group.name] = (

@@ -16,12 +16,13 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.activations import describe, label_of, numbered_labels
-from zerojax.jaxprs import INLINED, REMAT, regions_of
+from zerojax.activations import describe, find_label, numbered_labels
+from zerojax.jaxprs import INLINED, REMAT, list_regions
 from zerojax.memory.leaves import local_record_bytes
-from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
+from zerojax.sharding import TENSOR, ActivationSpec, Spec, local_elements, pad_spec, parse_axes
 from zerojax.state import LayerRange, Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
+from zerojax.trees import Batch, ModelState, Params
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Kept:
 
     def __str__(self) -> str:
         """Return the value as one line of a table."""
-        split = ", ".join("+".join(axes_of(entry)) or "-" for entry in self.spec)
+        split = ", ".join("+".join(parse_axes(entry)) or "-" for entry in self.spec)
         shape = f"{jnp.dtype(self.dtype).name}{list(self.shape)}"
         why = f" (whole: {self.replicated})" if self.replicated else ""
         return (
@@ -85,14 +86,14 @@ def kept_values(values: list[Kept]) -> KeptValues:
     return KeptValues(sorted(values, key=lambda kept: -kept.num_bytes))
 
 
-def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
+def streamed_kept(streamed: StreamedStep, abstract_batch: Batch) -> list[Kept]:
     """Return the values that a streamed step saves of its layers."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
     return [kept for loops, residuals in plans for kept in _of_run(loops.stack.run, residuals)]
 
 
-def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
+def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
     """Return the bytes that each device sends over `tensor` to gather saved values for backward.
 
     Only values that are stored split over `tensor` count. In a ring, each device passes on every
@@ -112,7 +113,9 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
 
 
 def _of_run(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
-    values, lead, num_layers = list[Kept](), residuals.lead, run.num_layers
+    values = list[Kept]()
+    lead = residuals.lead
+    num_layers = run.num_layers
     of_each = zip(
         residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True
     )
@@ -138,7 +141,7 @@ def _of_run(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
     return values
 
 
-def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
+def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept]:
     """Return the values that a microbatch of a resident step saves.
 
     The values of one microbatch are freed before the next one runs.
@@ -164,7 +167,7 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
         layout.decode, frozen
     )  # backward decodes again, so the decoded weights are not residuals
 
-    def residuals(params: Any, frozen: Any, batch: Any, model_state: Any) -> list[Any]:
+    def residuals(params: Params, frozen: Any, batch: Batch, model_state: ModelState) -> list[Any]:
         value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
         return jax.tree.leaves(jax.vjp(value, params)[1])
 
@@ -185,7 +188,8 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
 def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: int) -> Kept:
     aval: Any = v.aval
     name, spec, loops = _source(v, jaxpr, 0)
-    shape, stacked = aval.shape[loops:], math.prod(aval.shape[:loops])
+    shape = aval.shape[loops:]
+    stacked = math.prod(aval.shape[:loops])
     if spec is None:
         is_stream = layout.config.sequence_parallel and name.split("[")[0] == "x"
         spec = ActivationSpec(layout.mesh, is_stream=is_stream).given(shape, batch_size)
@@ -211,11 +215,15 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
         eqn, position = makers[v]
         primitive = eqn.primitive.name
         if primitive == "name":
-            return label_of(eqn.params["name"]), spec or _constrained(makers, eqn.invars[0]), loops
+            return (
+                find_label(eqn.params["name"]),
+                spec or _constrained(makers, eqn.invars[0]),
+                loops,
+            )
         if primitive == "sharding_constraint":
-            spec = spec or _spec_of(eqn)
+            spec = spec or _read_constraint(eqn)
         elif primitive in _ENTERED:
-            (region,) = regions_of(eqn)
+            (region,) = list_regions(eqn)
             is_stacked = region.is_loop and position >= len(region.carried)
             return _source(region.jaxpr.outvars[position], region.jaxpr, loops + is_stacked)
         elif primitive not in _PASSED_ON:
@@ -228,11 +236,13 @@ def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
     """Return the spec of a variable that is the result of a constraint, or None."""
     eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
     return (
-        _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
+        _read_constraint(eqn)
+        if eqn is not None and eqn.primitive.name == "sharding_constraint"
+        else None
     )
 
 
-def _spec_of(eqn: jex.JaxprEqn) -> Spec:
+def _read_constraint(eqn: jex.JaxprEqn) -> Spec:
     """Return the spec of a constraint; None for dims that are left to the partitioner."""
     entries = (
         None if entry is PartitionSpec.UNCONSTRAINED else entry

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, STAGES, local_elements, stored_spec, without_axis
 from zerojax.state import Layout, Leaf, RecordSpec, is_away
+from zerojax.trees import Tree
 
 
 def compute_itemsize(layout: Layout) -> int:
@@ -133,7 +134,7 @@ def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> 
     return local_elements(shape, spec, record.mesh) * jnp.dtype(dtype).itemsize
 
 
-def bytes_by_tier(tree: Any) -> dict[str, int]:
+def bytes_by_tier(tree: Tree) -> dict[str, int]:
     """Return the bytes per device of a tree of ShapeDtypeStruct with shardings, by tier."""
     total = {"device": 0, "pinned_host": 0}
     for leaf in jax.tree.leaves(tree):

@@ -15,7 +15,6 @@ compiled program's own copies are the remainder of `host_link`.
 """
 
 import dataclasses
-from typing import Any
 
 from host_offload.schedule import StepPlan
 from zerojax.memory.collectives import collectives_of_step
@@ -34,9 +33,10 @@ from zerojax.memory.tensor import tensor_collectives
 from zerojax.resident import ResidentStep
 from zerojax.state import DiskLayout, StateRecords, steps_of_leaves
 from zerojax.streamed import StreamedStep
+from zerojax.trees import Batch
 
 
-def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> MemoryReport:
+def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -> MemoryReport:
     """Count the bytes of a step, leaf by leaf.
 
     Args:
@@ -52,7 +52,8 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         raise NotImplementedError(
             f"the bytes of a {type(step).__name__} are not counted in this version"
         )
-    layout, state = records.layout, records.layout.abstract_state
+    layout = records.layout
+    state = records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
     scalars = (
         bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"]
@@ -107,7 +108,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     )
 
 
-def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -> StepPlan:
+def steps_of_program(records: StateRecords, step: object, abstract_batch: Batch) -> StepPlan:
     """Return a step's operations on records, with the bytes of each.
 
     Args:
@@ -130,7 +131,7 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Any) -
     )
 
 
-def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) -> KeptValues:
+def kept_by_program(records: StateRecords, step: object, abstract_batch: Batch) -> KeptValues:
     """Return the values that a step saves from forward to backward.
 
     Args:

@@ -11,10 +11,11 @@ from zerojax.memory.kept import resident_kept
 from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize, unreduced_bytes
 from zerojax.memory.report import RunningBytes
 from zerojax.state import StateRecords, steps_of_leaves
+from zerojax.trees import Batch
 
 
 def resident_bytes(
-    records: StateRecords, pieces: Mapping[int, int], loss: Any, abstract_batch: Any
+    records: StateRecords, pieces: Mapping[int, int], loss: Any, abstract_batch: Batch
 ) -> RunningBytes:
     """Return the bytes of a resident step in addition to its arguments, and over the host link.
 
@@ -34,7 +35,7 @@ def resident_bytes(
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
         # The device updates one leaf, or a piece of it, at a time. Callbacks bring all leaves at
         # the same time.
-        "in_flight": steps.peak_of("ends"),
+        "in_flight": steps.find_peak("unstacked"),
     }
     link, called = (
         {

@@ -23,11 +23,13 @@ from zerojax.memory.report import RunningBytes
 from zerojax.sharding import ActivationSpec
 from zerojax.state import Layout, RecordSpec
 from zerojax.streamed import ResidualPlan, StreamedStep
+from zerojax.trees import Batch
 
 
-def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
+def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch) -> RunningBytes:
     """Return the bytes of a streamed step in addition to its arguments, and over the host link."""
-    plan, saved = streamed.plan, _saved(streamed, abstract_batch)
+    plan = streamed.plan
+    saved = _saved(streamed, abstract_batch)
     steps = streamed.steps(_kept(saved))
     gathered = gathered_bytes(
         layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params)
@@ -58,16 +60,16 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     return RunningBytes(device, host, link, called)
 
 
-def streamed_steps(streamed: StreamedStep, abstract_batch: Any) -> StepPlan:
+def streamed_steps(streamed: StreamedStep, abstract_batch: Batch) -> StepPlan:
     """Return a streamed step's operations, with their bytes for a batch."""
     return streamed.steps(_kept(_saved(streamed, abstract_batch)))
 
 
-def _shapes(abstract_batch: Any) -> Any:
+def _shapes(abstract_batch: Batch) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
 
 
-def _saved(streamed: StreamedStep, abstract_batch: Any) -> dict[str, dict[str, int]]:
+def _saved(streamed: StreamedStep, abstract_batch: Batch) -> dict[str, dict[str, int]]:
     """Return the bytes of one layer's saved activations for each run, by run and tier."""
     plans = streamed.abstract_residuals(_shapes(abstract_batch))
     pairs = zip(streamed.plan.of_stacks, plans, strict=True)
@@ -99,12 +101,10 @@ def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     }
 
 
-def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
+def _entered_bytes(streamed: StreamedStep, abstract_batch: Batch) -> int:
     """Return the bytes of the inputs and contexts of the stacks' `enter`, saved for backward."""
-    spec, lead = (
-        ActivationSpec(streamed.mesh, streamed.microbatches.count),
-        int(streamed.microbatches.count > 1),
-    )
+    spec = ActivationSpec(streamed.mesh, streamed.microbatches.count)
+    lead = int(streamed.microbatches.count > 1)
     total = 0
     for a in jax.tree.leaves(streamed.abstract_entered(abstract_batch)):
         of_one = a.shape[lead:]
@@ -121,7 +121,7 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
     The first result is on the device, the second in host memory by kind.
     """
     config = layout.config
-    ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
+    unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
     layers = (
         0
         if config.update == "in_backward"
@@ -144,5 +144,8 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
         else {}
     )
     if config.delayed_update:  # every leaf's gradient, and new parameters next to the old ones
-        host |= {"stashed": layers + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
-    return ends + (layers if tier == "device" else 0), host
+        host |= {
+            "stashed": layers + unstacked,
+            "made": grad_elements(layout) * compute_itemsize(layout),
+        }
+    return unstacked + (layers if tier == "device" else 0), host

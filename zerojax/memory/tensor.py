@@ -27,9 +27,10 @@ from zerojax.activations import sent_over_tensor
 from zerojax.resident import plain_objective
 from zerojax.sharding import TENSOR, pad_spec
 from zerojax.state import Layout, layer_ranges
+from zerojax.trees import Batch, ModelState
 
 
-def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[str, int]:
+def tensor_collectives(layout: Layout, model: Any, abstract_batch: Batch) -> dict[str, int]:
     """Return the bytes that each device sends over `tensor`: "tensor_all_gather" and so on.
 
     The result is empty if `tensor` has one device.
@@ -77,7 +78,7 @@ def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
 
 
 def _sent(
-    layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, str]
+    layout: Layout, model: Any, abstract_batch: Batch, modes: Mapping[str, str]
 ) -> dict[str, int]:
     """Return the bytes by collective if all layers of a stack save activations by `modes`."""
     mesh = layout.mesh
@@ -89,7 +90,7 @@ def _sent(
     specs = layout.decoded_leaves()
     count = layout.config.num_microbatches
 
-    def derivative(leaves: list[Any], batch: Any, model_state: Any) -> Any:
+    def derivative(leaves: list[Any], batch: Batch, model_state: ModelState) -> Any:
         def loss(trained: list[Any]) -> Any:
             rest = iter(trained)
             whole = [

@@ -28,8 +28,8 @@ from zerojax.models.model import init_params as init_params
 from zerojax.models.model import init_state as init_state
 from zerojax.models.model import layer_keys as layer_keys
 from zerojax.models.model import layered_specs as layered_specs
+from zerojax.models.model import list_stacks as list_stacks
 from zerojax.models.model import of_every_stack as of_every_stack
-from zerojax.models.model import stacks_of as stacks_of
 from zerojax.models.objective import OVERWRITTEN as OVERWRITTEN
 from zerojax.models.objective import Given as Given
 from zerojax.models.objective import Objective as Objective

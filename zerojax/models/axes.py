@@ -42,8 +42,10 @@ logger = logging.getLogger("zerojax")
 
 Rules = Sequence[tuple[str, Any]]
 
-ANY_NAME, REFUSE = "*", "refuse"
-ZERO_ASSIGNS, UNKNOWN = "ZeRO assigns it", "no rule for it"
+ANY_NAME = "*"
+REFUSE = "refuse"
+ZERO_ASSIGNS = "ZeRO assigns it"
+UNKNOWN = "no rule for it"
 
 
 class AxisNames:
@@ -90,24 +92,25 @@ class AxisNames:
         rules = (*(self.rules or ()), *((name, _entry(axes)) for name, axes in rules_of_leaf or ()))
         has_rules = self.rules is not None or rules_of_leaf is not None
         entries = [_names(entry) for entry in names]
-        axes_of: dict[str, tuple[str, ...]] = {}
-        present, taken = {name for entry in entries for name in entry}, set()
+        axes_by_name: dict[str, tuple[str, ...]] = {}
+        present = {name for entry in entries for name in entry}
+        taken = set()
         for name, axes in rules:
             if (
                 name in present
-                and name not in axes_of
+                and name not in axes_by_name
                 and axes != REFUSE
                 and not taken & set(_names(axes))
             ):
-                axes_of[name] = _names(axes)
+                axes_by_name[name] = _names(axes)
                 taken |= set(_names(axes))
         refused = {name for name, axes in rules if axes == REFUSE}
 
         def translate(name: str) -> tuple[str, ...]:
             if name in refused:
                 raise ValueError(f"{path}: axis_rules refuses the name {name!r} of {tuple(names)}")
-            if name in axes_of:
-                return axes_of[name]
+            if name in axes_by_name:
+                return axes_by_name[name]
             # The name has a rule, but another dim of this parameter has its axes: unsplit, as in
             # Flax.
             if any(name == known for known, _ in rules):

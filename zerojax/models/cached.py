@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.models.model import LayeredModel
+from zerojax.trees import Batch, Context, Params
 
-CACHE, LAST = "cache", "last"
+CACHE = "cache"
+LAST = "last"
 """Keys of a batch: cache of earlier tokens; and position per row of the wanted outputs, i32[B]."""
 
 
@@ -49,14 +51,16 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
       model: model with a `cache` and a `predict`.
       length: number of tokens per row that a cache has room for.
     """
-    cache, context, predict = model.cache, model.context, model.predict
+    cache = model.cache
+    context = model.context
+    predict = model.predict
     assert cache is not None
     assert predict is not None
 
     def given(batch: Mapping[str, Any]) -> dict[str, Any]:
         return {name: a for name, a in batch.items() if name != CACHE}
 
-    def embed(p_embed: Any, batch: Any, key: Any) -> Any:
+    def embed(p_embed: Params, batch: Batch, key: Any) -> Any:
         x = model.embed(p_embed, given(batch), key)
         return {"x": x, CACHE: batch[CACHE] if CACHE in batch else empty(x)}
 
@@ -67,7 +71,7 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
             lambda a: jnp.repeat(a[:, None], model.num_layers, 1), layer
         )  # [B, ...] -> [B, L, ...]
 
-    def block(p: Any, x: Any, key: Any, context: Any, layer: Any) -> Any:
+    def block(p: Params, x: Any, key: Any, context: Context, layer: Any) -> Any:
         del key
         number = layer["number"]
         own = jax.tree.map(
@@ -79,7 +83,7 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
         )
         return {"x": y, CACHE: stacks}
 
-    def run(p_head: Any, p_embed: Any, x: Any, batch: Any) -> Any:
+    def run(p_head: Params, p_embed: Params, x: Any, batch: Batch) -> Any:
         return predict(p_head, p_embed, x["x"], given(batch)), x[CACHE]
 
     return dataclasses.replace(

@@ -39,6 +39,7 @@ from zerojax.models.flax_calls import (
 from zerojax.models.flax_linen import LinenPart
 from zerojax.models.flax_nnx import NnxPart
 from zerojax.models.model import Cache, LayeredModel, Model
+from zerojax.trees import Batch, Params
 
 Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
 
@@ -66,7 +67,7 @@ class Part(Protocol):
         """Create the module's parameters, a nested dict."""
         ...
 
-    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> Any:
+    def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> Any:
         """Return the module with these parameters and state, in training mode if there is a key."""
         ...
 
@@ -74,7 +75,7 @@ class Part(Protocol):
         """Return keyword arguments for a call of the module."""
         ...
 
-    def state_of(self, module: Any) -> Any:
+    def read_state(self, module: Any) -> Any:
         """Return the state of a bound module after it was called."""
         ...
 
@@ -206,20 +207,20 @@ def _whole(
     module: Modules,
     loss: Callable[..., Any],
     predict: Callable[..., Any] | None,
-    batch: Any,
+    batch: Batch,
     calls: Calls,
 ) -> Model:
     call = call_with_key(loss, "model", "batch")
     part = _part("module", module, lambda m, b: call(m, b, None), (batch,), calls)
     _check((part,), calls)
 
-    def run(params: Any, batch: Any, key: jax.Array | None, *state: Any) -> Any:
+    def run(params: Params, batch: Batch, key: jax.Array | None, *state: Any) -> Any:
         with calls.run(key is not None):
             bound = part.bind(params, key, *state)
             out = without_variables(call(bound, batch, key))
-            return (out, part.state_of(bound)) if state else out
+            return (out, part.read_state(bound)) if state else out
 
-    def run_predict(params: Any, batch: Any, *state: Any) -> Any:
+    def run_predict(params: Params, batch: Batch, *state: Any) -> Any:
         assert predict is not None
         with calls.run(is_training=False):
             return without_variables(predict(part.bind(params, None, *state), batch))
@@ -243,7 +244,7 @@ def _layered(
     num_layers: int,
     loss: Callable[..., Any],
     predict: Callable[..., Any] | None,
-    batch: Any,
+    batch: Batch,
     calls: Calls,
     of_blocks: dict[str, Any],
 ) -> LayeredModel:
@@ -254,21 +255,21 @@ def _layered(
     def called(part: Part) -> Callable[..., Any]:
         """Return `run(params, x, key[, context, layer][, state])`, which calls a bound module."""
 
-        def run(p: Any, x: Any, key: jax.Array | None, *state: Any) -> Any:
+        def run(p: Params, x: Any, key: jax.Array | None, *state: Any) -> Any:
             return call(p, key, (x,), state)
 
         def run_with_context(
-            p: Any, x: Any, key: jax.Array | None, context: Any, layer: Any, *state: Any
+            p: Params, x: Any, key: jax.Array | None, context: Any, layer: Any, *state: Any
         ) -> Any:
             return call(p, key, (x, context, layer), state)
 
         def call(
-            p: Any, key: jax.Array | None, args: tuple[Any, ...], state: tuple[Any, ...]
+            p: Params, key: jax.Array | None, args: tuple[Any, ...], state: tuple[Any, ...]
         ) -> Any:
             with calls.run(key is not None):
                 bound = part.bind(p, key, *state)
                 out = without_variables(bound(*args, **part.arguments(key)))
-                return (out, part.state_of(bound)) if state else out
+                return (out, part.read_state(bound)) if state else out
 
         return run_with_context if part is not first and has_context else run
 
@@ -276,7 +277,7 @@ def _layered(
         key = jax.random.key(0)
         return part.init(key), None, *(() if part.init_state is None else (part.init_state(key),))
 
-    def abstract_x(batch: Any) -> Any:
+    def abstract_x(batch: Batch) -> Any:
         params, key, *state = made(first)
         out = called(first)(params, batch, key, *state)
         return out[0] if state else out
@@ -297,7 +298,7 @@ def _layered(
     _check(tuple(parts.values()), calls)
 
     def run_head(
-        p: Any, p_embed: Any, x: Any, batch: Any, key: jax.Array | None, *state: Any
+        p: Params, p_embed: Params, x: Any, batch: Batch, key: jax.Array | None, *state: Any
     ) -> Any:
         # The loss may call the embedding, which is then in training mode like the head. No layer's
         # key is derived from this one.
@@ -308,14 +309,14 @@ def _layered(
             out = without_variables(
                 call_loss(bound, first.bind(p_embed, of_embed, of.get("embed")), x, batch, key)
             )
-            return (out, last.state_of(bound)) if state else out
+            return (out, last.read_state(bound)) if state else out
 
-    def run_predict(p: Any, p_embed: Any, x: Any, batch: Any, *state: Any) -> Any:
+    def run_predict(p: Params, p_embed: Params, x: Any, batch: Batch, *state: Any) -> Any:
         assert predict is not None
         of = state[0] if state else {}
         with calls.run(is_training=False):
-            ends = last.bind(p, None, of.get("head")), first.bind(p_embed, None, of.get("embed"))
-            return without_variables(predict(*ends, x, batch))
+            modules = last.bind(p, None, of.get("head")), first.bind(p_embed, None, of.get("embed"))
+            return without_variables(predict(*modules, x, batch))
 
     init_state = {
         name: part.init_state for name, part in parts.items() if part.init_state is not None
@@ -349,16 +350,17 @@ def _bound(cache: Cache | None, part: Part, calls: Calls) -> Cache | None:
     if cache is None:
         return None
 
-    def block(p: Any, *args: Any) -> Any:
+    def block(p: Params, *args: Any) -> Any:
         with calls.run(False):
             return without_variables(cache.block(part.bind(p, None), *args))
 
     return Cache(cache.init, block)
 
 
-def _abstract_inputs(of_blocks: dict[str, Any], batch: Any) -> tuple[Any, ...]:
+def _abstract_inputs(of_blocks: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
     """Return the shapes of a block's inputs in addition to x: none, or context and layer."""
-    context, per_layer = of_blocks["context"], of_blocks["per_layer"]
+    context = of_blocks["context"]
+    per_layer = of_blocks["per_layer"]
     if context is None and per_layer is None:
         return ()
     made = None if context is None or batch is None else jax.eval_shape(context, batch)

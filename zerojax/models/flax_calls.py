@@ -35,7 +35,9 @@ EVALUATES = {
 """Value in evaluation, by the name of an argument or attribute."""
 
 # Numbers folded into a key for draws outside of a module's own streams, which are numbered from 0.
-EMBED_IN_HEAD, LOSS_STREAM, CALL_STREAM = 0x7FFFFFFF, 0x7FFFFFFE, 0x7FFFFFFD
+EMBED_IN_HEAD = 0x7FFFFFFF
+LOSS_STREAM = 0x7FFFFFFE
+CALL_STREAM = 0x7FFFFFFD
 
 
 def takes_key(loss: Callable[..., Any], *before: str) -> bool:
@@ -110,7 +112,7 @@ class Calls:
         bound = _bound(context, args, kwargs)
         if bound is None:
             return call(*args, **kwargs)
-        for name, default in _modes_of(context.orig_method.func).items():
+        for name, default in _find_modes(context.orig_method.func).items():
             is_open = bound.arguments.get(name) is None and not isinstance(
                 getattr(context.module, name, None), bool
             )
@@ -127,13 +129,16 @@ class Calls:
 
 def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     bound = _bound(context, args, kwargs)
-    attributes = {name: getattr(context.module, name) for name in _fields_of(type(context.module))}
+    attributes = {
+        name: getattr(context.module, name) for name in _list_fields(type(context.module))
+    }
     attributes = {name: value for name, value in attributes.items() if isinstance(value, bool)}
     if bound is not None:
-        for name in _modes_of(context.orig_method.func):
+        for name in _find_modes(context.orig_method.func):
             if name not in attributes:
                 bound.arguments[name] = EVALUATES[name]
-        args, kwargs = bound.args, bound.kwargs
+        args = bound.args
+        kwargs = bound.kwargs
     # A module's attributes are frozen, so they are set by force, and restored after the call.
     try:
         for name in attributes:
@@ -147,7 +152,7 @@ def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 def _bound(context: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
     """Return the arguments of an intercepted call by name, or None if no argument is a mode."""
     function = context.orig_method.func  # orig_method is a partial that holds the module
-    if not _modes_of(function):
+    if not _find_modes(function):
         return None
     bound = inspect.signature(function).bind_partial(None, *args, **kwargs)
     del bound.arguments[next(iter(bound.arguments))]  # self
@@ -155,7 +160,7 @@ def _bound(context: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | Non
 
 
 @functools.cache
-def _modes_of(function: Callable[..., Any]) -> dict[str, Any]:
+def _find_modes(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of a method that select its mode, with their defaults."""
     parameters = inspect.signature(function).parameters
     return {
@@ -166,7 +171,7 @@ def _modes_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _fields_of(module: type[nn.Module]) -> tuple[str, ...]:
+def _list_fields(module: type[nn.Module]) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(module) if f.name in EVALUATES)  # pyright: ignore[reportArgumentType]
 
 

@@ -25,6 +25,7 @@ from zerojax.models.flax_calls import Calls
 from zerojax.models.objective import OVERWRITTEN
 from zerojax.models.traced_init import TracedInit
 from zerojax.tiling import find_stacks
+from zerojax.trees import Params
 
 
 class LinenPart:
@@ -39,7 +40,11 @@ class LinenPart:
         calls: Calls,
     ) -> None:
         """Trace the module's init with the example `args`."""
-        self.name, self.module, self.use, self.args, self.calls = name, module, use, args, calls
+        self.name = name
+        self.module = module
+        self.use = use
+        self.args = args
+        self.calls = calls
         self.stochastic = calls.has_modes
         with calls.names.while_made():
             self._variables = TracedInit(self._made_with)
@@ -68,7 +73,7 @@ class LinenPart:
             key = jax.random.key(0) if calls.rngs else None
             state = nn.unbox({c: variables[c] for c in self.collections})
 
-            def used(p: Any, *args: Any) -> Any:
+            def used(p: Params, *args: Any) -> Any:
                 with calls.run(is_training=True):
                     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
                     return jax.tree.leaves(use(self.bind(p, key, zeros), *args))
@@ -115,7 +120,7 @@ class LinenPart:
             variables = self._variables(key)
         return nn.unbox({c: variables[c] for c in self.collections})
 
-    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nn.Module:
+    def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nn.Module:
         """Return the module bound to params and state, with random streams if there is a key."""
         calls = self.calls
         keys = (
@@ -128,7 +133,7 @@ class LinenPart:
             {"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable
         )
 
-    def state_of(self, module: nn.Module) -> Any:
+    def read_state(self, module: nn.Module) -> Any:
         """Return the state of a module after it was called."""
         return flax.core.unfreeze({c: module.variables[c] for c in self.collections})
 

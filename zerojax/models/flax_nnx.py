@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.models.flax_calls import CALL_STREAM, Calls, without_key
 from zerojax.models.traced_init import TracedInit
+from zerojax.trees import Params
 
 
 class NnxPart:
@@ -33,13 +34,16 @@ class NnxPart:
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module], calls: Calls) -> None:
         """Trace `make` and split the module that it returns."""
-        self.name, self.make, self.names = name, make, calls.names
+        self.name = name
+        self.make = make
+        self.names = calls.names
         # If the user asks to train a kind of Variable, its floating arrays are parameters.
         filters = (
             calls.trainable if isinstance(calls.trainable, tuple | list) else (calls.trainable,)
         )
         self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
-        graphs, methods = [], []
+        graphs = []
+        methods = []
 
         def parts(key: jax.Array) -> Any:
             module = self._made(nnx.Rngs(key))
@@ -65,10 +69,8 @@ class NnxPart:
             self.constants = jax.tree.map(np.asarray, rest)
         self._state_paths = frozenset(path for path, _ in nnx.to_flat_state(self.abstract_state))
         self.init_state = self._init_state if self._state_paths else None
-        has_streams, has_modes = (
-            bool(jax.tree.leaves(self.streams)),
-            self.train_graph != self.eval_graph,
-        )
+        has_streams = bool(jax.tree.leaves(self.streams))
+        has_modes = self.train_graph != self.eval_graph
         self._takes_rngs = methods[0] is not None and _takes_rngs(
             methods[0], has_modes and not has_streams
         )
@@ -79,7 +81,7 @@ class NnxPart:
         self.specs = jax.tree.unflatten(
             tree, [self._spec(path, variable) for path, variable in flat]
         )
-        self.tiles = jax.tree.unflatten(tree, [_tiles_of(v) for _, v in flat])
+        self.tiles = jax.tree.unflatten(tree, [_read_tiles(v) for _, v in flat])
         self.frozen = (
             False
             if calls.trainable is None
@@ -152,7 +154,7 @@ class NnxPart:
         with nnx.use_eager_sharding(False), self.names.while_made():
             return self._parts(key)
 
-    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nnx.Module:
+    def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nnx.Module:
         """Return the module with these parameters and state, in training mode if there is a key."""
         # A plain dict has the leaves of NNX's state, in the same order.
         filled = (
@@ -165,7 +167,7 @@ class NnxPart:
             graph, params, self._streams(key), state, jax.tree.map(jnp.asarray, self.constants)
         )
 
-    def state_of(self, module: nnx.Module) -> Any:
+    def read_state(self, module: nnx.Module) -> Any:
         """Return the state of a module after it was called."""
         return nnx.to_pure_dict(nnx.state(module, lambda path, _: path in self._state_paths))
 
@@ -202,7 +204,7 @@ def _takes_rngs(call: Callable[..., Any], needs_some: bool) -> bool:
     return argument is not None and (argument.default is argument.empty or needs_some)
 
 
-def _tiles_of(variable: Any) -> bool | int:
+def _read_tiles(variable: Any) -> bool | int:
     """Return the value of `Model.tiles` for a parameter.
 
     A stack of modules, as `nnx.vmap` creates it, is not a stack of tiles.

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.given import whole_number
+from zerojax.trees import Batch, Params, Tree
 
-Params = Any
-Batch = Any
 Key = jax.Array | None
 
 
@@ -286,10 +285,8 @@ class LayeredModel:
         ):
             raise ValueError(f"stacks must be a sequence of zerojax.Stack, got {self.stacks!r}")
         object.__setattr__(self, "stacks", tuple(self.stacks))
-        names, count = (
-            [stack.name for stack in self.stacks],
-            sum(stack.num_layers for stack in self.stacks),
-        )
+        names = [stack.name for stack in self.stacks]
+        count = sum(stack.num_layers for stack in self.stacks)
         if len(set(names)) < len(names):
             raise ValueError(f"the stacks have the names {names}: use different names")
         # num_layers is not checked: `dataclasses.replace` with other stacks passes the old total.
@@ -392,12 +389,12 @@ class StackModel:
     first: int = 0
     number: int = 0
 
-    def of(self, tree: Any) -> Any:
+    def of(self, tree: Tree) -> Any:
         """Return this stack's part of a tree over all blocks, such as their parameters."""
         return tree if not self.name or tree is None else tree.get(self.name)
 
 
-def stacks_of(model: LayeredModel) -> tuple[StackModel, ...]:
+def list_stacks(model: LayeredModel) -> tuple[StackModel, ...]:
     """Return the stacks of a model, in order."""
     if not model.stacks:
         return (StackModel("", model),)
@@ -411,7 +408,7 @@ def stacks_of(model: LayeredModel) -> tuple[StackModel, ...]:
 
 def by_stack(model: LayeredModel, of_each: Callable[[StackModel], Any]) -> Any:
     """Return `of_each(stack)` by name, or only its value if the model has a single stack."""
-    parts = {stack.name: of_each(stack) for stack in stacks_of(model)}
+    parts = {stack.name: of_each(stack) for stack in list_stacks(model)}
     return parts if model.stacks else parts[""]
 
 
@@ -495,7 +492,8 @@ def init_state(model: Model | LayeredModel, key: jax.Array) -> Any:
     if not model.init_state:
         return None
     k_embed, _, k_head = jax.random.split(key, 3)
-    inits, keys = dict(model.init_state), layer_keys(model, key)
+    inits = dict(model.init_state)
+    keys = layer_keys(model, key)
     state = {
         name: inits[name](k) for name, k in (("embed", k_embed), ("head", k_head)) if name in inits
     }

@@ -23,15 +23,14 @@ from zerojax.jaxprs import flatten, only_live
 from zerojax.models.loss import Loss, Terms, as_loss, joined, summed, together
 from zerojax.models.model import (
     BLOCKS,
-    Batch,
     Key,
     LayeredModel,
     Model,
-    Params,
     StackModel,
-    stacks_of,
+    list_stacks,
     takes_context,
 )
+from zerojax.trees import Batch, Context, ModelState, Params, Tree
 
 Array = jax.Array
 State = Any
@@ -145,7 +144,7 @@ def call_context(model: LayeredModel, batch: Batch) -> Any:
     )
 
 
-def _arrays(tree: Any, what: str) -> Any:
+def _arrays(tree: Tree, what: str) -> Any:
     """Return a tree whose numbers are converted to arrays.
 
     Raises:
@@ -252,13 +251,15 @@ def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any
     layers = _layers(model, region, constrain)
 
     def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
-        x, added, ends, of_blocks = layers(params, batch, key, state)
-        of_head = _key_of(key, head_number(model))
-        loss, ends = call_head(model, params["head"], params["embed"], x, batch, of_head, ends)
+        x, added, outer_state, of_blocks = layers(params, batch, key, state)
+        of_head = _derive_key(key, head_number(model))
+        loss, outer_state = call_head(
+            model, params["head"], params["embed"], x, batch, of_head, outer_state
+        )
         after = (
             None
             if state is None
-            else {**ends, **({} if of_blocks is None else {BLOCKS: of_blocks})}
+            else {**outer_state, **({} if of_blocks is None else {BLOCKS: of_blocks})}
         )
         return with_blocks(loss, added), after
 
@@ -283,7 +284,7 @@ def enter_number(model: LayeredModel, stack: StackModel) -> int:
     return model.num_layers + 2 + stack.number
 
 
-def _key_of(key: Key, layer: int | Array) -> Key:
+def _derive_key(key: Key, layer: int | Array) -> Key:
     """Return the key of a layer, or of another part, by its number."""
     return None if key is None else jax.random.fold_in(key, layer)
 
@@ -296,17 +297,17 @@ def _layers(
     It returns the last layer's output, the layers' additions to the loss, and the new states of
     embedding and head and of the blocks.
     """
-    stacks = stacks_of(model)
+    stacks = list_stacks(model)
 
     def run(
-        stack: StackModel, params: Params, x: Any, context: Any, key: Key, of_blocks: State
+        stack: StackModel, params: Params, x: Any, context: Context, key: Key, of_blocks: State
     ) -> tuple[Any, Loss | None, State]:
         """Run the blocks of one stack."""
 
         def block(
             p: Params, x: Any, index: Array, key: Key, given: Given
         ) -> tuple[Any, tuple[Loss | None, State]]:
-            out = call_block(stack.model, p, x, _key_of(key, index), given)
+            out = call_block(stack.model, p, x, _derive_key(key, index), given)
             return constrain(out.x), (out.loss, out.state)
 
         def body(
@@ -328,18 +329,22 @@ def _layers(
         params: Params, batch: Batch, key: Key, state: State
     ) -> tuple[Any, Any, State, State]:
         context = constrain(call_context(model, batch))
-        ends = (
+        outer_state = (
             None
             if state is None
             else {name: tree for name, tree in state.items() if name != BLOCKS}
         )
-        x, ends = call_embed(model, params["embed"], batch, _key_of(key, embed_number(model)), ends)
-        x, added, after = constrain(x), [], {}
+        x, outer_state = call_embed(
+            model, params["embed"], batch, _derive_key(key, embed_number(model)), outer_state
+        )
+        x = constrain(x)
+        added = []
+        after = {}
         of_blocks = None if state is None else state.get(BLOCKS)
         for stack in stacks:
             of_stack = context
             if stack.model.enter is not None:
-                of_enter = _key_of(key, enter_number(model, stack))
+                of_enter = _derive_key(key, enter_number(model, stack))
                 with in_stack(stack.name):
                     x, of_stack = constrain(
                         call_enter(stack.model, params["embed"], x, batch, of_enter)
@@ -351,7 +356,7 @@ def _layers(
                 )
             added.append(loss)
         of_blocks = None if of_blocks is None else after if model.stacks else after[""]
-        return x, together(added), ends, of_blocks
+        return x, together(added), outer_state, of_blocks
 
     return layers
 
@@ -376,8 +381,8 @@ def build_predict(
     layers = _layers(model, lambda f, stack: f, constrain)
 
     def predict(params: Params, batch: Batch, state: State) -> Any:
-        x, _, ends, _ = layers(params, batch, None, state)
-        return call_predict(model, params["head"], params["embed"], x, batch, ends)
+        x, _, outer_state, _ = layers(params, batch, None, state)
+        return call_predict(model, params["head"], params["embed"], x, batch, outer_state)
 
     return predict
 
@@ -396,7 +401,7 @@ def per_layer_arrays(model: LayeredModel) -> Any:
     return None if model.per_layer is None else jax.tree.map(jnp.asarray, model.per_layer)
 
 
-def abstract_given(model: LayeredModel, context: Any, state: Any) -> Given:
+def abstract_given(model: LayeredModel, context: Context, state: Any) -> Given:
     """Return the shapes of one block's `Given`.
 
     Args:
@@ -449,7 +454,7 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
 
 
 def whole_weight(
-    weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: Any
+    weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: ModelState
 ) -> Array | None:
     """Return the weight of all microbatches together, f32[]; None if the loss is a mean.
 

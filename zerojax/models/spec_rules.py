@@ -22,7 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.models.model import LayeredModel, Model, by_stack, of_every_stack
-from zerojax.sharding import FSDP, axes_of, broadcast_specs
+from zerojax.sharding import FSDP, broadcast_specs, parse_axes
 
 _SHOWN = 24
 """Maximum number of paths shown in an error."""
@@ -68,10 +68,8 @@ def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
     abstract, given, tiles = _trees(model)
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    specs, of_tiles = (
-        broadcast_specs(given, abstract),
-        jax.tree.leaves(jax.tree.broadcast(tiles, abstract)),
-    )
+    specs = broadcast_specs(given, abstract)
+    of_tiles = jax.tree.leaves(jax.tree.broadcast(tiles, abstract))
     for i, (rule, spec) in _matched(rules, paths).items():
         lead = int(of_tiles[i] is not False)
         _check(
@@ -161,7 +159,7 @@ def _check(told: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) ->
     if len(spec) > len(shape) - lead:
         of_tiles = ", whose first dim counts tiles and is never split" if lead else ""
         raise ValueError(f"{told}, which has {len(spec)} entries for shape {shape}{of_tiles}")
-    named = [axis for entry in spec for axis in axes_of(entry)]
+    named = [axis for entry in spec for axis in parse_axes(entry)]
     if len(set(named)) < len(named):
         raise ValueError(f"{told}, which names an axis twice")
     if FSDP in named:

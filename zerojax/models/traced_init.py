@@ -25,7 +25,8 @@ class TracedInit:
 
     def __init__(self, make: Callable[[jax.Array], Any]) -> None:
         """Trace `make` for a scalar key of the default kind."""
-        self._make, self._key = make, jax.eval_shape(lambda: jax.random.key(0))
+        self._make = make
+        self._key = jax.eval_shape(lambda: jax.random.key(0))
         traced: jex.ClosedJaxpr
         traced, self.abstract = jax.make_jaxpr(make, return_shape=True)(self._key)
         constant_bytes = sum(getattr(constant, "nbytes", 0) for constant in traced.consts)

@@ -21,7 +21,7 @@ import optax
 
 from zerojax.config import reason
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
-from zerojax.optim.late_records import MOST_PIECES, Pieces, pieces_of, update_in_pieces
+from zerojax.optim.late_records import MOST_PIECES, Pieces, cut_leaf, update_in_pieces
 from zerojax.optim.layer_wise import (
     Gathered,
     LayerTransformation,
@@ -32,6 +32,7 @@ from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
 from zerojax.optim.whole_tree import Update, finish, measure_grads
 from zerojax.state import FlatState, StateRecords, TrainState, load_leaves, order_read_before_write
+from zerojax.trees import Grads
 
 Array = jax.Array
 
@@ -53,11 +54,14 @@ class RecordUpdate:
             setting that needs it.
         """
         layout = records.layout
-        self.records, self.layout, self.mesh = records, layout, layout.mesh
+        self.records = records
+        self.layout = layout
+        self.mesh = layout.mesh
         self.rule: ElementwiseUpdate | LeafRule
         if isinstance(tx, LayerTransformation):
             check_whole_leaves(layout)
-            self.rule, self._gathered = tx.rule, Gathered(layout)
+            self.rule = tx.rule
+            self._gathered = Gathered(layout)
         else:
             stacked = [leaf.is_stacked for leaf in layout.leaves]
             self.rule = elementwise_update(
@@ -83,7 +87,7 @@ class RecordUpdate:
           most: maximum number of pieces.
         """
         return (
-            pieces_of(self.records, index, most)
+            cut_leaf(self.records, index, most)
             if isinstance(self.rule, ElementwiseUpdate)
             else None
         )
@@ -96,7 +100,7 @@ class RecordUpdate:
         """
         if self.layout.config.update_on == "host":
             return {}
-        pieces = {i: self.pieces(i) for i in self.layout.ends}
+        pieces = {i: self.pieces(i) for i in self.layout.unstacked}
         return {i: 1 if some is None else some.count for i, some in pieces.items()}
 
     def first_states(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
@@ -116,7 +120,7 @@ class RecordUpdate:
 
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
-        before = self.records.shared_of(states)
+        before = self.records.list_shared(states)
         if isinstance(self.rule, LeafRule):
             after = self.rule.shared_after(before, loss)
         else:  # an update of no leaves advances only the shared scalars
@@ -168,7 +172,7 @@ class RecordUpdate:
         )
 
     def _updated(
-        self, part: Sequence[int], grads: Any, before: tuple[Any, Any], shared: Any, loss: Array
+        self, part: Sequence[int], grads: Grads, before: tuple[Any, Any], shared: Any, loss: Array
     ) -> tuple[list[Array], list[Array]]:
         """Return the updated weights and optimizer state of the record with the leaves `part`."""
         weights, opt = before
@@ -193,7 +197,7 @@ class RecordUpdate:
 
         Args:
           states: all leaves of the state.
-          grads: sharded gradients of some of `Layout.ends`, by leaf index.
+          grads: sharded gradients of some of `Layout.unstacked`, by leaf index.
           shared: the scalars of the optimizer state before the step.
           loss: f32[], the loss of the step.
           ok: bool[], whether to update at all.
@@ -248,12 +252,10 @@ class RecordUpdate:
         """
         records = self.records
         weights, after, _ = self.update(
-            (index,), [grad], loaded, records.shared_of(states), loss, ok
+            (index,), [grad], loaded, records.list_shared(states), loss, ok
         )
-        values, param = (
-            [*(weights if states.master is not None else ()), *after],
-            records.cast(index, weights[0]),
-        )
+        values = [*(weights if states.master is not None else ()), *after]
+        param = records.cast(index, weights[0])
         if records.params[index].is_away:
             return states, [*values, param]
         params = [param if i == index else a for i, a in enumerate(states.params)]
@@ -286,16 +288,17 @@ class RecordUpdate:
 
 def update_by_record(update: RecordUpdate) -> Update:
     """Return the update of a resident step with offloaded optimizer state: one leaf at a time."""
-    records, config = update.records, update.layout.config
+    records = update.records
+    config = update.layout.config
 
     def step_update(
-        state: TrainState, value: Array, grads: Any
+        state: TrainState, value: Array, grads: Grads
     ) -> tuple[TrainState, dict[str, Array]]:
         measured = measure_grads(config, state, grads, update.unused)
         finite = measured.finite
         states = records.flat(state)
-        by_leaf = dict(zip(update.layout.ends, jax.tree.leaves(grads), strict=True))
-        shared = records.shared_of(states)
+        by_leaf = dict(zip(update.layout.unstacked, jax.tree.leaves(grads), strict=True))
+        shared = records.list_shared(states)
         states = update.update_unstacked(states, by_leaf, shared, value, finite, measured.scaled)
         states = records.with_shared(states, update.shared(states, value, finite))
         return finish(

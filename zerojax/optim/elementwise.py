@@ -27,6 +27,7 @@ from zerojax.elements import ElementProgram
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
 from zerojax.optim.leaf_rule import one_layer
 from zerojax.state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state
+from zerojax.trees import Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +62,8 @@ class ElementwiseUpdate:
           grads: float32 gradients, one for each leaf of `part`: a stack, a layer, a tile, or some
             rows.
           params: float32 weights, with the shapes of `grads`.
-          states: one array for each of `opt_map.states_of(part)`, with the shape of its parameter.
+          states: one array, shaped like its parameter, for each of
+            `opt_map.list_state_leaves(part)`.
           shared: one scalar for each of `opt_map.shared`, before the step.
           loss: f32[], the loss of the step.
 
@@ -85,8 +87,10 @@ class ElementwiseUpdate:
 
         The arguments are the arguments of `__call__`.
         """
-        program, num_params = self.update.program, len(self._leaves)
-        mirrors, everyone = self.opt_map.states_of(part), self.opt_map.shared
+        program = self.update.program
+        num_params = len(self._leaves)
+        mirrors = self.opt_map.list_state_leaves(part)
+        everyone = self.opt_map.shared
         at_states = num_params
         at_params = num_params + len(self.opt_map.owners)
         inputs = {program.inputs[-1]: loss}
@@ -109,7 +113,8 @@ class ElementwiseUpdate:
             inputs, wanted, [*(shapes[i] for i in part), *of_mirrors, *(None for _ in everyone)]
         )
         results = [jnp.asarray(value) for value in results]
-        first, last = len(part), len(part) + len(mirrors)
+        first = len(part)
+        last = len(part) + len(mirrors)
         return results[:first], results[first:last], results[last:]
 
     def first_states(self, part: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
@@ -119,7 +124,8 @@ class ElementwiseUpdate:
           part: indices of parameter leaves.
           params: float32 weights, one for each leaf of `part`.
         """
-        program, mirrors = self.init.program, self.opt_map.states_of(part)
+        program = self.init.program
+        mirrors = self.opt_map.list_state_leaves(part)
         inputs = {program.inputs[i]: value for i, value in zip(part, params, strict=True)}
         shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
         wanted = [program.outputs[j] for j in mirrors]
@@ -154,19 +160,21 @@ def elementwise_transformation(
     tx: optax.GradientTransformation, rule: ElementwiseUpdate
 ) -> ElementwiseTransformation:
     """Return the rule of `tx` as an optimizer of the full tree."""
-    opt_map, tree = rule.opt_map, jax.tree.structure(rule.opt_map.abstract)
+    opt_map = rule.opt_map
+    tree = jax.tree.structure(rule.opt_map.abstract)
     every = range(len(jax.tree.leaves(rule.params)))
-    owned, everyone = opt_map.states_of(every), opt_map.shared
+    owned = opt_map.list_state_leaves(every)
+    everyone = opt_map.shared
 
     def ordered(states: Sequence[jax.Array], shared: Sequence[jax.Array]) -> Any:
         leaves = dict(zip((*owned, *everyone), (*states, *shared), strict=True))
         return jax.tree.unflatten(tree, [leaves[j] for j in sorted(leaves)])
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> Any:
         return ordered(rule.first_states(every, jax.tree.leaves(params)), rule.first_shared())
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any
+        updates: Any, state: Any, params: Params = None, *, value: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         before = jax.tree.leaves(state)
         loss = jnp.float32(0) if value is None else value
@@ -178,14 +186,16 @@ def elementwise_transformation(
         return jax.tree.unflatten(structure, new), ordered(states, shared)
 
     applied = ElementwiseTransformation(init, update)
-    applied.owners, applied.moved = opt_map.owners, ((0, 0),) * len(every)
-    applied.rule, applied.inner = rule, tx
+    applied.owners = opt_map.owners
+    applied.moved = ((0, 0),) * len(every)
+    applied.rule = rule
+    applied.inner = tx
     return applied
 
 
 def elementwise_update(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     why: str,
     stacked: Sequence[bool],
     beyond: Callable[[], str | None] = lambda: None,
@@ -226,7 +236,7 @@ def elementwise_update(
 
 def elementwise_rule(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     stacked: Sequence[bool],
     state: Any,
     closed: jex.ClosedJaxpr,
@@ -265,13 +275,13 @@ def elementwise_rule(
     return ElementwiseUpdate(params, opt_map, *programs)
 
 
-def _names(params: Any) -> list[str]:
+def _names(params: Params) -> list[str]:
     return [
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
     ]
 
 
-def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) -> str | None:
+def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Params) -> str | None:
     """Return what in an update is not elementwise, or None.
 
     Args:
@@ -304,7 +314,8 @@ class _Reader:
     def __init__(
         self, program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
     ) -> None:
-        self.program, self.names = program, names
+        self.program = program
+        self.names = names
         self.leaf: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
         self.uneven: set[int] = set()  # arrays that depend on no leaf and whose elements may differ
 

@@ -31,6 +31,7 @@ import optax
 from zerojax.given import as_number
 from zerojax.jaxprs import flatten
 from zerojax.state import Layout, OptStateMap
+from zerojax.trees import Params
 
 
 class EmaState(NamedTuple):
@@ -76,18 +77,21 @@ class Ema(optax.GradientTransformationExtraArgs):
         decay = number
         log_decay = math.log(decay) if decay else -math.inf
 
-        def init(params: Any) -> Any:
+        def init(params: Params) -> Any:
             # Copies: a step donates both parameters and state, so they must not share a buffer.
             return EmaState(jax.tree.map(jnp.copy, params), jnp.int32(0) if debias else None)
 
-        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def update(
+            updates: Any, state: Any, params: Params = None, **extra: Any
+        ) -> tuple[Any, Any]:
             del extra
             if params is None:
                 raise ValueError(
                     "Ema averages the weights but was called without params: call "
                     "tx.update(grads, state, params)"
                 )
-            rate, step = 1 - decay, None
+            rate = 1 - decay
+            step = None
             if debias:
                 step = state.step + 1
                 # The newest weight's share of the sum over i, which is 1 in the first step.
@@ -130,10 +134,8 @@ def check_ema(layout: Layout) -> None:
     averages = ema_leaves(layout.opt_map)
     if not averages:
         return
-    program, count = (
-        flatten(layout.update_jaxpr.jaxpr, layout.update_jaxpr.consts),
-        len(layout.leaves),
-    )
+    program = flatten(layout.update_jaxpr.jaxpr, layout.update_jaxpr.consts)
+    count = len(layout.leaves)
     maker = {out: i for i in program.instructions for out in i.outs}
     is_read = {slot for i in program.instructions for slot in i.reads}
 

@@ -34,9 +34,12 @@ class HostRule:
           summed: number of microbatches whose gradients are summed.
           casts: whether the kernel also makes the parameter in the compute dtype.
         """
-        layout, leaf, opt_map = update.layout, update.layout.leaves[index], update.layout.opt_map
-        config, state = layout.config, opt_map.leaves
-        self.states = opt_map.states_of((index,))
+        layout = update.layout
+        leaf = update.layout.leaves[index]
+        opt_map = update.layout.opt_map
+        config = layout.config
+        state = opt_map.leaves
+        self.states = opt_map.list_state_leaves((index,))
         shape = leaf.record_shape
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
         scalars = [*(state[j] for j in opt_map.shared), f32, f32, f32]

@@ -56,8 +56,9 @@ class HostState:
             records.mesh,
             records.layout.config,
         )
-        self.stashes, self.on_disk = stashes, on_disk
-        self.order = (*self.layout.blocks, *self.layout.ends)
+        self.stashes = stashes
+        self.on_disk = on_disk
+        self.order = (*self.layout.blocks, *self.layout.unstacked)
         self.params_away = self.config.params != "device"
         self.needs_weights = not self.layout.has_master and not self.params_away
         self.hands_over = self.mesh.devices.flat[0].platform == "cpu"
@@ -92,7 +93,7 @@ class HostState:
             else []
         )
         cast = params[index : index + 1] if self.layout.has_master and self.params_away else []
-        return [*weight, *(opt[j] for j in self.layout.opt_map.states_of((index,))), *cast]
+        return [*weight, *(opt[j] for j in self.layout.opt_map.list_state_leaves((index,))), *cast]
 
     def operands(
         self, states: FlatState, part: Sequence[int], pending: Pending | None
@@ -151,7 +152,9 @@ class HostBinding:
           calls: counter of the program's callbacks; None if another part of the program counts
             them.
         """
-        self.state, self.host, self._calls = state, host, calls
+        self.state = state
+        self.host = host
+        self._calls = calls
         self.queued: QueuedStep | None = None
         # For a delayed update: arrays for this step's gradients, and for the parameters that it
         # writes in host memory.
@@ -185,7 +188,8 @@ class HostBinding:
         return [] if self.state.hands_over else self._bind(state, positions, local)
 
     def _reserve(self, local: Sequence[int]) -> None:
-        layout, delayed = self.state.layout, self.state.config.delayed_update
+        layout = self.state.layout
+        delayed = self.state.config.delayed_update
         stashes_in_memory = self.state.stashes and not self.state.on_disk
         for leaf, index in enumerate(self.state.order):
             shape = self.state.shard_shape(index)
@@ -220,23 +224,27 @@ class HostBinding:
         """
         if state.pending is None:
             return state
-        grads, self._spare = self._spare, state.pending.grads
+        grads = self._spare
+        self._spare = state.pending.grads
         state = dataclasses.replace(state, pending=dataclasses.replace(state.pending, grads=grads))
         if not self.state.params_away:
             return state
         old, tree = jax.tree.flatten(state.params)
-        made, self._spare_params = self._spare_params, old
+        made = self._spare_params
+        self._spare_params = old
         return dataclasses.replace(state, params=jax.tree.unflatten(tree, made))
 
     def release(self) -> None:
         """Drop the references to the state's memory."""
-        self._spare, self._spare_params = [], []
+        self._spare = []
+        self._spare_params = []
         self.host.release()
 
     def _bind(
         self, state: TrainState, positions: dict[Any, int], local: Sequence[int]
     ) -> list[int]:
-        states, addresses = self.state.records.flat(state), []
+        states = self.state.records.flat(state)
+        addresses = []
         for leaf, index in enumerate(self.state.order):
             arrays = self.state.arrays(states, index) + (
                 [state.pending.grads[leaf]] if state.pending is not None else []
@@ -280,6 +288,6 @@ class HostBinding:
         self._together.do(check)
 
 
-def rest_of(record: RecordSpec) -> Rest:
+def find_rest(record: RecordSpec) -> Rest:
     """Return where a leaf of the state is stored for the host update; None means host memory."""
     return None if record.disk_records is None else OnRecord(record.disk_records.kind, record.leaf)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.device import one_trip, run_loop
-from zerojax.sharding import axes_of, local_elements, place
+from zerojax.sharding import local_elements, parse_axes, place
 from zerojax.state import FlatState, RecordSpec, StateRecords, read_layer, write_layer
 
 Array = jax.Array
@@ -82,7 +82,8 @@ class Pieces:
 
     def shape(self, array: Any) -> tuple[int, ...]:
         """Return the shape of one piece of a split array: [V/K, ...]."""
-        lead, rest = array.shape[: len(self._lead) - 1], array.shape[len(self._lead) :]
+        lead = array.shape[: len(self._lead) - 1]
+        rest = array.shape[len(self._lead) :]
         return (math.prod(lead) * rest[0], *rest[1:])
 
     def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
@@ -124,7 +125,7 @@ class Pieces:
         return place(record.mesh, spec, tier)
 
 
-def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
+def cut_leaf(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
     """Return how an unstacked leaf is cut into pieces, or None if it is moved in full.
 
     It is moved in full in three cases: the link cannot load and store at the same time; there is
@@ -136,25 +137,29 @@ def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pie
       index: index of the unstacked leaf.
       most: maximum number of pieces.
     """
-    leaf, layout = records.leaves[index], records.layout
-    specs, param = records.opt_records((index,)), records.params[index]
+    leaf = records.leaves[index]
+    layout = records.layout
+    specs = records.opt_records((index,))
+    param = records.params[index]
     itemsizes = [
-        layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.states_of((index,))
+        layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.list_state_leaves((index,))
     ]
     if layout.has_master:
         itemsizes = [4, *itemsizes]
     else:  # the parameter is the weight, so it is loaded
-        specs, itemsizes = [*specs, param], [*itemsizes, leaf.dtype.itemsize]
+        specs = [*specs, param]
+        itemsizes = [*itemsizes, leaf.dtype.itemsize]
     loaded = [(r, itemsize) for r, itemsize in zip(specs, itemsizes, strict=True) if r.is_away]
     on_disk = any(r.disk_records is not None for r in (param, *specs))
     if not records.both_ways or len(loaded) < 2 or on_disk or not leaf.shape:
         return None
-    splits = {axes_of(r.spec[0]) for r, _ in loaded}
+    splits = {parse_axes(r.spec[0]) for r, _ in loaded}
     shards = math.prod(records.mesh.shape[axis] for axis in next(iter(splits)))
     if len(splits) > 1 or leaf.shape[0] % shards:
         return None
     smallest = min(itemsize * local_elements(leaf.shape, r.spec, r.mesh) for r, itemsize in loaded)
-    rows, most = leaf.shape[0] // shards, min(most, smallest // LEAST_BYTES)
+    rows = leaf.shape[0] // shards
+    most = min(most, smallest // LEAST_BYTES)
     count = max((n for n in range(1, most + 1) if rows % n == 0), default=1)
     return Pieces(count, shards) if count > 1 else None
 
@@ -184,11 +189,11 @@ def _turns(sizes: Sequence[int]) -> list[list[int]]:
     A turn takes as long as the larger of its load and its store.
     """
 
-    def bytes_of(groups: list[list[int]]) -> int:
+    def sum_bytes(groups: list[list[int]]) -> int:
         filled = [sum(sizes[n] for n in group) for group in groups]
         return sum(max(up, down) for up, down in zip(filled, [*filled[1:], filled[0]], strict=True))
 
-    return min((dealt(sizes, num) for num in range(2, len(sizes) + 1)), key=bytes_of)
+    return min((dealt(sizes, num) for num in range(2, len(sizes) + 1)), key=sum_bytes)
 
 
 class LateTick(Protocol):
@@ -239,13 +244,13 @@ class DuplexResult:
     Attributes:
       states: all leaves of the state; the stacks in host memory are written turn by turn.
       loaded: arrays loaded so far, by position in the record.
-      ends: records of unstacked leaves that the tick stores, by leaf index; `states` lacks them
-        meanwhile.
+      unstacked: records of unstacked leaves that the tick stores, by leaf index; `states` lacks
+        them meanwhile.
     """
 
     states: FlatState
     loaded: dict[int, Array]
-    ends: dict[int, list[Any]]
+    unstacked: dict[int, list[Any]]
 
 
 Pending = list[list[Array]]
@@ -265,7 +270,7 @@ class DuplexTransfer:
         now: LateTick,
         pending: "Pending",
         states: FlatState,
-        ends: Mapping[int, list[Array]] | None = None,
+        unstacked: Mapping[int, list[Array]] | None = None,
     ) -> None:
         """Plan the turns of a tick.
 
@@ -275,16 +280,14 @@ class DuplexTransfer:
           now: the tick.
           pending: records that earlier ticks updated, on the device.
           states: all leaves of the state.
-          ends: updated records of unstacked leaves, on the device, by leaf index; this tick stores
-            them.
+          unstacked: updated records of unstacked leaves, on the device, by leaf index; this tick
+            stores them.
         """
-        self.record, self.now, self.pending, self.states, self.ends = (
-            record,
-            now,
-            pending[0],
-            states,
-            ends or {},
-        )
+        self.record = record
+        self.now = now
+        self.pending = pending[0]
+        self.states = states
+        self.unstacked = unstacked or {}
         self.groups = dealt([a.size * a.dtype.itemsize for a in self.pending], num_groups)
 
     @property
@@ -294,8 +297,8 @@ class DuplexTransfer:
 
     def begin(self) -> DuplexResult:
         """Start the first turn."""
-        states = without_ends(self.record.records, self.states, list(self.ends))
-        return self.turn(0, DuplexResult(states, {}, {i: [] for i in self.ends}))
+        states = without_unstacked(self.record.records, self.states, list(self.unstacked))
+        return self.turn(0, DuplexResult(states, {}, {i: [] for i in self.unstacked}))
 
     def cross(self) -> DuplexResult:
         """Take all turns, one after the other, without overlapping computation."""
@@ -306,22 +309,27 @@ class DuplexTransfer:
 
     def turn(self, number: int, crossed: DuplexResult) -> DuplexResult:
         """Start a turn. The loads and stores of the turns before it must be done."""
-        record, now = self.record, self.now
-        up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
-        loaded, states = record.load(crossed.states, up, now), crossed.states
+        record = self.record
+        now = self.now
+        up = self.groups[number]
+        down = self.groups[(number + self.num_turns // 2) % self.num_turns]
+        loaded = record.load(crossed.states, up, now)
+        states = crossed.states
         if now.stored is not None:
             num = len(self.pending) if now.stores_pieces else record.num_own
             states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
-        return DuplexResult(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
+        return DuplexResult(
+            states, crossed.loaded | loaded, self._start_stores(number, crossed.unstacked)
+        )
 
-    def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    def _start_stores(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
         """Start a turn's share of the stores of unstacked leaves.
 
         XLA starts a store as late as its turn allows.
         """
         each = [
             (i, spec, a)
-            for i, some in self.ends.items()
+            for i, some in self.unstacked.items()
             for spec, a in zip(record_specs(self.record.records, (i,)), some, strict=True)
         ]
         stored = {i: list(arrays) for i, arrays in stored.items()}
@@ -330,9 +338,9 @@ class DuplexTransfer:
                 stored[i].append(spec.store(value))
         return stored
 
-    def states_of(self, crossed: DuplexResult) -> FlatState:
+    def finish_states(self, crossed: DuplexResult) -> FlatState:
         """Return the state after all turns."""
-        return with_unstacked(self.record.records, crossed.states, crossed.ends)
+        return with_unstacked(self.record.records, crossed.states, crossed.unstacked)
 
     def loaded(self, crossed: DuplexResult) -> tuple[list[Array], list[Array]]:
         """Return the loaded arrays of the updated layer, and loaded parameters of a later layer."""
@@ -371,9 +379,14 @@ class LateRecord:
         lowest: int = 0,
     ) -> None:
         """Lay out the arrays of a layer and of the pieces."""
-        self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
-        self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
-        self.num_own, self.places = len(self._specs), dict[int, range]()
+        self.records = records
+        self.part = part
+        self.pieces = pieces or {}
+        self.lowest = lowest
+        self._specs = record_specs(records, part)
+        self.num_opt = len(records.opt_records(part))
+        self.num_own = len(self._specs)
+        self.places = dict[int, range]()
         self._leaf_of = dict[int, int]()
         for i in self.pieces:
             specs = record_specs(records, (i,))
@@ -383,7 +396,8 @@ class LateRecord:
 
     def load(self, states: FlatState, places: Sequence[int], now: LateTick) -> dict[int, Array]:
         """Return the arrays among `places` that a tick loads, on the device, by position."""
-        stacks, loaded = self._stacks(states), dict[int, Array]()
+        stacks = self._stacks(states)
+        loaded = dict[int, Array]()
         for n in places:
             if n >= self.num_own:
                 i = self._leaf_of[n]
@@ -436,8 +450,8 @@ class LateRecord:
 
         A parameter that has a master is not loaded.
         """
-        ends = [len(self.records.opt_records((i,))) for i in self.pieces]
-        return sum(ends) if states.master is not None else len(self._specs)
+        unstacked = [len(self.records.opt_records((i,))) for i in self.pieces]
+        return sum(unstacked) if states.master is not None else len(self._specs)
 
     def piece(self, layer: Array) -> Array:
         """Return the number of the pieces that belong to the tick of a layer."""
@@ -445,7 +459,8 @@ class LateRecord:
 
     def empty(self, states: FlatState, lag: int) -> Pending:
         """Return zeros for the records of the last `lag` ticks that are not stored yet."""
-        stacks, found = self._stacks(states), list[Array]()
+        stacks = self._stacks(states)
+        found = list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
             shape = (
                 stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
@@ -492,29 +507,32 @@ def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int])
 
 
 def with_unstacked(
-    records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]
+    records: StateRecords, states: FlatState, unstacked: Mapping[int, Sequence[Any]]
 ) -> FlatState:
     """Return the state with the records of some unstacked leaves replaced.
 
     Args:
       records: where the state is stored.
       states: all leaves of the state.
-      ends: new arrays in their tiers, by leaf index, in the order of `record_specs`.
+      unstacked: new arrays in their tiers, by leaf index, in the order of `record_specs`.
     """
-    for i, arrays in ends.items():
-        num_opt, params = len(records.opt_records((i,))), list(states.params)
+    for i, arrays in unstacked.items():
+        num_opt = len(records.opt_records((i,)))
+        params = list(states.params)
         params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
         states = records.replace(dataclasses.replace(states, params=params), (i,), arrays[:num_opt])
     return states
 
 
-def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
+def without_unstacked(
+    records: StateRecords, states: FlatState, unstacked: Sequence[int]
+) -> FlatState:
     """Return the state without the records of some leaves.
 
     Their old arrays can then be freed before new ones are made.
     """
     return with_unstacked(
-        records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends}
+        records, states, {i: [None] * len(record_specs(records, (i,))) for i in unstacked}
     )
 
 
@@ -536,7 +554,8 @@ def kept_for_later(
     """
     params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
     if not any(records.params[i].is_away for i in part):  # on the device they are written in place
-        states, params = records.write_params(states, part, layer, params), []
+        states = records.write_params(states, part, layer, params)
+        params = []
     return states, [*(weights if states.master is not None else ()), *opt, *params]
 
 
@@ -563,14 +582,19 @@ def update_piece(
     Returns:
       The states, and the arrays of the piece that a later tick stores.
     """
-    records, pieces, piece = record.records, record.pieces[index], record.piece(crossing.now.layer)
-    loaded, spec = crossing.loaded_piece(crossed, index), records.params[index]
-    num_opt, has_master = len(records.opt_records((index,))), states.master is not None
+    records = record.records
+    pieces = record.pieces[index]
+    piece = record.piece(crossing.now.layer)
+    loaded = crossing.loaded_piece(crossed, index)
+    spec = records.params[index]
+    num_opt = len(records.opt_records((index,)))
+    has_master = states.master is not None
     if not has_master:  # the parameter is the weight
         weight = loaded[num_opt] if spec.is_away else pieces.read(spec, states.params[index], piece)
         loaded = [weight, *loaded[:num_opt]]
     weight, opt = move(pieces.read(records.grads[index], grad, piece), loaded)
-    updated, param = [*([weight] if has_master else []), *opt], records.cast(index, weight)
+    updated = [*([weight] if has_master else []), *opt]
+    param = records.cast(index, weight)
     if spec.is_away:
         return states, [*updated, param]
     params = list(states.params)  # on the device it is written in place
@@ -601,7 +625,8 @@ def update_in_pieces(
     Returns:
       The states, and a zero that is known when this update is done.
     """
-    record, grads = LateRecord(records, (), {index: pieces}), pieces.split(grad)
+    record = LateRecord(records, (), {index: pieces})
+    grads = pieces.split(grad)
     cut = _alone(records, with_pieces(records, states, record.pieces, Pieces.split), index)
     room = record.empty(cut, 1)
     num_groups = len(_turns([a.size * a.dtype.itemsize for a in room[0][: record.num_loaded(cut)]]))
@@ -612,7 +637,7 @@ def update_in_pieces(
         crossing = DuplexTransfer(record, num_groups, now, pending, states)
         crossed = crossing.cross()
         states, updated = update_piece(
-            record, crossing, crossed, index, grads, move, crossing.states_of(crossed)
+            record, crossing, crossed, index, grads, move, crossing.finish_states(crossed)
         )
         return states, [*pending[1:], updated], begin
 
@@ -637,7 +662,9 @@ def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
 
     master = None if states.master is None else only(states.master, [index])
     return FlatState(
-        only(states.params, [index]), master, only(states.opt, records.opt_map.states_of((index,)))
+        only(states.params, [index]),
+        master,
+        only(states.opt, records.opt_map.list_state_leaves((index,))),
     )
 
 

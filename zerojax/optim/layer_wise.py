@@ -45,8 +45,9 @@ from zerojax.optim.leaf_rule import (
     owner_by_path,
     without_branches,
 )
-from zerojax.sharding import STAGES, Spec, axes_of, named
+from zerojax.sharding import STAGES, Spec, named, parse_axes
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
+from zerojax.trees import OptState, Params
 
 logger = logging.getLogger("zerojax")
 
@@ -79,21 +80,22 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
     there = Stay() if move is None else move
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any
+        updates: Any, state: Any, params: Params = None, *, value: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         return rule.update_tree(
             updates, state, params, jnp.float32(0) if value is None else value, there
         )
 
     tx = LayerTransformation(rule.init_tree, update)
-    tx.owners, tx.rule = rule.owners, rule
+    tx.owners = rule.owners
+    tx.rule = rule
     tx.moved = tuple(rule.moved(i) for i in range(len(rule.stacked)))
     return tx
 
 
 def by_layer(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
     stacked: Sequence[bool],
 ) -> optax.GradientTransformation:
@@ -151,7 +153,7 @@ def by_layer(
 
 
 def _traced(
-    tx: optax.GradientTransformation, params: Any, state: Any, update: jex.ClosedJaxpr
+    tx: optax.GradientTransformation, params: Params, state: Any, update: jex.ClosedJaxpr
 ) -> Traced:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     owners = tuple(
@@ -161,7 +163,7 @@ def _traced(
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
 
-def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[bool]) -> None:
+def _check_reads_one_leaf(found: Differences, params: Params, stacked: Sequence[bool]) -> None:
     """Raise ValueError if an optimizer of single leaves reads the shapes of other leaves.
 
     One layer's tree shows it the sizes of one layer, and stacks show it the sizes of all layers. An
@@ -186,7 +188,7 @@ def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[boo
 
 
 def _report_differences(
-    found: Differences, params: Any, stacked: Sequence[bool], fault: str
+    found: Differences, params: Params, stacked: Sequence[bool], fault: str
 ) -> None:
     """Raise ValueError for an optimizer that would treat stacks differently than layers.
 
@@ -225,7 +227,7 @@ def _listed(names: Sequence[str]) -> str:
     return "; ".join(names[:_SHOWN]) + more
 
 
-def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> bool:
+def _is_elementwise(update: jex.ClosedJaxpr, opt_state: OptState, params: Params) -> bool:
     opt_map = map_opt_state(opt_state, params)
     if fault_of_update(update, opt_map, params) is None:
         return True
@@ -246,7 +248,7 @@ def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.Gradie
 
 
 def why_not_by_leaf(
-    tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool]
+    tx: optax.GradientTransformation, params: Params, stacked: Sequence[bool]
 ) -> str | None:
     """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None.
 
@@ -297,15 +299,18 @@ class _ByLayers:
     """Moves values of stacks so that each device holds full leaves of some layers."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.mesh = layout, layout.mesh
+        self.layout = layout
+        self.mesh = layout.mesh
 
     def whole(self, index: int, value: Array) -> Array:
         """Return x[L, D_fsdp, F] as x[L_fsdp, D, F], with L padded to a multiple of the devices."""
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         if not leaf.is_stacked or not any(spec):
             return value
         axes = _axes(spec)
-        layers, devices = value.shape[0], math.prod(self.mesh.shape[a] for a in axes)
+        layers = value.shape[0]
+        devices = math.prod(self.mesh.shape[a] for a in axes)
         rows = -(-layers // devices) * devices
         # Padded with copies and not with zeros, for which a rule might compute NaN.
         copies = [value] * (rows // layers) + ([value[: rows % layers]] if rows % layers else [])
@@ -317,10 +322,12 @@ class _ByLayers:
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[L_fsdp, D, F] as y[L, D_fsdp, F], without the padding."""
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         if not leaf.is_stacked or not any(spec):
             return value
-        axes, at = _axes(spec), _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
+        axes = _axes(spec)
+        at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
         value = _turned(
             value, self.mesh, _path((None, *at), axes)[::-1] if at else [(None,) * value.ndim]
         )
@@ -335,11 +342,13 @@ class Gathered:
 
     def __init__(self, layout: Layout) -> None:
         """Use the shardings of `layout`."""
-        self.layout, self.mesh = layout, layout.mesh
+        self.layout = layout
+        self.mesh = layout.mesh
 
     def whole(self, index: int, value: Array) -> Array:
         """Return x[D_fsdp, F] of parameter leaf `index` as x[D, F]."""
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         if not any(spec):
             return value
         at = _spec_like(spec, leaf.record_shape, value.shape)
@@ -350,7 +359,8 @@ class Gathered:
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[D, F] of parameter leaf `index` as y[D_fsdp, F]."""
         del like
-        spec, leaf = self._spec(index), self.layout.leaves[index]
+        spec = self._spec(index)
+        leaf = self.layout.leaves[index]
         at = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
         return _turned(value, self.mesh, [(None,) * value.ndim, *([at] if at else [])])
 
@@ -362,7 +372,7 @@ class Gathered:
 
 def _axes(spec: Spec) -> list[str]:
     """Return the mesh axes of a spec, in order."""
-    return [axis for entry in spec for axis in axes_of(entry)]
+    return [axis for entry in spec for axis in parse_axes(entry)]
 
 
 def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec | None:
@@ -395,13 +405,14 @@ def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
     Each spec moves one mesh axis, which XLA turns into an all_to_all. If several axes moved at the
     same time, XLA might gather the stack instead.
     """
-    path, here = [spec], list(spec)
+    path = [spec]
+    here = list(spec)
     moved: list[str] = []
     # The last axis of a dim moves first, so that the remaining axes still split that dim.
     for axis in reversed(axes):
         moved = [*moved, axis]
         for d, entry in enumerate(here[1:], 1):
-            rest = tuple(a for a in axes_of(entry) if a != axis)
+            rest = tuple(a for a in parse_axes(entry) if a != axis)
             here[d] = rest[0] if len(rest) == 1 else (rest or None)
         here[0] = tuple(moved) if len(moved) > 1 else moved[0]
         path.append(tuple(here))

@@ -43,9 +43,10 @@ from zerojax.jaxprs import (
     Ref,
     evaluate,
     flatten,
+    list_regions,
     read,
-    regions_of,
 )
+from zerojax.trees import Grads, Params
 
 Array = jax.Array
 Slots = dict[int, Any]
@@ -162,7 +163,8 @@ class LeafRule:
           Number of gathered elements, and number of elements sent back; both are 0 if the update
           runs on shards.
         """
-        phases, shapes = self._phases[index], self._shapes
+        phases = self._phases[index]
+        shapes = self._shapes
         there, back = (
             sum(math.prod(shapes[slot]) for slot in slots) for slots in (phases.there, phases.back)
         )
@@ -179,7 +181,7 @@ class LeafRule:
             shapes.update(zip(i.outs, (a.shape for a in avals), strict=True))
         return shapes
 
-    def states_of(self, index: int) -> tuple[int, ...]:
+    def list_state_leaves(self, index: int) -> tuple[int, ...]:
         """Return the indices of the state leaves that belong to a parameter leaf."""
         return tuple(j for j, owner in enumerate(self.owners) if owner == index)
 
@@ -194,7 +196,7 @@ class LeafRule:
           layers: number of layers in the stack; None for one layer or an unstacked leaf.
         """
         program = self.init
-        outputs = [program.outputs[j] for j in self.states_of(index)]
+        outputs = [program.outputs[j] for j in self.list_state_leaves(index)]
         given = {program.inputs[index]: weight}
         return _run(program.live(outputs), given, {}, outputs, layers)
 
@@ -246,7 +248,7 @@ class LeafRule:
           index: index of the parameter leaf.
           grad: float32 gradient of one layer or of a stack.
           weight: float32 weight of one layer or of a stack.
-          states: one array for each of `states_of(index)`, for one layer or for a stack.
+          states: one array for each of `list_state_leaves(index)`, for one layer or for a stack.
           scalars: values returned by `scalars`.
           layers: number of layers in the stack; None for one layer or an unstacked leaf.
           move: how values reach the devices that hold full leaves.
@@ -255,7 +257,8 @@ class LeafRule:
         at_grads, at_states, at_params = (self._inputs(k) for k in range(3))
         values = {at_grads[index]: grad, at_params[index]: weight}
         values |= {
-            at_states[j]: value for j, value in zip(self.states_of(index), states, strict=True)
+            at_states[j]: value
+            for j, value in zip(self.list_state_leaves(index), states, strict=True)
         }
         values = _advance(phases.before, values, scalars, layers)
         if phases.middle:
@@ -278,39 +281,44 @@ class LeafRule:
 
     def _inputs(self, place: int) -> tuple[int, ...]:
         """Return the slots of the gradients (0), the state (1) or the parameters (2)."""
-        leaves, states = len(self.stacked), len(self.owners)
+        leaves = len(self.stacked)
+        states = len(self.owners)
         start = (0, leaves, leaves + states)[place]
         return self.update.inputs[start : start + (states if place == 1 else leaves)]
 
     @functools.cached_property
     def _phases(self) -> tuple[_Phases, ...]:
-        num, own = len(self.stacked), {i: [] for i in range(len(self.stacked))}
+        num = len(self.stacked)
+        own = {i: [] for i in range(len(self.stacked))}
         for i in self.update.live(self.update.outputs):
             if (leaf := self.leaf_of.get(i.outs[0])) is not None:
                 own[leaf].append(i)
         outputs = [
-            (self.update.outputs[i], *(self.update.outputs[num + j] for j in self.states_of(i)))
+            (
+                self.update.outputs[i],
+                *(self.update.outputs[num + j] for j in self.list_state_leaves(i)),
+            )
             for i in range(num)
         ]
         return tuple(_divided(own[i], out, self.leaf_of) for i, out in enumerate(outputs))
 
     # --- the whole tree ---------------------------------------------------------------------------
 
-    def init_tree(self, params: Any) -> Any:
+    def init_tree(self, params: Params) -> Any:
         """Return the initial state of the full tree; the state of a stack has a layer dim."""
         leaves: list[Any] = [None] * len(self.owners)
         for i, (weight, stacked) in enumerate(
             zip(jax.tree.leaves(params), self.stacked, strict=True)
         ):
             own = self.first_states(i, weight, weight.shape[0] if stacked else None)
-            for j, value in zip(self.states_of(i), own, strict=True):
+            for j, value in zip(self.list_state_leaves(i), own, strict=True):
                 leaves[j] = value
         for j, value in zip(self.shared, self.first_shared(), strict=True):
             leaves[j] = value
         return jax.tree.unflatten(jax.tree.structure(self.layer_state), leaves)
 
     def update_tree(
-        self, grads: Any, state: Any, params: Any, loss: Array, move: Move
+        self, grads: Grads, state: Any, params: Params, loss: Array, move: Move
     ) -> tuple[Any, Any]:
         """Return the updates of the full tree, and the state after them.
 
@@ -321,13 +329,17 @@ class LeafRule:
           loss: f32[], the loss of the step.
           move: how values reach the devices that hold full leaves.
         """
-        before, (weights, tree) = jax.tree.leaves(state), jax.tree.flatten(params)
+        before = jax.tree.leaves(state)
+        (weights, tree) = jax.tree.flatten(params)
         shared = [before[j] for j in self.shared]
-        scalars, updates, after = self.scalars(shared, loss), [], list(before)
+        scalars = self.scalars(shared, loss)
+        updates = []
+        after = list(before)
         for i, (grad, weight, stacked) in enumerate(
             zip(jax.tree.leaves(grads), weights, self.stacked, strict=True)
         ):
-            own, layers = self.states_of(i), weight.shape[0] if stacked else None
+            own = self.list_state_leaves(i)
+            layers = weight.shape[0] if stacked else None
             update, states = self.update_leaf(
                 i, grad, weight, [before[j] for j in own], scalars, layers, move
             )
@@ -365,10 +377,12 @@ class LeafRule:
           New parameters and new states.
         """
         owned = [j for j, owner in enumerate(self.owners) if owner in part]
-        before, after, weights = dict(zip(owned, states, strict=True)), {}, []
+        before = dict(zip(owned, states, strict=True))
+        after = {}
+        weights = []
         scalars = self.scalars(shared, loss)
         for i, grad, weight in zip(part, grads, params, strict=True):
-            own = self.states_of(i)
+            own = self.list_state_leaves(i)
             update, new = self.update_leaf(
                 i, grad, weight, [before[j] for j in own], scalars, None, move
             )
@@ -380,7 +394,9 @@ class LeafRule:
         """Return the initial states of one record, in the order of the state."""
         after: dict[int, Array] = {}
         for i, weight in zip(part, weights, strict=True):
-            after.update(zip(self.states_of(i), self.first_states(i, weight, None), strict=True))
+            after.update(
+                zip(self.list_state_leaves(i), self.first_states(i, weight, None), strict=True)
+            )
         return [after[j] for j in sorted(after)]
 
 
@@ -465,7 +481,8 @@ def _around(equations: set[int], inputs: Sequence[Sequence[int]]) -> tuple[set[i
       equations: numbers of the equations in the set.
       inputs: for each equation, the numbers of the equations whose results it reads.
     """
-    behind, ahead = set(equations), set(equations)
+    behind = set(equations)
+    ahead = set(equations)
     for n, before in enumerate(inputs):
         if not behind.isdisjoint(before):
             behind.add(n)
@@ -503,7 +520,7 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         slots: Slots = dict(zip(program.inputs, args, strict=True))
         for i in program.instructions:
-            regions = regions_of(i.eqn) if i.eqn.primitive.name == "cond" else []
+            regions = list_regions(i.eqn) if i.eqn.primitive.name == "cond" else []
             branches = [region.flatten() for region in regions]
             if not branches or not all(
                 _runs_on_shards(one) for branch in branches for one in branch.instructions
@@ -528,7 +545,7 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 # --- the proof ------------------------------------------------------------------------------------
 
 
-def one_layer(params: Any, stacked: Sequence[bool]) -> Any:
+def one_layer(params: Params, stacked: Sequence[bool]) -> Any:
     """Return the abstract tree of one layer: stacks lose their layer dim."""
     leaves, tree = jax.tree.flatten(params)
     ones = [
@@ -540,7 +557,7 @@ def one_layer(params: Any, stacked: Sequence[bool]) -> Any:
 
 def leaf_rule(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Params,
     stacked: Sequence[bool],
     state: Any,
     closed: jex.ClosedJaxpr,

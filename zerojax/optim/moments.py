@@ -40,6 +40,7 @@ import optax
 
 from zerojax.jaxprs import trace
 from zerojax.state import OptimizerError, map_opt_state
+from zerojax.trees import Params
 
 HIGH = 0xFFFF0000
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
@@ -77,7 +78,7 @@ def keep_in_bfloat16(
       has no array to narrow.
     """
 
-    def init(params: Any) -> RoundedState:
+    def init(params: Params) -> RoundedState:
         leaves, tree = jax.tree.flatten(tx.init(params))
         owners = _narrowed(tx, params)
         if not owners:
@@ -90,10 +91,11 @@ def keep_in_bfloat16(
         return RoundedState(jnp.int32(0), jax.tree.unflatten(tree, leaves))
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
+        updates: Any, state: Any, params: Params = None, **extra: Any
     ) -> tuple[Any, RoundedState]:
         owners = _narrowed(tx, updates if params is None else params)
-        grads, (before, tree) = jax.tree.leaves(updates), jax.tree.flatten(state.inner)
+        grads = jax.tree.leaves(updates)
+        (before, tree) = jax.tree.flatten(state.inner)
         widened = [a.astype(jnp.float32) if j in owners else a for j, a in enumerate(before)]
         updates, inner = optax.with_extra_args_support(tx).update(
             updates, jax.tree.unflatten(tree, widened), params, **extra
@@ -121,7 +123,7 @@ def keep_in_bfloat16(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
+def _narrowed(tx: optax.GradientTransformation, params: Params) -> dict[int, int]:
     """Return {index of a state leaf to store in bfloat16: index of the parameter it mirrors}."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
     program, state = trace(tx.init, abstract)

@@ -31,7 +31,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
 from host_offload.calls import CallbackSite, Calls
-from host_offload.device import driver, link_of
+from host_offload.device import driver, find_link
 from host_offload.host_update import (
     LAG,
     DelayedStep,
@@ -44,9 +44,10 @@ from host_offload.host_update import (
 )
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
-from zerojax.optim.host_state import HostBinding, HostState, rest_of
+from zerojax.optim.host_state import HostBinding, HostState, find_rest
 from zerojax.optim.whole_tree import Update, clip_factor, finish, measure_grads
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
+from zerojax.trees import Grads
 
 Array = jax.Array
 
@@ -106,24 +107,33 @@ class HostUpdate:
           summed: number of microbatches over which the gradients are summed.
           on_disk: where gradients that wait on disk are stored, by leaf index.
         """
-        self.record_update, self.records, self.layout = update, update.records, update.layout
-        self.mesh, self.config = update.mesh, update.layout.config
-        self.stashes, self.on_disk = stashes, on_disk
+        self.record_update = update
+        self.records = update.records
+        self.layout = update.layout
+        self.mesh = update.mesh
+        self.config = update.layout.config
+        self.stashes = stashes
+        self.on_disk = on_disk
         self.state = HostState(self.records, stashes=stashes, on_disk=on_disk)
-        self.params_away, self.needs_weights = self.state.params_away, self.state.needs_weights
-        has_master, order = self.layout.has_master, self.state.order
+        self.params_away = self.state.params_away
+        self.needs_weights = self.state.needs_weights
+        has_master = self.layout.has_master
+        order = self.state.order
         self.rules = [
             HostRule(update, i, self.state.grad_dtype(i), summed, has_master) for i in order
         ]
         # One vector holds the scalars of all kernels: each reads its own slice.
-        start, leaves = 0, []
+        start = 0
+        leaves = []
         for rule, index in zip(self.rules, order, strict=True):
             scalars = slice(start, start + len(rule.crossing))
             start = scalars.stop
             leaves.append(self._leaf(rule, index, scalars))
         disk = self.layout.disk
         self.host = HostLeaves(
-            leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap
+            leaves,
+            find_link(self.mesh.devices.flat[0].platform),
+            None if disk is None else disk.swap,
         )
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
@@ -136,7 +146,8 @@ class HostUpdate:
             )
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
-        weight_on_device, delayed = self.needs_weights, self.config.delayed_update
+        weight_on_device = self.needs_weights
+        delayed = self.config.delayed_update
         states = len(rule.states)
         in_place = self.layout.has_master or not (weight_on_device or delayed)
         # An aliased result is written over its operand. A weight has its own result if it is stored
@@ -149,14 +160,14 @@ class HostUpdate:
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
-            arrays=tuple(rest_of(record) for record in self.state.specs(index)),
+            arrays=tuple(find_rest(record) for record in self.state.specs(index)),
             num_states=states,
             stacked=index in self.layout.blocks,
             weight_on_device=weight_on_device,
             casts=self.layout.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
-            grad=None if stash is None else rest_of(stash),
+            grad=None if stash is None else find_rest(stash),
         )
 
     def parts(self) -> list[LeafGroup]:
@@ -166,7 +177,7 @@ class HostUpdate:
         delayed = self.config.delayed_update
         num_scalars = max(1, sum(len(rule.crossing) for rule in self.rules))
         specs = [LeafGroup(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
-        for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.ends):
+        for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked):
             if not part:
                 continue
             stacked = part[0] in self.layout.blocks
@@ -203,7 +214,7 @@ class HostUpdate:
 
     def _ranges(self) -> list[range]:
         """Return the numbers of the kernels of each stack, then of the unstacked leaves."""
-        parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.ends)
+        parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked)
         return [range(self._first(part), self._first(part) + len(part)) for part in parts if part]
 
     def close(self) -> None:
@@ -304,7 +315,8 @@ class HostUpdate:
         if self.lag:
             before = handed[part[0]]
             handed[part[0]] = before.then(layer, go)
-            layer, go = before.layers[0], before.goes[0]
+            layer = before.layers[0]
+            go = before.goes[0]
         return self._write_layer(states, part, layer, new, go), token, handed
 
     def _write_layer(
@@ -341,14 +353,14 @@ class HostUpdate:
             self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True
         )[1]
 
-    def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
+    def stash_unstacked(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the unstacked leaves in host memory, and return the next token.
 
         Args:
           grads: gradients of the unstacked leaves.
           token: i32[devices], from the previous callback.
         """
-        return self.stash(self.layout.ends, jnp.int32(0), grads, token)
+        return self.stash(self.layout.unstacked, jnp.int32(0), grads, token)
 
     def install(
         self,
@@ -431,15 +443,15 @@ class HostUpdate:
         Returns:
           The states, and the next token.
         """
-        ends = self.layout.ends
-        old = [states.params[i] for i in ends] if self.needs_weights else []
+        unstacked = self.layout.unstacked
+        old = [states.params[i] for i in unstacked] if self.needs_weights else []
         # Each device passes on the shard that it updates: below stage 3 it has the unsharded
         # weight.
         old = [
             jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding)
-            for v, i in zip(old, ends, strict=False)
+            for v, i in zip(old, unstacked, strict=False)
         ]
-        new, token = self._update(states, ends, jnp.int32(0), grads, old, go, scalars, token)
+        new, token = self._update(states, unstacked, jnp.int32(0), grads, old, go, scalars, token)
         for stack in self.layout.stacks:
             if handed and stack.blocks:
                 last = handed[stack.blocks[0]]
@@ -448,10 +460,10 @@ class HostUpdate:
                     states = self._write_layer(
                         states, stack.blocks, last.layers[n], of_layer, last.goes[n]
                     )
-        if self.lag and ends:
-            new, token = self._take(ends, token)
+        if self.lag and unstacked:
+            new, token = self._take(unstacked, token)
         params = list(states.params)
-        for i, value in zip(ends, new, strict=False):
+        for i, value in zip(unstacked, new, strict=False):
             params[i] = self.records.params[i].store(jnp.where(go, value, params[i]))
         return FlatState(params, states.master, states.opt), token
 
@@ -477,7 +489,8 @@ class HostUpdate:
             return [], token
         records = [self.records.grads[i] for i in part]
         results = () if self.params_away else tuple(part)
-        where, operands = [layer, go.astype(jnp.int32)], [*grads, *old]
+        where = [layer, go.astype(jnp.int32)]
+        operands = [*grads, *old]
         if self.lag:
             assert self.binding.queued is not None
             queued = functools.partial(self.binding.queued.update, first=self._first(part))
@@ -604,15 +617,19 @@ class HostUpdate:
 def update_on_host(host: HostUpdate) -> Update:
     """Return the update of a resident step whose optimizer runs on the host."""
 
-    def update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
-        config, records = host.config, host.records
+    def update(
+        state: TrainState, value: Array, grads: Grads
+    ) -> tuple[TrainState, dict[str, Array]]:
+        config = host.config
+        records = host.records
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         measured = measure_grads(config, state, grads, host.record_update.unused)
-        norm, ok = measured.norm, measured.finite
+        norm = measured.norm
+        ok = measured.finite
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
-        scalars = host.scalars(records.shared_of(states), value, factor, scale)
+        scalars = host.scalars(records.list_shared(states), value, factor, scale)
         grads = [
             g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))
         ]  # exact: cast up before

@@ -136,7 +136,8 @@ def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | N
       program: the traced update, a function of (grads, state, params, loss).
       count: index of the schedule's count in the state.
     """
-    num_params, num_states = len(layout.leaves), len(layout.opt_map.leaves)
+    num_params = len(layout.leaves)
+    num_states = len(layout.opt_map.leaves)
     start = program.inputs[num_params + count]
     others = program.reached(slot for slot in program.inputs if slot != start)
     scalars = program.reached([start]) - others

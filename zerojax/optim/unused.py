@@ -31,7 +31,8 @@ def unused_grads(update: jex.ClosedJaxpr, num_grads: int) -> frozenset[int]:
     program = flatten(update.jaxpr, update.consts)
     after = program.outputs[num_grads:]
     state = program.inputs[num_grads : num_grads + len(after)]
-    wanted, is_known = list(program.outputs[:num_grads]), [False] * len(state)
+    wanted = list(program.outputs[:num_grads])
+    is_known = [False] * len(state)
     while True:
         used = {ref for ref in wanted if isinstance(ref, int)}
         used.update(slot for i in program.live(wanted) for slot in i.reads)

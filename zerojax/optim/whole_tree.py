@@ -29,12 +29,13 @@ from zerojax.optim.unused import unused_grads, used
 from zerojax.precision import LossScaling, update_loss_scale
 from zerojax.sharding import STAGES
 from zerojax.state import Layout, TrainState, call_update
+from zerojax.trees import Grads, OptState, Params
 
 Values = TypeVar("Values")
 """A tree of arrays."""
 
 
-def global_norm(grads: Any) -> jax.Array:
+def global_norm(grads: Grads) -> jax.Array:
     """Return the Euclidean norm over all leaves and shards: f32[]."""
     # In float32, whatever the dtype of the gradients: squares would overflow in float16, and sums
     # would lose terms in bfloat16.
@@ -90,14 +91,14 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
       tx: the optimizer.
       layout: layout of the program's state.
     """
-    config, stage, apply = layout.config, STAGES[layout.config.stage], _update_of(tx, layout)
-    grads_at, unused = (
-        layout.param_shardings(stage.opt_state),
-        unused_grads(layout.update_jaxpr, len(layout.leaves)),
-    )
+    config = layout.config
+    stage = STAGES[layout.config.stage]
+    apply = _build_update(tx, layout)
+    grads_at = layout.param_shardings(stage.opt_state)
+    unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(
-        state: TrainState, value: jax.Array, grads: Any
+        state: TrainState, value: jax.Array, grads: Grads
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         measured = measure_grads(config, state, grads, unused)
         old = state.params if state.master is None else state.master
@@ -134,7 +135,9 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     return update
 
 
-def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[..., tuple[Any, Any]]:
+def _build_update(
+    tx: optax.GradientTransformation, layout: Layout
+) -> Callable[..., tuple[Any, Any]]:
     """Return `apply(grads, opt_state, weights, loss) -> (updates, opt_state)`.
 
     The optimizer was traced over the same shapes when the layout was built. That trace is reused
@@ -145,7 +148,7 @@ def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[...
         return partial(call_update, tx)
     run = jex.jaxpr_as_fun(layout.update_jaxpr)
 
-    def apply(grads: Any, opt_state: Any, weights: Any, loss: jax.Array) -> tuple[Any, Any]:
+    def apply(grads: Grads, opt_state: OptState, weights: Any, loss: jax.Array) -> tuple[Any, Any]:
         leaves = run(*jax.tree.leaves((grads, opt_state, weights, loss)))
         tree = jax.tree.structure((grads, opt_state))
         return jax.tree.unflatten(tree, leaves)
@@ -183,7 +186,7 @@ class MeasuredGrads:
 
 
 def measure_grads(
-    config: ZeroConfig, state: TrainState, grads: Any, unused: frozenset[int]
+    config: ZeroConfig, state: TrainState, grads: Grads, unused: frozenset[int]
 ) -> MeasuredGrads:
     """Return the norm of the gradients, and the factors that the update multiplies them by.
 
@@ -206,9 +209,9 @@ def measure_grads(
 
 def finish(
     state: TrainState,
-    params: Any,
+    params: Params,
     master: Any,
-    opt_state: Any,
+    opt_state: OptState,
     value: jax.Array,
     norm: jax.Array,
     finite: jax.Array,

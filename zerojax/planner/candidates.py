@@ -117,7 +117,8 @@ class Space:
         """Return the choices of a field, the plainest first."""
         if name in self.fixed:
             return [self.fixed[name]]
-        layered, several = self.workload.is_layered, self.grid.fsdp > 1
+        layered = self.workload.is_layered
+        several = self.grid.fsdp > 1
         host = [tier for tier in TIERS if tier in self.tiers]
         found: dict[str, list[Any]] = {
             "stage": [3, 2, 1, 0] if several else [3],
@@ -188,7 +189,8 @@ class Space:
 
     def _details(self, first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield `first` extended by all combinations of the remaining fields."""
-        stage, opt_state = first["stage"], first["opt_state"]
+        stage = first["stage"]
+        opt_state = first["opt_state"]
         of_layers = first["activations"] in _STEPS or bool(first.get("offloaded_names"))
         is_away = of_layers or {first["params"], first["grads"], opt_state} != {"device"}
         names = (FRACTION, "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
@@ -272,13 +274,14 @@ class Bound:
 
     def __init__(self, space: Space) -> None:
         """Precompute sums over the layers of a space's workload."""
-        self.space, self.figures = space, space.machine.figures
+        self.space = space
+        self.figures = space.machine.figures
         work = space.workload
         precision = space.fixed.get("precision", "fp32")
         self.master = 4 if PRECISIONS[precision].has_master else 0
         self.itemsize = 2 if self.master else 4
-        self.blocks = float(work.elements - work.end_elements)
-        self.ends = work.embed + work.head + work.embed_backward
+        self.blocks = float(work.elements - work.unstacked_elements)
+        self.unstacked_seconds = work.embed + work.head + work.embed_backward
         self.forward = sum(s.num_layers * s.forward for s in work.stacks)
         self.backward = {m: sum(s.num_layers * s.backward[m] for s in work.stacks) for m in MODES}
         self.x = sum(s.num_layers * s.x_bytes for s in work.stacks)
@@ -296,12 +299,10 @@ class Bound:
 
         It counts parameters, optimizer state and saved activations.
         """
-        work, row, n, kept = (
-            self.space.workload,
-            STAGES[fields["stage"]],
-            self.space.grid.fsdp,
-            fields["activations"],
-        )
+        work = self.space.workload
+        row = STAGES[fields["stage"]]
+        n = self.space.grid.fsdp
+        kept = fields["activations"]
         least: dict[str, float] = dict.fromkeys(TIERS, 0.0)
         least[fields["params"]] += work.elements * self.itemsize / (n if row.params else 1)
         moved = (
@@ -338,8 +339,10 @@ class Bound:
 
     def seconds(self, fields: Mapping[str, Any]) -> float:
         """Return the seconds that no schedule can beat."""
-        space, work = self.space, self.space.workload
-        n, row = space.grid.fsdp, STAGES[fields["stage"]]
+        space = self.space
+        work = self.space.workload
+        n = space.grid.fsdp
+        row = STAGES[fields["stage"]]
         kept = fields["activations"]
         mode = kept if kept in MODES else CHECKPOINTED
         option = self._option(fields)
@@ -347,7 +350,7 @@ class Bound:
         backward = self.backward[mode] if isinstance(kept, str) else min(self.backward.values())
         if option is not None:
             backward = self.backward["save"] + work.num_layers * option.seconds
-        compute = self.ends + self.forward + backward
+        compute = self.unstacked_seconds + self.forward + backward
         share = 1 / n if row.opt_state else 1.0
         on_host = fields["update_on"] == "host"
         compute += 0.0 if on_host else work.elements * share * work.update
@@ -358,25 +361,30 @@ class Bound:
         params = self.blocks * self.itemsize * (1 / n if row.params else 1.0)
         up = down = read = write = 0.0
         if fields["params"] != "device":
-            up, down = up + 2 * params, down + (0.0 if on_host else params)
+            up = up + 2 * params
+            down = down + (0.0 if on_host else params)
             if fields["params"] == "nvme":
-                read, write = read + 2 * params, write + params
+                read = read + 2 * params
+                write = write + params
         if fields["opt_state"] != "device":
             moved = state * (1 - fields["opt_state_device_fraction"])
             if not on_host:
-                up, down = up + moved, down + moved
+                up = up + moved
+                down = down + moved
             if fields["opt_state"] == "nvme":
-                read, write = read + moved, write + moved
+                read = read + moved
+                write = write + moved
         if option is not None:
-            up, down = (
-                up + work.num_layers * option.host_bytes,
-                down + work.num_layers * option.host_bytes,
-            )
+            up = up + work.num_layers * option.host_bytes
+            down = down + work.num_layers * option.host_bytes
         elif isinstance(kept, str) and kept not in MODES:
-            up, down = up + self.x, down + self.x
+            up = up + self.x
+            down = down + self.x
             if kept == "nvme":
-                read, write = read + self.x, write + self.x
-        link_up, link_down = self._rate("link_up"), self._rate("link_down")
+                read = read + self.x
+                write = write + self.x
+        link_up = self._rate("link_up")
+        link_down = self._rate("link_down")
         share_of_disk = space.machine.devices_per_node
         disk = (
             max(

@@ -15,8 +15,12 @@ from typing import NamedTuple
 
 from host_offload.schedule import COLOURS
 
-WIDTH, LEFT, RIGHT, EDGE = 1200, 110, 1020, 16
-CHAR, ROW = 7.2, 26
+WIDTH = 1200
+LEFT = 110
+RIGHT = 1020
+EDGE = 16
+CHAR = 7.2
+ROW = 26
 """Width of a 12 px character and height of a row, in pixels."""
 DARK, GREY, LIGHT = "#222", "#666", "#ddd"
 KINDS: Mapping[str, str] = MappingProxyType(
@@ -79,7 +83,14 @@ def element(name: str, *inside: str, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> str:
-    """Return a text element whose baseline is at y."""
+    """Return an SVG text element.
+
+    Args:
+      x: left end of the text, in pixels.
+      y: baseline of the text, in pixels.
+      words: text, which is escaped here.
+      **attributes: attributes, as in `element`.
+    """
     return element("text", html.escape(words), x=float(x), y=float(y), **attributes)
 
 
@@ -100,7 +111,15 @@ def box(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
-    """Return a straight line from (x1, y1) to (x2, y2)."""
+    """Return a straight line from (x1, y1) to (x2, y2), in pixels.
+
+    Args:
+      x1: horizontal position of the first end.
+      y1: vertical position of the first end.
+      x2: horizontal position of the second end.
+      y2: vertical position of the second end.
+      **attributes: attributes, as in `element`; the line is light grey unless they say otherwise.
+    """
     return element(
         "path", d=f"M{x1:.6g} {y1:.6g}L{x2:.6g} {y2:.6g}", **{"stroke": LIGHT, **attributes}
     )
@@ -116,7 +135,7 @@ def fits(words: str, width: float) -> bool:
     return len(words) * CHAR + 4 <= width
 
 
-def rows_of(words: str, width: float, size: float = 12) -> list[str]:
+def wrap_text(words: str, width: float, size: float = 12) -> list[str]:
     """Return a text wrapped to rows of a width in pixels."""
     return textwrap.wrap(words, max(1, int(width / (CHAR * size / 12)))) or [""]
 
@@ -140,11 +159,14 @@ def in_order(kinds: Iterable[str]) -> list[str]:
 
 def legend(kinds: Iterable[str]) -> tuple[list[str], float]:
     """Return the elements of a colour legend, from y = 0 downwards, and its height in pixels."""
-    body, x, y = list[str](), float(LEFT), 0.0
+    body = list[str]()
+    x = float(LEFT)
+    y = 0.0
     for kind in in_order(kinds):
         width = 40 + len(kind) * CHAR
         if x + width > WIDTH - EDGE:
-            x, y = float(LEFT), y + 22
+            x = float(LEFT)
+            y = y + 22
         body.append(box(x, y, 14, 14, fill=colour(kind), stroke="#555"))
         body.append(text(x + 20, y + 11.5, kind))
         x += width

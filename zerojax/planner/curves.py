@@ -18,7 +18,8 @@ from zerojax.planner.charts import DARK, GREY, LEFT, Part, element, line, number
 MULTIPLES = tuple(2.0 ** (n / 4) for n in range(-12, 13))
 """Multiples of the machine's bandwidth at which a curve is computed."""
 _TICKS = {2.0**n: f"x{2**n}" if n >= 0 else f"x1/{2**-n}" for n in range(-3, 4)}
-WIDE, HIGH = 560, 220
+WIDE = 560
+HIGH = 220
 """Width and height of the chart in pixels."""
 
 
@@ -40,7 +41,9 @@ _COLOURS = {"link": "#1f6fb4", "disk": "#c2571a"}
 _WAYS = {"link": ("up", "down"), "disk": ("read", "write")}
 
 
-def curves_of(time: StepTime, wires: Wires, seconds_with: Callable[[Wires], float]) -> list[Curve]:
+def build_curves(
+    time: StepTime, wires: Wires, seconds_with: Callable[[Wires], float]
+) -> list[Curve]:
     """Return a curve for each of link and disk that the step uses; the other is unchanged."""
     curves = list[Curve]()
     for name, ways in _WAYS.items():
@@ -59,7 +62,8 @@ def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires]
       seconds_with: function that returns the seconds of the step with other wires.
     """
     heading = "Efficiency by bandwidth"
-    curves, compute = curves_of(time, wires, seconds_with), time.busy["compute"]
+    curves = build_curves(time, wires, seconds_with)
+    compute = time.busy["compute"]
     if not curves:
         return Part(
             heading,
@@ -97,7 +101,8 @@ def draw_efficiency(time: StepTime, wires: Wires, seconds_with: Callable[[Wires]
 
 def _x(multiple: float) -> float:
     """Return the x position of a multiple of the bandwidth, on a logarithmic axis."""
-    low, high = MULTIPLES[0], MULTIPLES[-1]
+    low = MULTIPLES[0]
+    high = MULTIPLES[-1]
     return LEFT + WIDE * math.log(multiple / low) / math.log(high / low)
 
 
@@ -108,7 +113,8 @@ def _y(share: float) -> float:
 
 def _axes(curves: list[Curve]) -> list[str]:
     """Return the grid with its labels: percent at the left, multiples and bandwidths below."""
-    body, foot = list[str](), _y(0.0)
+    body = list[str]()
+    foot = _y(0.0)
     for percent in range(0, 101, 25):
         y = _y(percent / 100)
         body += [
@@ -141,7 +147,9 @@ def _key(curves: list[Curve], time: StepTime) -> list[str]:
 
     It has this machine's dot, each curve's rates, and the result at twice these rates.
     """
-    x, y, compute = LEFT + WIDE + 40, 26.0, time.busy["compute"]
+    x = LEFT + WIDE + 40
+    y = 26.0
+    compute = time.busy["compute"]
     dot = element("circle", cx=x + 12, cy=y - 4, r=5, fill=DARK)
     words = (
         f"this machine: {number(time.seconds)} s a step, {compute / time.seconds:.1%}; "

@@ -56,7 +56,7 @@ _WORK = {
     "gradients": "grads",
     "parameters": "params",
 }
-_ENDS = "embedding, head"
+_UNSTACKED = "embedding, head"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class Box:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds that are moved or computed, as keys of `KINDS`."""
-        return tuple(dict.fromkeys(kind for label in self.labels for kind in kinds_of(label)))
+        return tuple(dict.fromkeys(kind for label in self.labels for kind in parse_kinds(label)))
 
     @property
     def name(self) -> str:
@@ -103,22 +103,23 @@ class Box:
         return "; ".join(self.labels) + layers
 
 
-def kinds_of(label: str) -> tuple[str, ...]:
+def parse_kinds(label: str) -> tuple[str, ...]:
     """Return the kinds that a label's work moves or computes: keys of `KINDS`, or other kinds."""
     first, _, rest = label.partition(" ")
     if first in _MOVES:
-        return tuple(_ENDS if kind == "ends" else kind for kind in rest.split(", "))
-    return (_WORK.get(label, _ENDS),)
+        return tuple(_UNSTACKED if kind == "unstacked" else kind for kind in rest.split(", "))
+    return (_WORK.get(label, _UNSTACKED),)
 
 
-def boxes_of(spans: Iterable[Span], grain: float) -> list[Box]:
+def build_boxes(spans: Iterable[Span], grain: float) -> list[Box]:
     """Return the boxes of one lane's spans; `grain` is the seconds per pixel."""
     boxes = list[Box]()
     for span in sorted(spans, key=lambda span: span.start):
         if boxes and _joins(boxes[-1], span, grain):
             boxes[-1] = boxes[-1].with_(span)
         else:
-            seconds, layers = span.stop - span.start, (span.layer, span.layer)
+            seconds = span.stop - span.start
+            layers = (span.layer, span.layer)
             boxes.append(
                 Box(
                     lane=span.lane,
@@ -145,7 +146,9 @@ def draw_step(time: StepTime) -> Part:
     """
     stop = max([time.seconds, *(span.stop for span in time.spans)])
     scale = (RIGHT - LEFT) / stop
-    lanes = {lane: boxes_of([s for s in time.spans if s.lane == lane], 1 / scale) for lane in LANES}
+    lanes = {
+        lane: build_boxes([s for s in time.spans if s.lane == lane], 1 / scale) for lane in LANES
+    }
     lanes = {lane: boxes for lane, boxes in lanes.items() if boxes}
     body, top = legend(kind for boxes in lanes.values() for box in boxes for kind in box.kinds)
     headings, top = _headings([phase for phase in time.phases if phase.seconds > 0], scale, top + 4)
@@ -180,10 +183,13 @@ def _headings(phases: Sequence[PhaseTime], scale: float, top: float) -> tuple[li
     Each heading has a line down to the start of its part. A heading that starts below another one
     moves down a row, so that its line does not cross that heading.
     """
-    placed, lines, words = list[tuple[int, float]](), list[tuple[float, float]](), list[str]()
+    placed = list[tuple[int, float]]()
+    lines = list[tuple[float, float]]()
+    words = list[str]()
     for phase in phases:
         heading = f"{phase.name} {number(phase.seconds)} s, bound by {phase.bound_by}"
-        begin, width = LEFT + phase.start * scale, len(heading) * CHAR
+        begin = LEFT + phase.start * scale
+        width = len(heading) * CHAR
         x = min(begin + 4, WIDTH - EDGE - width)
         row = max((1 + row for row, end in placed if end > min(x, begin)), default=0)
         placed.append((row, x + width + 8))
@@ -235,12 +241,12 @@ def _lane(
 
 def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
     """Return one element per colour for narrow boxes."""
-    outlines, labels = (
-        collections.defaultdict[str, list[str]](list),
-        collections.defaultdict[str, dict[str, None]](dict),
-    )
+    outlines = collections.defaultdict[str, list[str]](list)
+    labels = collections.defaultdict[str, dict[str, None]](dict)
     for one in boxes:
-        x, width, stripe = LEFT + one.start * scale, one.seconds * scale, TALL / len(one.kinds)
+        x = LEFT + one.start * scale
+        width = one.seconds * scale
+        stripe = TALL / len(one.kinds)
         for i, kind in enumerate(one.kinds):
             outlines[kind].append(
                 f"M{x:.6g} {i * stripe:.4g}h{width:.4g}v{stripe:.4g}h-{width:.4g}z"
@@ -265,7 +271,9 @@ def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
 
 def _wide_box(one: Box, scale: float) -> list[str]:
     """Return a box: its tooltip, a stripe for each kind, and its name if that fits."""
-    x, width, stripe = LEFT + one.start * scale, one.seconds * scale, TALL / len(one.kinds)
+    x = LEFT + one.start * scale
+    width = one.seconds * scale
+    stripe = TALL / len(one.kinds)
     tooltip = (
         f"{one.lane}: {one.name}, {number(one.start)} s to {number(one.stop)} s, "
         f"{number(one.seconds)} s of work"

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from host_offload.tiers import TIERS
 from zerojax.costs import Estimate, StepTime
-from zerojax.machines import size_of
+from zerojax.machines import format_bytes
 from zerojax.planner.charts import (
     DARK,
     EDGE,
@@ -31,8 +31,8 @@ from zerojax.planner.charts import (
     in_order,
     legend,
     line,
-    rows_of,
     text,
+    wrap_text,
 )
 from zerojax.planner.curves import draw_efficiency
 from zerojax.planner.lanes import draw_step
@@ -79,8 +79,13 @@ def draw_plan(plan: Drawable) -> str:
 
 
 def draw_parts(title: str, parts: Sequence[Part]) -> str:
-    """Return parts, one below the other with headings, as a standalone SVG document."""
-    titles = rows_of(title, WIDTH - 2 * EDGE, size=16) if title else []
+    """Return parts, one below the other with headings, as a standalone SVG document.
+
+    Args:
+      title: title above the parts; empty for none.
+      parts: drawings with their headings.
+    """
+    titles = wrap_text(title, WIDTH - 2 * EDGE, size=16) if title else []
     body = [
         text(EDGE, 30 + 20 * n, row, font_size=16, font_weight="bold")
         for n, row in enumerate(titles)
@@ -111,7 +116,7 @@ def draw_parts(title: str, parts: Sequence[Part]) -> str:
     )
 
 
-def page_of(plan: Drawable) -> str:
+def build_page(plan: Drawable) -> str:
     """Return a plan as a standalone HTML page: the SVG, and `str(plan)` below it."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
@@ -163,7 +168,7 @@ def _bar(tier: str, kinds: Mapping[str, int], had: float | None) -> list[str]:
     x = float(LEFT)
     for kind in in_order(kind for kind, n in kinds.items() if n):
         width = kinds[kind] * scale
-        words = f"{kind} {size_of(kinds[kind])}"
+        words = f"{kind} {format_bytes(kinds[kind])}"
         body.append(
             box(
                 x,
@@ -183,5 +188,5 @@ def _bar(tier: str, kinds: Mapping[str, int], had: float | None) -> list[str]:
     if had is not None:
         at = LEFT + had * scale
         body.append(line(at, -4, at, BAR + 4, class_="capacity", stroke="#b00", stroke_width=2))
-    of = "" if had is None else f" of {size_of(had)}"
-    return [*body, text(RIGHT + 12, 15, size_of(used) + of)]
+    of = "" if had is None else f" of {format_bytes(had)}"
+    return [*body, text(RIGHT + 12, 15, format_bytes(used) + of)]

@@ -47,25 +47,26 @@ from zerojax.costs import (
     Grid,
     Sizes,
     Workload,
+    build_grid,
     buildable_of_sizes,
-    grid_of,
     why_no_program,
     workload_of_model,
     workload_of_sizes,
 )
 from zerojax.given import as_integer, as_number
-from zerojax.machines import Machine, machine_of, probe, size_of
+from zerojax.machines import Machine, format_bytes, machine_of, probe
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory, steps_of_program
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import MIN_GAIN, SEARCHED, Space
 from zerojax.planner.plans import Plan, PlanError, RunnerUp, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
-from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
+from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, compute_limits
 from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
+from zerojax.trees import Batch
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5
@@ -82,7 +83,7 @@ def plan(
     model: Model | LayeredModel | Sizes,
     tx: optax.GradientTransformation | None = None,
     mesh: Mesh | Mapping[str, int] | None = None,
-    batch: Any = None,
+    batch: Batch = None,
     machine: Machine | str | None = None,
     *,
     fixed: Mapping[str, Any] | None = None,
@@ -139,7 +140,8 @@ def plan(
 @contextlib.contextmanager
 def _told_once() -> Iterator[None]:
     """Log each warning only once, since a plan lays out the same model for many configs."""
-    told, logger = set[str](), logging.getLogger("zerojax")
+    told = set[str]()
+    logger = logging.getLogger("zerojax")
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -158,7 +160,7 @@ def auto(
     model: Model | LayeredModel,
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    batch: Any,
+    batch: Batch,
     machine: Machine | str | None = None,
     *,
     axes: Axes | None = None,
@@ -190,7 +192,7 @@ class Planner:
         model: Any,
         tx: Any,
         mesh: Any,
-        batch: Any,
+        batch: Batch,
         machine: Machine | str | None,
         fixed: Mapping[str, Any] | None,
         min_disk_days: float | None,
@@ -199,13 +201,14 @@ class Planner:
     ) -> None:
         """Check the arguments and trace the model; they are the arguments of `plan`."""
         _check_arguments(fixed, min_disk_days, tiles)
-        self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
+        self.model = model
+        self.tx = tx
+        self.batch = batch
+        self.fixed = dict(fixed or {})
         self.tiles = tuple(int(n) for n in tiles or _TILES)
-        self.is_sizes, self.notes, self.rounds_moments = (
-            isinstance(model, Sizes),
-            list[str](),
-            rounds_moments,
-        )
+        self.is_sizes = isinstance(model, Sizes)
+        self.notes = list[str]()
+        self.rounds_moments = rounds_moments
         self._check(mesh)
         self.mesh: Mesh | None = None if self.is_sizes else mesh
         self.shares_cores = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
@@ -304,12 +307,13 @@ class Planner:
 
     def _grid(self, mesh: Any) -> Grid:
         if self.mesh is not None:
-            return grid_of(self.mesh)
+            return build_grid(self.mesh)
         if mesh is not None and not isinstance(mesh, Mapping):
             raise ValueError(
                 f"mesh={mesh!r}: for Sizes, pass axis sizes by name, such as {{'fsdp': 8}}"
             )
-        devices, axes = self.machine.devices, dict(mesh or {})
+        devices = self.machine.devices
+        axes = dict(mesh or {})
         if unknown := sorted(set(axes) - set(Grid._fields)):
             raise ValueError(
                 f"mesh has unknown axes {unknown}: choose from {', '.join(Grid._fields)}"
@@ -351,7 +355,8 @@ class Planner:
 
         They are checked here because no program may be built that would report them.
         """
-        work, config = self.workload, self.base
+        work = self.workload
+        config = self.base
         if work.rows % config.num_microbatches:
             raise ValueError(
                 f"num_microbatches={config.num_microbatches} does not divide the {work.rows} rows "
@@ -379,7 +384,7 @@ class Planner:
     @property
     def limits(self) -> Limits:
         """Bytes that one device may use, and the required life of the disk."""
-        limits = limits_of(self.machine, self.shares_cores, self.min_disk_days)
+        limits = compute_limits(self.machine, self.shares_cores, self.min_disk_days)
         return dataclasses.replace(limits, device=self.less * limits.device)
 
     # --- the search -------------------------------------------------------------------------------
@@ -389,7 +394,8 @@ class Planner:
         made = self._plan()
         if not validate:
             return made
-        most, compiled = self.machine.need("device_bytes"), None
+        most = self.machine.need("device_bytes")
+        compiled = None
         for _ in range(_MOST_COMPILED):
             compiled = validated(made, self.model, self.tx, self.mesh, self.batch)
             made = dataclasses.replace(made, validated=compiled)
@@ -401,7 +407,7 @@ class Planner:
             made = self._plan()
         assert compiled is not None
         raise PlanError(
-            f"no compiled step fits {self.machine.name}: {compiled}, of {size_of(most)}",
+            f"no compiled step fits {self.machine.name}: {compiled}, of {format_bytes(most)}",
             "device",
             compiled.device_bytes,
             most,
@@ -444,7 +450,8 @@ class Planner:
     def space(self, fixed: Mapping[str, Any] | None = None) -> Space:
         """Return the choices; notes record what is left out because a figure is missing."""
         fixed = self.fixed if fixed is None else fixed
-        tiers, allowed = self._tiers(fixed), dict[str, list[Any]]()
+        tiers = self._tiers(fixed)
+        allowed = dict[str, list[Any]]()
         if "host_kernel" not in self.machine.figures and fixed.get("update_on") != "host":
             allowed["update_on"] = ["device"]
             self._note("update_on='host' is not considered: the machine lacks host_kernel")
@@ -470,7 +477,9 @@ class Planner:
 
         Raises ValueError if a fixed field needs a tier whose figures the machine lacks.
         """
-        figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
+        figures = self.machine.figures
+        tiers = ["device"]
+        asked = _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
         host = ("host_bytes", *link)
         # Records in flight to and from the disk are in host memory buffers, so nvme needs host
@@ -488,9 +497,8 @@ class Planner:
             else:
                 tiers.append(tier)
                 if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
-                    self._note(
-                        f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}"
-                    )
+                    rate = format_bytes(self.machine.need("disk_both"))
+                    self._note(f"disk_both, {rate}/s, is {BOTH_ASSUMED}")
         return tuple(tiers)
 
     def _need(self, tier: str, missing: Sequence[str], fixed: Mapping[str, Any]) -> None:
@@ -593,8 +601,10 @@ class Planner:
 
     def made(self, search: Search, best: Found) -> Plan:
         """Return the plan for the config that a search settled on."""
-        tally, work = search.tally, self.workload
-        of_best, moved = best.estimate, best.estimate.moved
+        tally = search.tally
+        work = self.workload
+        of_best = best.estimate
+        moved = best.estimate.moved
         per = self.machine.devices_per_node
         others = [f for f in search.found if f is not best][:_TOLD]
         text = (
@@ -605,7 +615,8 @@ class Planner:
             + (f"; layers by {tally.solver}" if tally.solver else "")
         )
         bytes_by_tier = of_best.bytes if best.exact is None else best.exact.bytes
-        read, written = moved["read"], moved["write"]
+        read = moved["read"]
+        written = moved["write"]
         if best.exact is not None and best.exact.swapped is not None:
             read, written = best.exact.swapped
         config = best.config
@@ -688,7 +699,8 @@ class Planner:
     def _tried(self, change: Change) -> tuple[Search, Found | None]:
         """Return the search with a changed request, and the config that it settled on."""
         other = copy.copy(self)
-        other.notes, other.machine = [], dataclasses.replace(self.machine, **change.figures)
+        other.notes = []
+        other.machine = dataclasses.replace(self.machine, **change.figures)
         other.fixed = {
             name: value for name, value in self.fixed.items() if name != change.without
         } | dict(change.fixed)
@@ -724,7 +736,8 @@ def _with_both(machine: Machine) -> Machine:
 
     It is assumed to be the lower of the rates of reads alone and of writes alone.
     """
-    read, write = machine.disk_read, machine.disk_write
+    read = machine.disk_read
+    write = machine.disk_write
     if (
         read is None
         or write is None

@@ -12,9 +12,9 @@ from typing import Any
 from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import LANES, Estimate, Grid, StepTime
-from zerojax.machines import Machine, size_of
+from zerojax.machines import Machine, format_bytes
 from zerojax.planner.candidates import MIN_GAIN
-from zerojax.planner.pictures import draw_plan, page_of
+from zerojax.planner.pictures import build_page, draw_plan
 
 TRACED = ("compute", "up", "down", "read", "write")
 """Lanes that a trace of swapping shows next to the measured moves."""
@@ -43,7 +43,9 @@ class PlanError(ValueError):
           had: bytes, or days, that are available.
         """
         super().__init__(message)
-        self.tier, self.needed, self.had = tier, needed, had
+        self.tier = tier
+        self.needed = needed
+        self.had = had
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +90,8 @@ class Validated:
         """Return the compiled and the planned device bytes as text."""
         off = self.planned_bytes / self.device_bytes - 1
         return (
-            f"compiled: {size_of(self.device_bytes)} per device, "
-            f"planned {size_of(self.planned_bytes)} ({off:+.1%})"
+            f"compiled: {format_bytes(self.device_bytes)} per device, "
+            f"planned {format_bytes(self.planned_bytes)} ({off:+.1%})"
         )
 
 
@@ -286,14 +288,16 @@ class Plan:
             kinds = {kind: n for kind, n in self.bytes[tier].items() if n}
             if kinds:
                 had = self.capacity[tier]
-                of = "" if had is None else f" of {size_of(had)}"
+                of = "" if had is None else f" of {format_bytes(had)}"
                 parts = ", ".join(
-                    f"{kind} {size_of(n)}"
+                    f"{kind} {format_bytes(n)}"
                     for kind, n in sorted(kinds.items(), key=lambda item: -item[1])
                 )
-                rows.append(f"  {tier:<11} {size_of(sum(kinds.values()))}{of} a device: {parts}")
+                rows.append(
+                    f"  {tier:<11} {format_bytes(sum(kinds.values()))}{of} a device: {parts}"
+                )
         rows.append(
-            f"  peak        {size_of(self.peak_bytes)} per device, including working memory; "
+            f"  peak        {format_bytes(self.peak_bytes)} per device, including working memory; "
             "estimated"
         )
         for name, moved in (
@@ -305,14 +309,13 @@ class Plan:
                 of = "a node" if name == "disk" else "a device"
                 rows.append(
                     f"  {name:<11} "
-                    f"{', '.join(f'{way} {size_of(n)}' for way, n in moved.items() if n)} "
+                    f"{', '.join(f'{way} {format_bytes(n)}' for way, n in moved.items() if n)} "
                     f"a step, {of}"
                 )
         if self.disk_bytes_a_day:
             days = "" if self.disk_days is None else f", {self.disk_days:,.0f} days to its TBW"
-            rows.append(
-                f"  wear        {size_of(self.disk_bytes_a_day)} written per day and node{days}"
-            )
+            written = format_bytes(self.disk_bytes_a_day)
+            rows.append(f"  wear        {written} written per day and node{days}")
         rows += ["  " + line for line in str(self.time).splitlines()]
         rows += [f"  {self._against(other)}" for other in self.beaten]
         rows += [f"  note        {note}" for note in self.notes]
@@ -334,7 +337,7 @@ class Plan:
 
     def html(self) -> str:
         """Return the plan as an HTML document: the SVG, followed by the plan as text."""
-        return page_of(self)
+        return build_page(self)
 
 
 def changed(config: ZeroConfig) -> dict[str, Any]:

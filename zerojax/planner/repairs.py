@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zerojax.machines import Machine, size_of
+from zerojax.machines import Machine, format_bytes
 from zerojax.planner.candidates import SEARCHED
 from zerojax.planner.search import BOTH, DAYS, USABLE, ClosestInfeasible, Found, Search, Shortfall
 
@@ -75,12 +75,13 @@ class Repairs:
 
     def _more(self, search: Search) -> str:
         """Return the figures that the machine would need, or the days that could be requested."""
-        figures, days = dict[str, int](), None
+        figures = dict[str, int]()
+        days = None
         for _ in range(_MOST_ROUNDS):
             near = search.tally.nearest
             if near is None:
                 break
-            lacks = lacks_of(search, near)
+            lacks = list_shortfalls(search, near)
             figures |= {
                 name: max(n, figures.get(name, 0)) for name, n in self._lacking(lacks).items()
             }
@@ -96,8 +97,10 @@ class Repairs:
 
     def _lacking(self, lacks: Sequence[Shortfall]) -> dict[str, int]:
         """Return the figures that a machine would need to provide what is missing."""
-        machine, least = self.machine, dict[str, int]()
-        per, pinned = machine.devices_per_node, machine.pinned_bytes
+        machine = self.machine
+        least = dict[str, int]()
+        per = machine.devices_per_node
+        pinned = machine.pinned_bytes
         for what, needed, _ in (lack for lack in lacks if lack.what != DAYS):
             part = {"device": self.filled, "nvme": 1.0}.get(what, USABLE)
             # One extra byte, because the usable fraction of the figure is rounded.
@@ -113,7 +116,7 @@ class Repairs:
         return least
 
 
-def lacks_of(search: Search, near: ClosestInfeasible) -> list[Shortfall]:
+def list_shortfalls(search: Search, near: ClosestInfeasible) -> list[Shortfall]:
     """Return everything that the nearest config lacks.
 
     Each need is the larger of the estimate and the program's account.
@@ -136,7 +139,7 @@ def what_lacks(lack: Shortfall) -> str:
         else "device and pinned_host, which share one memory on a CPU, need"
     )
     return (
-        f"{what} {size_of(lack.needed)} of a device's {size_of(lack.had)} "
+        f"{what} {format_bytes(lack.needed)} of a device's {format_bytes(lack.had)} "
         f"({lack.needed:,.0f} and {lack.had:,.0f})"
     )
 

@@ -54,7 +54,8 @@ USABLE = 0.95
 DAY = 86400.0
 
 
-DAYS, BOTH = "days of the disk", "device and pinned_host"
+DAYS = "days of the disk"
+BOTH = "device and pinned_host"
 
 
 class Shortfall(NamedTuple):
@@ -134,7 +135,9 @@ class Limits:
         return sorted(wrong, key=lambda lack: -lack.share)
 
 
-def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None = None) -> Limits:
+def compute_limits(
+    machine: Machine, shares_cores: bool, min_disk_days: float | None = None
+) -> Limits:
     """Return what one device of a machine may use.
 
     Args:
@@ -146,7 +149,8 @@ def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None 
       ValueError: the device's memory is unknown, or the disk's endurance although days are
         required.
     """
-    per, figures = machine.devices_per_node, machine.figures
+    per = machine.devices_per_node
+    figures = machine.figures
     host = figures.get("host_bytes")
     pinned = min((n for n in (host, figures.get("pinned_bytes")) if n is not None), default=None)
     disk = figures.get("disk_bytes")
@@ -275,13 +279,11 @@ class Search:
             or raises an error if it cannot be built.
           most_exact: most programs that may be built to settle on a config; None for any number.
         """
-        self.space, self.limits, self.exact, self.tally, self.bound = (
-            space,
-            limits,
-            exact,
-            SearchStats(),
-            Bound(space),
-        )
+        self.space = space
+        self.limits = limits
+        self.exact = exact
+        self.tally = SearchStats()
+        self.bound = Bound(space)
         self.most_exact = most_exact
         self.found: list[Found] = []
         self._known: dict[
@@ -380,7 +382,8 @@ class Search:
         Returns:
           Whether any fraction fits; None if that does not matter.
         """
-        fields, (part, rounded) = candidate.fields, self.bound.part_bytes(candidate.fields)
+        fields = candidate.fields
+        (part, rounded) = self.bound.part_bytes(candidate.fields)
         if not part:  # frozen layers have no optimizer state
             return False
         free = self.limits.device - self.bound.resting(fields)["device"]
@@ -495,7 +498,8 @@ class Search:
         exact = self._programs[of_config.config, of_config.tiles]
         if exact is None:
             return
-        taken, estimated = exact.needed(of_config)["device"], of_config.needed("device")
+        taken = exact.needed(of_config)["device"]
+        estimated = of_config.needed("device")
         if taken <= max(estimated, self.limits.device):
             return
         kind = _kind(of_config.config)
@@ -516,7 +520,8 @@ class Search:
 
     def program_that_fits(self, config: ZeroConfig, tiles: int) -> Exact | None:
         """Return the bytes of a config's program if it fits, or None."""
-        of_config, exact = self.estimate(config, tiles), self._of_program(config, tiles)
+        of_config = self.estimate(config, tiles)
+        exact = self._of_program(config, tiles)
         return (
             exact if exact is not None and self._fits(exact.needed(of_config), of_config) else None
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
-from zerojax.costs import StackWork, kept_of
+from zerojax.costs import StackWork, build_kept
 from zerojax.planner.candidates import FRACTION, MIN_GAIN, Bound, Candidate, Space, named_fields
 from zerojax.planner.search import Search
 
@@ -58,7 +58,7 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
       search: search that has run.
       seconds: time limit of the solver, in seconds.
     """
-    options = options_of(search.space)
+    options = list_options(search.space)
     if not options:
         return
     contexts = [c for c in _contexts(search, options) if c.choice.fits]
@@ -111,8 +111,8 @@ def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
 
 
 def with_options(space: Space) -> Space:
-    """Return a space in which all layers may also follow one option of `options_of`."""
-    options = options_of(space)
+    """Return a space in which all layers may also follow one option of `list_options`."""
+    options = list_options(space)
     modes = (
         Segment(1, activations="save"),
         Segment(1, activations="remat"),
@@ -123,7 +123,7 @@ def with_options(space: Space) -> Space:
     )
 
 
-def options_of(space: Space) -> tuple[LayerOption, ...]:
+def list_options(space: Space) -> tuple[LayerOption, ...]:
     """Return the options of a layer, with the costs that an estimate will have.
 
     Without host memory, only options that offload nothing are returned. A choice fills the memory
@@ -148,7 +148,7 @@ def _as_estimated(
     stack: StackWork, option: LayerOption, options: Sequence[LayerOption]
 ) -> LayerOption:
     one = _segment(1, option, options)
-    kept = kept_of(stack, 1, one.activations, one.saved_names, one.offloaded_names)
+    kept = build_kept(stack, 1, one.activations, one.saved_names, one.offloaded_names)
     seconds = kept.backward - stack.backward["save"]
     return dataclasses.replace(
         option, device_bytes=kept.device, host_bytes=kept.away, seconds=seconds
@@ -157,9 +157,11 @@ def _as_estimated(
 
 def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     """Return contexts that may beat the configs found, each with a quick choice, the best first."""
-    space, bound = search.space, Bound(search.space)
+    space = search.space
+    bound = Bound(search.space)
     best = search.found[0].seconds if search.found else math.inf
-    seen, contexts = set[tuple[Any, ...]](), list[_Context]()
+    seen = set[tuple[Any, ...]]()
+    contexts = list[_Context]()
     # Bounds are computed for segments, which stream: a layer is gathered once for all microbatches,
     # and recomputes what it must.
     of_segments = {"activations": ()}
@@ -240,7 +242,7 @@ def _problem(
         options=tuple(options),
         forward_seconds=max(work.forward, 1e-12),
         backward_seconds=stack.backward["save"],
-        head_seconds=of_config.ends.head,
+        head_seconds=of_config.unstacked.head,
         link_down=min(wires.down, wires.link_both / 2, _UNBOUNDED),
         link_up=min(wires.up, wires.link_both / 2, _UNBOUNDED),
         distance=max(1, config.prefetch_distance),

@@ -19,13 +19,14 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax.chips import chip_of
+from zerojax.chips import find_chip
 from zerojax.config import ZeroConfig, streams
 from zerojax.given import whole_number
-from zerojax.hlo import Rates, Simulation, module_name, rates_of, read_thunks, simulate
+from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program import LoweredStep, Program, build_train_step
 from zerojax.sharding import own_mesh, without_mesh
+from zerojax.trees import Batch
 
 DISTANCES = (1, 2, 4)
 GROUPS = (2, 4, 5, 6, 8, 10)
@@ -79,7 +80,8 @@ class Tuned:
             f"{'floor ms':>10} {'MB':>11}",
         ]
         for step in self.tried:
-            config, found = step.config, step.simulation
+            config = step.config
+            found = step.simulation
             marks = " <- fastest" if config == self.config else ""
             if self.device_bytes is not None and step.num_bytes > self.device_bytes:
                 marks = f" more than the device's {self.device_bytes / 1e6:,.1f}"
@@ -107,7 +109,7 @@ def autotune(
     tx: optax.GradientTransformation,
     config: ZeroConfig,
     mesh: Mesh,
-    batch: Any,
+    batch: Batch,
     *,
     rates: Rates | str = "h200",
     distances: Sequence[int] = DISTANCES,
@@ -140,7 +142,8 @@ def autotune(
         config.
     """
     mesh = own_mesh(mesh)
-    device, rates = mesh.devices.flat[0], rates_of(rates)
+    device = mesh.devices.flat[0]
+    rates = find_rates(rates)
     if device.platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
             f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
@@ -155,7 +158,9 @@ def autotune(
             "device_bytes", device_bytes, 1, ", or None for what the device has"
         )
     limit = _device_bytes(device) if device_bytes is None else device_bytes
-    tried, programs, refused = list[TunedStep](), set[str](), list[tuple[ZeroConfig, str]]()
+    tried = list[TunedStep]()
+    programs = set[str]()
+    refused = list[tuple[ZeroConfig, str]]()
 
     def attempt(config: ZeroConfig) -> Program:
         with build_train_step(model, tx, config, mesh) as program:
@@ -216,7 +221,8 @@ def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedS
     """Compile a step and simulate it."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder})
-        text, stats = compiled.as_text(), compiled.memory_analysis()
+        text = compiled.as_text()
+        stats = compiled.memory_analysis()
         assert text is not None
         assert stats is not None
         thunks = read_thunks(folder, module_name(text))
@@ -238,7 +244,7 @@ def _callbacks(config: ZeroConfig) -> str:
 
 def _device_bytes(device: Any) -> int | None:
     """Return the bytes that a program may use on a device, or None if unknown."""
-    chip = chip_of(device.device_kind)
+    chip = find_chip(device.device_kind)
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # the device is not present

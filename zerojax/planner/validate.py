@@ -16,10 +16,11 @@ from zerojax.machines import Machine
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.plans import Plan, Validated
 from zerojax.program import Program, assemble
+from zerojax.trees import Batch
 
 
 def validated(
-    plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Any
+    plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Batch
 ) -> Validated:
     """Return the bytes per device of a plan's compiled step, next to the plan's own.
 
@@ -91,7 +92,8 @@ def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
         axes = (each.axes or "").split("+")
         if not set(axes) <= {"data", "fsdp"}:
             continue
-        n, name = math.prod(mesh.shape[axis] for axis in axes), each.op.replace("-", "_")
+        n = math.prod(mesh.shape[axis] for axis in axes)
+        name = each.op.replace("-", "_")
         rounds = 2 if name == "all_reduce" else 1
         sent[name] = sent.get(name, 0.0) + rounds * each.num_bytes * (n - 1) / n * each.times
     return sent

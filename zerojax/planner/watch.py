@@ -58,22 +58,24 @@ class StepWatch:
         for name, value, kind in (("plan", plan, Plan), ("machine", machine, Machine)):
             if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{name} must be a zerojax.{kind.__name__}, got {value!r}")
-        self.plan, self.machine = (
-            plan,
-            machine if machine is not None or plan is None else plan.machine,
-        )
+        self.plan = plan
+        self.machine = machine if machine is not None or plan is None else plan.machine
         self.seconds: float | None = None
         self.written_a_day = 0.0
         self._times: list[
             tuple[float, float, float]
         ] = []  # (seconds, written bytes, seconds of waiting for the disk)
         self._last: float | None = None
-        self._has_told, self._is_compiled = False, False
+        self._has_told = False
+        self._is_compiled = False
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Record a step that was started, given its metrics, and wait for it.
 
         The first step compiles, and is not counted.
+
+        Args:
+          metrics: metrics of the step, as `program.step` returns them.
 
         Raises:
           ValueError: `metrics` is not a mapping.
@@ -81,15 +83,14 @@ class StepWatch:
         if not isinstance(metrics, Mapping):
             raise ValueError(f"metrics={metrics!r}: pass the metrics that program.step returns")
         jax.block_until_ready(dict(metrics))
-        now, last = time.perf_counter(), self._last
+        now = time.perf_counter()
+        last = self._last
         self._last = now
         if last is None or not self._is_compiled:
             self._is_compiled = True
             return
-        written, stall = (
-            float(metrics.get("swap_write_bytes", 0)),
-            float(metrics.get("swap_stall_seconds", 0)),
-        )
+        written = float(metrics.get("swap_write_bytes", 0))
+        stall = float(metrics.get("swap_stall_seconds", 0))
         self._times = [*self._times[-_STEPS + 1 :], (now - last, written, stall)]
         if len(self._times) < _STEPS:
             return
@@ -136,7 +137,8 @@ class StepWatch:
         """Return the cause of the difference to the plan."""
         assert self.plan is not None
         assert self.seconds is not None
-        more, exposed = self.seconds - self.plan.seconds, self.plan.time.exposed
+        more = self.seconds - self.plan.seconds
+        exposed = self.plan.time.exposed
         stall = statistics.median(stall for _, _, stall in self._times) / jax.local_device_count()
         waits = stall - exposed["read"] - exposed["write"]
         if abs(waits) >= abs(more) / 2 and waits * more > 0:

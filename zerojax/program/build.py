@@ -1,7 +1,7 @@
 """Check a model, an optimizer, a config and a mesh against each other, and build the program."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from zerojax.activations import SequenceParallelism, sequence_parallel
 from zerojax.aot import is_there
 from zerojax.compat import check_gpu_version
-from zerojax.config import ZeroConfig, activations_of, check_unlayered, require_built, streams
+from zerojax.config import ZeroConfig, check_unlayered, require_built, resolve_activations, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
 from zerojax.program.fingerprint import build_parts
@@ -18,10 +18,11 @@ from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
 from zerojax.program.step import Step
 from zerojax.resident import ResidentStep
-from zerojax.runtime import peers_of
-from zerojax.sharding import DATA, TENSOR, Axes, axes_of, own_mesh, without_mesh
+from zerojax.runtime import find_peers
+from zerojax.sharding import DATA, TENSOR, Axes, own_mesh, parse_axes, without_mesh
 from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
+from zerojax.trees import Batch
 
 
 @without_mesh
@@ -31,7 +32,7 @@ def build_train_step(
     config: ZeroConfig,
     mesh: Mesh,
     *,
-    batch: Any = None,
+    batch: Batch = None,
     axes: Axes | None = None,
 ) -> Program:
     """Build a sharded train step.
@@ -69,7 +70,7 @@ def build_train_step(
     )
     if batch is not None:
         program.check(batch)
-    peers = peers_of(mesh) if is_there(mesh) else None
+    peers = find_peers(mesh) if is_there(mesh) else None
     if peers is not None:
         with jax.set_mesh(mesh):
             parts_alike = build_parts(program.layout)
@@ -141,10 +142,8 @@ def assemble(
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
-        records, gathered_early = (
-            StateRecords(build_layout(model, tx, config, mesh, by_layer)),
-            GatheredEarly(),
-        )
+        records = StateRecords(build_layout(model, tx, config, mesh, by_layer))
+        gathered_early = GatheredEarly()
         _check_reductions(records.layout)
         tx = records.layout.tx  # a rule that combines elements of a leaf is applied to each layer
         check_ema(records.layout)
@@ -153,7 +152,11 @@ def assemble(
         # differently.
         run = model
         if isinstance(model, LayeredModel) and config.sequence_parallel:
-            is_recomputed = not {*activations_of(config)} <= {"everything", "save", "selective"}
+            is_recomputed = not {*resolve_activations(config)} <= {
+                "everything",
+                "save",
+                "selective",
+            }
             run = sequence_parallel(model, mesh, sequence, config.tensor_overlap, is_recomputed)
         step = build_step(run, tx, records, build_gather(records.layout, gathered_early))
     return Parts(tx, records, step, gathered_early, sequence)
@@ -162,7 +165,9 @@ def assemble(
 def _check_reductions(layout: Layout) -> None:
     """Raise ValueError if gradients cannot be reduced once a step, since `data` splits a leaf."""
     if layout.reduces_once and (
-        names := [a.name for a in layout.all_leaves if any(DATA in axes_of(e) for e in a.spec.base)]
+        names := [
+            a.name for a in layout.all_leaves if any(DATA in parse_axes(e) for e in a.spec.base)
+        ]
     ):
         raise ValueError(
             "reduce_every='step' sums gradients over 'data' and 'fsdp', and 'data' splits "

@@ -20,8 +20,8 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from host_offload.calls import CallbackSite, site_of
-from zerojax.jaxprs import called, regions_of
+from host_offload.calls import CallbackSite, find_site
+from zerojax.jaxprs import called, list_regions
 
 logger = logging.getLogger("zerojax")
 _MOST_TRIPS = 1 << 24
@@ -138,7 +138,7 @@ class IndexEvaluator:
     def _calls(self, eqn: jex.JaxprEqn) -> bool:
         """Return whether an equation is a site or contains one."""
         if eqn.primitive.name == "buffer_callback":
-            return site_of(eqn.params["callback"]) is not None
+            return find_site(eqn.params["callback"]) is not None
         return any(self._calls_in(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params))
 
     def _calls_in(self, jaxpr: jex.Jaxpr) -> bool:
@@ -149,13 +149,15 @@ class IndexEvaluator:
 
     def _needs(self, eqn: jex.JaxprEqn, outs: frozenset[int]) -> frozenset[int]:
         """Return the positions of the operands that an equation's sites and `outs` need."""
-        name, params = eqn.primitive.name, eqn.params
+        name = eqn.primitive.name
+        params = eqn.params
         if name == "buffer_callback":
             return frozenset({0})
         if name == "optimization_barrier":
             return outs
         if name == "while":
-            num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+            num_cond = params["cond_nconsts"]
+            num_body = params["body_nconsts"]
             of_cond = self._slice(params["cond_jaxpr"].jaxpr, frozenset({0})).inputs
             carried = outs | {i - num_cond for i in of_cond if i >= num_cond}
             carried, of_body = self._carried(params["body_jaxpr"].jaxpr, carried, num_body)
@@ -165,14 +167,14 @@ class IndexEvaluator:
                 | frozenset(num_cond + num_body + i for i in carried)
             )
         if name == "scan":
-            (body,) = regions_of(eqn)
+            (body,) = list_regions(eqn)
             places = body.carried
             carried, of_body = self._carried(body.jaxpr, outs, places.start, len(places))
             around = frozenset(places[i] for i in carried if i < len(places))
             return frozenset(i for i in of_body if i not in places) | around
         if name == "cond":
             needed = {0}
-            for branch in regions_of(eqn):
+            for branch in list_regions(eqn):
                 needed.update(branch.first + i for i in self._slice(branch.jaxpr, outs).inputs)
             return frozenset(needed)
         if (inner := called(eqn)) is not None:
@@ -195,7 +197,8 @@ class IndexEvaluator:
 
     def _eqn(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
         """Return the results of an equation; None for unknown ones."""
-        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+        name = eqn.primitive.name
+        nothing = [None] * len(eqn.outvars)
         if name == "buffer_callback":
             self._ask(eqn, ins[0])
             return nothing
@@ -206,7 +209,7 @@ class IndexEvaluator:
         if name == "scan":
             return self._scan(eqn, ins, outs)
         if name == "cond":
-            branches = regions_of(eqn)
+            branches = list_regions(eqn)
             if not _is_known(ins[0]):
                 for branch in branches:
                     self._give_up(branch.jaxpr)
@@ -237,7 +240,7 @@ class IndexEvaluator:
 
     def _ask(self, eqn: jex.JaxprEqn, where: Any) -> None:
         """Record the layer of a call, which is the second part of its operand."""
-        site = site_of(eqn.params["callback"])
+        site = find_site(eqn.params["callback"])
         assert site is not None
         layers = self.layers.setdefault(site, [])
         layer = (
@@ -254,7 +257,7 @@ class IndexEvaluator:
             if not self._calls(eqn):
                 continue
             if eqn.primitive.name == "buffer_callback":
-                site = site_of(eqn.params["callback"])
+                site = find_site(eqn.params["callback"])
                 assert site is not None
                 self.layers[site] = None
             for inner in jex.jaxprs_in_params(eqn.params):
@@ -262,13 +265,13 @@ class IndexEvaluator:
 
     def _while(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
         params = eqn.params
-        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        of_cond, of_body, carry = (
-            ins[:num_cond],
-            ins[num_cond : num_cond + num_body],
-            ins[num_cond + num_body :],
-        )
+        num_cond = params["cond_nconsts"]
+        num_body = params["body_nconsts"]
+        cond = params["cond_jaxpr"]
+        body = params["body_jaxpr"]
+        of_cond = ins[:num_cond]
+        of_body = ins[num_cond : num_cond + num_body]
+        carry = ins[num_cond + num_body :]
         needed = frozenset(
             i - num_cond for i in self._slice(cond.jaxpr, frozenset({0})).inputs if i >= num_cond
         )
@@ -284,7 +287,8 @@ class IndexEvaluator:
         return [None] * len(eqn.outvars)
 
     def _scan(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
-        params, (body,) = eqn.params, regions_of(eqn)
+        params = eqn.params
+        (body,) = list_regions(eqn)
         consts, carry, xs = body.split(ins)
         wanted, _ = self._carried(body.jaxpr, outs, len(consts), len(carry))
         trips = range(params["length"])

@@ -35,6 +35,7 @@ from zerojax.state import (
     numbered_next,
     unit_bytes,
 )
+from zerojax.trees import Batch
 
 _WRONG_OPTION = re.compile(r"No such compile option: '[^']*'|While setting option [^\n]*[^\n.]")
 """XLA's errors about options."""
@@ -167,7 +168,8 @@ class StepCompiler:
 
     def __init__(self, model: Model | LayeredModel, layout: Layout, step: Step) -> None:
         """Jit the functions of `step`, for this model and layout."""
-        self._layout, self._step = layout, step
+        self._layout = layout
+        self._step = step
         self.options = compiler_options(model, layout)
         self._by_shape: dict[Any, CompiledStep] = {}
         self._grads_by_shape: dict[Any, Any] = {}
@@ -176,12 +178,12 @@ class StepCompiler:
         self._rates = learning_rates(layout)
         self._ordered: dict[int, Any] = {}  # traced programs by id
 
-    def step(self, batch: Any) -> CompiledStep:
+    def step(self, batch: Batch) -> CompiledStep:
         """Return the step for batches of this shape, abstract or not.
 
         Must be called under the mesh.
         """
-        key = _shape_of(batch)
+        key = _build_batch_key(batch)
         if key not in self._by_shape:
             self._by_shape[key] = self._jit(batch)
         return self._by_shape[key]
@@ -229,9 +231,10 @@ class StepCompiler:
           *args: arguments of the function.
         """
         batch = args[2]
-        key = (rows, _shape_of(batch))
+        key = (rows, _build_batch_key(batch))
         if key not in self._applies:
-            mesh, function = self._layout.mesh, self._of_rows(self._step.apply, rows)
+            mesh = self._layout.mesh
+            function = self._of_rows(self._step.apply, rows)
             size = batch_size(batch) if rows is None else None
 
             def sharding(a: Any) -> Any:
@@ -254,14 +257,15 @@ class StepCompiler:
             params, model_state, rows.cut(batch, mesh)
         )
 
-    def grads(self, batch: Any) -> Any:
+    def grads(self, batch: Batch) -> Any:
         """Return `grads(state, batch, scratch)`, jitted, for batches of this shape.
 
         Must be called under the mesh.
         """
-        key = _shape_of(batch)
+        key = _build_batch_key(batch)
         if key not in self._grads_by_shape:
-            layout, scalar = self._layout, named(self._layout.mesh, ())
+            layout = self._layout
+            scalar = named(self._layout.mesh, ())
             at = layout.param_shardings(STAGES[layout.config.stage].params)
             host = jax.tree.map(lambda a: a.sharding, self.step(batch).abstract_scratch)
             self._grads_by_shape[key] = jax.jit(
@@ -272,13 +276,17 @@ class StepCompiler:
             )
         return self._grads_by_shape[key]
 
-    def _jit(self, batch: Any) -> CompiledStep:
-        layout, mesh, step = self._layout, self._layout.mesh, self._step
+    def _jit(self, batch: Batch) -> CompiledStep:
+        layout = self._layout
+        mesh = self._layout.mesh
+        step = self._step
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         # This traces the block, so that `Step.moves` knows its loops.
-        scratch, written = step.abstract_scratch(abstract), step.records_written(abstract)
+        scratch = step.abstract_scratch(abstract)
+        written = step.records_written(abstract)
         scalar = named(mesh, ())
-        whole, state = explicit(scalar), explicit(layout.shardings)
+        whole = explicit(scalar)
+        state = explicit(layout.shardings)
         host = jax.tree.map(lambda a: a.sharding, scratch)
         batches = jax.tree.map(lambda a: ActivationSpec(mesh).batch(len(a.shape)), batch)
         run = with_learning_rates(step.step, self._rates) if self._rates.names else step.step
@@ -313,7 +321,7 @@ class StepCompiler:
             compiled.clear()
 
 
-def _shape_of(batch: Any) -> Any:
+def _build_batch_key(batch: Batch) -> Any:
     """Return a hashable key for the shapes and dtypes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves)

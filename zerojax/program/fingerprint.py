@@ -24,17 +24,20 @@ import jax.extend.core as jex
 import numpy as np
 
 from zerojax.state import Layout
+from zerojax.trees import Batch
 
 _LOCAL = ("swap_dir",)
 """Config fields that may differ between processes: each process has its own disk."""
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_MOST_SHOWN, _MOST_HASHED = 4, 1 << 24
+_MOST_SHOWN = 4
+_MOST_HASHED = 1 << 24
 """Most elements of a constant that are shown, and most bytes of it that are hashed."""
 
 
 def build_parts(layout: Layout) -> dict[str, list[str]]:
     """Return the parts that processes compare when they build a program, as lines by name."""
-    config, mesh = layout.config, layout.mesh
+    config = layout.config
+    mesh = layout.mesh
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _LOCAL]
     return {
         "versions": [f"{name} {version(name)}" for name in ("jax", "jaxlib")],
@@ -57,13 +60,13 @@ def key_lines(key: jax.Array) -> list[str]:
     return [f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"]
 
 
-def batch_key(batch: Any) -> Any:
+def batch_key(batch: Batch) -> Any:
     """Return a hashable key for the shapes and dtypes of a batch, as this process gives it."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((getattr(a, "shape", None), getattr(a, "dtype", type(a))) for a in leaves)
 
 
-def batch_lines(batch: Any) -> list[str]:
+def batch_lines(batch: Batch) -> list[str]:
     """Return one line for each leaf of a batch, with the shape that this process gives."""
     return [
         f"{jax.tree_util.keystr(path) or 'batch'} {_leaf(a)}"

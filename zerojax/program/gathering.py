@@ -13,6 +13,7 @@ from typing import Any
 from zerojax.gather import Rule, gather_on_use
 from zerojax.sharding import FSDP, STAGES, stored_spec
 from zerojax.state import Layout, unit_bytes
+from zerojax.trees import Params
 
 logger = logging.getLogger("zerojax")
 Gather = Callable[..., Any]
@@ -67,7 +68,7 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
         for path, spec in layout.specs.items()
     }
 
-    def gather(function: Callable[..., Any], params: Any, *args: Any) -> Any:
+    def gather(function: Callable[..., Any], params: Params, *args: Any) -> Any:
         return gather_on_use(
             function, params, *args, stored=stored, cotangents=cotangents, rule=rule
         )

@@ -29,7 +29,7 @@ from zerojax.models import (
     init_layered,
     init_state,
     layer_keys,
-    stacks_of,
+    list_stacks,
 )
 from zerojax.optim import RecordUpdate
 from zerojax.precision import PRECISIONS, init_loss_scale
@@ -55,6 +55,7 @@ from zerojax.state import (
     state_key,
     write_layer,
 )
+from zerojax.trees import OptState, Params, Tree
 
 Array = jax.Array
 
@@ -123,9 +124,9 @@ def _first_state(
     model: Model | LayeredModel,
     layout: Layout,
     key: Array,
-    params: Any,
+    params: Params,
     master: Any,
-    opt_state: Any,
+    opt_state: OptState,
     pending: Any = None,
     frozen: Any = None,
 ) -> TrainState:
@@ -172,7 +173,8 @@ def _whole_trained(
     tx: optax.GradientTransformation, layout: Layout, trained: Any
 ) -> tuple[Any, Any, Any]:
     """Return params, master and opt_state for trainable parameters, on the device."""
-    precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
+    precision = PRECISIONS[layout.config.precision]
+    stage = STAGES[layout.config.stage]
     master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trained)
     # Sharded from the start: a device draws only the random numbers of its own elements.
     master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
@@ -191,7 +193,8 @@ def _init_by_records(
     Its arguments are a random key; a donated empty array for each leaf of the abstract state in
     host memory, in order; and i32[], the number of the state, which leaves on disk carry.
     """
-    layout, abstract = records.layout, records.layout.abstract_state
+    layout = records.layout
+    abstract = records.layout.abstract_state
 
     def init(key: Array, empty: list[Array], number: Array) -> TrainState:
         # In the order of the state's leaves, which `_stacks` uses too.
@@ -202,7 +205,7 @@ def _init_by_records(
                 return DiskArgument(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
             return next(stacks) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
-        def rooms(tree: Any) -> Any:
+        def rooms(tree: Tree) -> Any:
             return jax.tree.map(room, tree, is_leaf=lambda node: isinstance(node, OnDisk))
 
         weights = _unstacked(model, layout, key)
@@ -216,9 +219,11 @@ def _init_by_records(
             )
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
-            states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
+            states = records.flatten_state(
+                *rooms((abstract.params, abstract.master, abstract.opt_state))
+            )
             states = records.with_shared(states, update.first_shared())
-            states = _fill_ends(update, states, weights)
+            states = _fill_unstacked(update, states, weights)
             for stack, leaves in _stacks(model, layout):
                 states = _fill_blocks(stack, leaves, update, states, keys)
             params, master, opt_state = records.trees(abstract, states)
@@ -233,7 +238,7 @@ def _init_by_records(
     return init
 
 
-def _below(tree: Any, path: Sequence[str]) -> Any:
+def _below(tree: Tree, path: Sequence[str]) -> Any:
     """Return the subtree at a path of keys."""
     return functools.reduce(lambda node, key: node[key], path, tree)
 
@@ -241,7 +246,7 @@ def _below(tree: Any, path: Sequence[str]) -> Any:
 def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
     """Return the stacks of layers and their leaves; empty for a Model."""
     return (
-        list(zip(stacks_of(model), layout.stacks, strict=True))
+        list(zip(list_stacks(model), layout.stacks, strict=True))
         if isinstance(model, LayeredModel)
         else []
     )
@@ -260,7 +265,7 @@ def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[
     return _by_index(layout, indices, params)
 
 
-def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, Array]:
+def _by_index(layout: Layout, indices: Sequence[int], params: Params) -> dict[int, Array]:
     """Return the leaves of a part of the model by index, in float32; frozen ones in their dtype."""
     dtypes = [
         layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices
@@ -271,10 +276,13 @@ def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, 
     return dict(zip(indices, leaves, strict=True))
 
 
-def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]) -> FlatState:
+def _fill_unstacked(
+    update: RecordUpdate, states: FlatState, weights: Mapping[int, Array]
+) -> FlatState:
     """Store every trainable unstacked leaf and its optimizer state, one after another."""
-    records, begin = update.records, jnp.int32(0)
-    for index in records.layout.ends:
+    records = update.records
+    begin = jnp.int32(0)
+    for index in records.layout.unstacked:
 
         def new(
             _: Any, __: Any, index: int = index, value: Array = weights[index]

@@ -71,6 +71,7 @@ from zerojax.state import (
     check_is_there,
     masters,
 )
+from zerojax.trees import Batch, ModelState, Params
 
 
 class Predicts(Protocol):
@@ -119,11 +120,18 @@ class Program:
           gathered_early: filled by the step's traces.
           sequence: filled by the step's traces.
         """
-        self.model, self.tx, self.records, self.layout = model, tx, records, records.layout
+        self.model = model
+        self.tx = tx
+        self.records = records
+        self.layout = records.layout
         layout = self.layout
-        self.mesh, self.config = layout.mesh, layout.config
-        self._step, self._gathered_early, self._sequence = step, gathered_early, sequence
-        self._compiler, self._scratch = StepCompiler(model, layout, step), ScratchMemory()
+        self.mesh = layout.mesh
+        self.config = layout.config
+        self._step = step
+        self._gathered_early = gathered_early
+        self._sequence = sequence
+        self._compiler = StepCompiler(model, layout, step)
+        self._scratch = ScratchMemory()
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
@@ -212,7 +220,7 @@ class Program:
         return self._step.grads_moves()
 
     @without_mesh
-    def memory(self, batch: Any) -> MemoryReport:
+    def memory(self, batch: Batch) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, collective and host link.
 
         Args:
@@ -226,7 +234,7 @@ class Program:
             return program_memory(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
-    def operations(self, batch: Any) -> StepPlan:
+    def operations(self, batch: Batch) -> StepPlan:
         """Return every operation of a step on records, in order.
 
         A step loads, gathers, computes, reduces and stores records. `program.schedule`,
@@ -246,7 +254,7 @@ class Program:
             return steps_of_program(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
-    def kept(self, batch: Any) -> KeptValues:
+    def kept(self, batch: Batch) -> KeptValues:
         """Return the saved activations of a step, each with name, shape, spec, tier and bytes.
 
         It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. For a streamed
@@ -264,7 +272,7 @@ class Program:
             return kept_by_program(self.records, self._step, self.abstract_batch(batch))
 
     @without_mesh
-    def host_copies(self, batch: Any) -> HostTraffic:
+    def host_copies(self, batch: Batch) -> HostTraffic:
         """Return the data that a step moves over each device's host link, by copies and by kernels.
 
         These are facts of the compiled program, not times. The step is compiled, and XLA's list of
@@ -296,18 +304,18 @@ class Program:
             # A streamed step's loops of unknown trip count run once.
             return host_traffic(text, read_thunks(folder, module_name(text)), unknown_trips=1)
 
-    def _check_given(self, batch: Any) -> None:
+    def _check_given(self, batch: Batch) -> None:
         """Raise ValueError for a batch that the model itself refuses."""
         if self.model.check_batch is not None:
             self.model.check_batch(batch)
 
-    def _check_shapes(self, batch: Any) -> None:
+    def _check_shapes(self, batch: Batch) -> None:
         """Raise ValueError for a batch that the model refuses, or that does not divide."""
         self._check_given(batch)
         check_batch(batch, self.mesh, self.config.num_microbatches)
 
     @without_mesh
-    def check(self, batch: Any) -> None:
+    def check(self, batch: Batch) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained.
 
         Nothing runs.
@@ -321,7 +329,7 @@ class Program:
             compiled.step.trace(*compiled.abstract_args)
 
     @without_mesh
-    def lower(self, abstract_batch: Any) -> LoweredStep:
+    def lower(self, abstract_batch: Batch) -> LoweredStep:
         """Lower the step for this mesh, whose devices need not be available.
 
         Args:
@@ -376,7 +384,7 @@ class Program:
                 )
             return self._runner.run("init", self._init.jitted, *arguments)
 
-    def _note(self, call: str, batch: Any) -> bool:
+    def _note(self, call: str, batch: Batch) -> bool:
         """Compare a call over a batch with the other processes' calls.
 
         This happens before the batch is placed: processes must agree on its shapes before any
@@ -413,7 +421,7 @@ class Program:
         return self._runner.calling()
 
     @without_mesh
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
         Args:
@@ -439,7 +447,7 @@ class Program:
         return self._stepped(state, batch)
 
     def _stepped(
-        self, state: TrainState, batch: Any, addresses_of: HostAddresses | None = None
+        self, state: TrainState, batch: Batch, addresses_of: HostAddresses | None = None
     ) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
@@ -478,7 +486,7 @@ class Program:
             return state, metrics | of_disk
 
     @without_mesh
-    def self_test(self, state: TrainState, batch: Any) -> tuple[TrainState, SelfTest]:
+    def self_test(self, state: TrainState, batch: Batch) -> tuple[TrainState, SelfTest]:
         """Run one train step with checks of XLA's promises, for a new device, driver or jaxlib.
 
         The step is compiled once more so that XLA, if it can, compares each slice's offset in host
@@ -499,11 +507,9 @@ class Program:
           RuntimeError: a slice was read at a wrong offset, or XLA copied donated host memory.
           ValueError: the state or the batch cannot be used, as in `step`.
         """
-        verifies, lowered, addresses = (
-            verifies_offsets(self.mesh),
-            self.lower(batch),
-            HostAddresses(),
-        )
+        verifies = verifies_offsets(self.mesh)
+        lowered = self.lower(batch)
+        addresses = HostAddresses()
         assert lowered.step is not None
         usual = lowered.step.run
         try:
@@ -525,7 +531,7 @@ class Program:
         )
 
     @without_mesh
-    def eval(self, state: TrainState, batch: Any) -> Any:
+    def eval(self, state: TrainState, batch: Batch) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
         If the model's loss has metrics, return a dict of "loss" and the metrics by name. The
@@ -546,7 +552,7 @@ class Program:
         )
 
     @without_mesh
-    def apply(self, state: TrainState, batch: Any) -> Any:
+    def apply(self, state: TrainState, batch: Batch) -> Any:
         """Return the outputs of the model's `predict`, without keys and without an update.
 
         The state is read where it is stored.
@@ -577,7 +583,7 @@ class Program:
 
     @without_mesh
     def apply_cached(
-        self, state: TrainState, batch: Any, cache: Any, length: int
+        self, state: TrainState, batch: Batch, cache: Any, length: int
     ) -> tuple[Any, Any]:
         """Return the outputs of `predict` for tokens that follow others, and the updated cache.
 
@@ -615,7 +621,7 @@ class Program:
                 build_gather(self.layout, self._gathered_early),
             )
 
-            def run(params: Any, model_state: Any, cache: Any, batch: Any) -> Any:
+            def run(params: Params, model_state: ModelState, cache: Any, batch: Batch) -> Any:
                 return step.apply(
                     params, model_state, batch if cache is None else {**batch, CACHE: cache}
                 )
@@ -628,14 +634,14 @@ class Program:
             params = self.layout.join(state)
             return self._cached[length](params, state.model_state, cache, batch)
 
-    def _any_batch(self, call: str, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
+    def _any_batch(self, call: str, state: TrainState, batch: Batch) -> tuple[Any, Rows | None]:
         check_is_there(state)
         self._check_given(batch)
         self._note(call, batch)
         return place_any_batch(batch, self.mesh)
 
     def _evaluate(
-        self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]
+        self, name: str, state: TrainState, batch: Batch, compiled: Callable[..., Any]
     ) -> Any:
         """Run `compiled(*args)`, a jitted function of a state's parameters and model state."""
         with self.calling(), jax.set_mesh(self.mesh):
@@ -649,7 +655,7 @@ class Program:
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
     @without_mesh
-    def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def grads(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
         """Return a step's loss over a batch and its gradients; nothing is updated or donated.
 
         The loss is the mean over microbatches, with the random keys that the next step would draw.
@@ -674,7 +680,8 @@ class Program:
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
-            step, program = self._compiler.step(batch), self._compiler.grads(batch)
+            step = self._compiler.step(batch)
+            program = self._compiler.grads(batch)
             scratch = self._scratch.take(step.abstract_scratch, self.mesh)
             # The parts that are not read stay where they are stored.
             reads = dataclasses.replace(state, master=None, opt_state=None, pending=None)
@@ -697,7 +704,7 @@ class Program:
         return metrics["loss"] if set(metrics) == {"loss"} else metrics
 
     @without_mesh
-    def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
+    def shard_batch(self, batch: Batch, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh, with dim 0 split over `data` and `fsdp`.
 
         Leaves that are already placed stay; numpy arrays are copied.
@@ -715,8 +722,12 @@ class Program:
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
         return place_batch(batch, self.mesh, count)
 
-    def abstract_batch(self, batch: Any) -> Any:
-        """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
+    def abstract_batch(self, batch: Batch) -> Any:
+        """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding.
+
+        Args:
+          batch: tree of arrays or ShapeDtypeStructs, with the rows of all devices in dim 0.
+        """
         return abstract_batch(batch, self.mesh)
 
     def trace_swaps(
@@ -752,6 +763,9 @@ class Program:
         A LayeredModel's tree is `{"embed", "blocks", "head"}`. Leaves on nvme are
         `zerojax.state.OnDisk`.
 
+        Args:
+          state: state of this program.
+
         Raises:
           ValueError: the state was donated.
         """
@@ -764,6 +778,9 @@ class Program:
 
         Frozen parameters have no master and are None. With a fraction of the optimizer state on the
         device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
+
+        Args:
+          state: state of this program.
 
         Raises:
           ValueError: the state was donated.
@@ -779,6 +796,9 @@ class Program:
         To evaluate with them, pass them to `eval` in place of the parameters:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
+
+        Args:
+          state: state of this program.
 
         Raises:
           ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters are

@@ -37,6 +37,7 @@ from zerojax.state import (
     read_layer,
     write_layer,
 )
+from zerojax.trees import Tree
 
 
 class ParamReader:
@@ -55,8 +56,11 @@ class ParamReader:
           records: how its states are stored.
           runner: runner of the program.
         """
-        self.model, self.layout, self.records, self._runner = model, records.layout, records, runner
-        self._ends: dict[tuple[int, bool], Any] = {}
+        self.model = model
+        self.layout = records.layout
+        self.records = records
+        self._runner = runner
+        self._unstacked: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree) for each piece, with leaves on the device.
@@ -79,10 +83,12 @@ class ParamReader:
             )[0]:
                 yield jax.tree_util.keystr(path), self._leaf(state, index, ema)
             return
-        ends = self._indices
+        unstacked = self._indices
         yield (
             "embed",
-            jax.tree.map(lambda i: self._leaf(state, i, ema), ends["embed"], is_leaf=is_encoded),
+            jax.tree.map(
+                lambda i: self._leaf(state, i, ema), unstacked["embed"], is_leaf=is_encoded
+            ),
         )
         for number, stack in enumerate(self.layout.stacks):
             for layer in range(stack.num_layers):
@@ -96,10 +102,12 @@ class ParamReader:
                 )
         yield (
             "head",
-            jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded),
+            jax.tree.map(
+                lambda i: self._leaf(state, i, ema), unstacked["head"], is_leaf=is_encoded
+            ),
         )
 
-    def _read(self, read: Any, tree: Any, *args: Any) -> Any:
+    def _read(self, read: Any, tree: Tree, *args: Any) -> Any:
         """Call `read(tree, *args)`, which reads from any tier."""
         with self._runner.calling(), jax.set_mesh(self.layout.mesh):
             return self._runner.run("read", read, tree, *args, reads=tree)
@@ -117,7 +125,7 @@ class ParamReader:
             return self.records.read_weights(states, part, index)
         # Masters and optimizer state are one record. Its unused parts are only read from disk.
         read = self.records.read_opt(states, part, index)
-        mirrors = self.layout.opt_map.states_of(part)
+        mirrors = self.layout.opt_map.list_state_leaves(part)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
         return [by_state[self._averages[i]] for i in part]
 
@@ -150,32 +158,28 @@ class ParamReader:
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
         states = self.records.flat(state)
         if ema:
-            specs, stacks = (
-                self.records.opt_records((index,)),
-                self.records.opt_states(states, (index,)),
-            )
-            mirrors = self.layout.opt_map.states_of((index,))
+            specs = self.records.opt_records((index,))
+            stacks = self.records.opt_states(states, (index,))
+            mirrors = self.layout.opt_map.list_state_leaves((index,))
             at = len(specs) - len(mirrors) + mirrors.index(place)
         else:
             (specs, stacks), at = self.records.weight_record(states, index), 0
         # Compiled once per leaf: its records on disk are part of the program.
-        if (index, ema) not in self._ends:
-            self._ends[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
-        return self._read(self._ends[index, ema], stacks)
+        if (index, ema) not in self._unstacked:
+            self._unstacked[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
+        return self._read(self._unstacked[index, ema], stacks)
 
     def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
         """Return a frozen unstacked parameter; its average is the parameter itself."""
-        leaf, record = (
-            jax.tree.leaves(state.frozen, is_leaf=is_stored)[place],
-            self.records.weight(index),
-        )
+        leaf = jax.tree.leaves(state.frozen, is_leaf=is_stored)[place]
+        record = self.records.weight(index)
         if not isinstance(leaf, OnDisk):
             return _widened(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
-        if (index, False) not in self._ends:
-            self._ends[index, False] = jax.jit(
+        if (index, False) not in self._unstacked:
+            self._unstacked[index, False] = jax.jit(
                 lambda stacks: _widened(load_leaves([record], stacks)[0])
             )
-        return self._read(self._ends[index, False], [leaf])
+        return self._read(self._unstacked[index, False], [leaf])
 
     @cached_property
     def _layer(self) -> Any:
@@ -183,7 +187,8 @@ class ParamReader:
 
         It reads from any tier.
         """
-        records, layout = self.records, self.layout
+        records = self.records
+        layout = self.layout
 
         def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
             frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
@@ -195,7 +200,8 @@ class ParamReader:
         def read(
             state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int
         ) -> Any:
-            states, stack = records.flat(state), layout.stacks[number]
+            states = records.flat(state)
+            stack = layout.stacks[number]
             whole = OnDevice(layer) if on_device else layer
             leaves = dict(
                 zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True)
@@ -232,7 +238,8 @@ class ParamReader:
         Raises:
           ValueError: there are no averages, or the parameters are stored on disk.
         """
-        layout, places = self.layout, self._averages
+        layout = self.layout
+        places = self._averages
         if layout.config.params == "nvme":
             raise ValueError(
                 "params='nvme': averages of parameters on disk are read piece by piece, with "
@@ -259,7 +266,7 @@ class ParamReader:
                 opt = jax.tree.leaves(state.opt_state)
                 return jax.tree.unflatten(tree, cast(range(len(places)))([opt[j] for j in places]))
             params: list[Any] = [None] * len(places)
-            for i in layout.ends:
+            for i in layout.unstacked:
                 (params[i],) = cast([i])([self._end(state, i, ema=True)])
             for i, stack in zip(layout.stacked, self._stacks_of_averages(state), strict=True):
                 params[i] = stack
@@ -289,13 +296,15 @@ class ParamReader:
 
         It returns `stacks`, which are donated, with one layer's averages stored.
         """
-        layout, records = self.layout, self.records
+        layout = self.layout
+        records = self.records
 
         def put(
             state: TrainState, stacks: list[Any], layer: jax.Array, on_device: bool, number: int
         ) -> list[Any]:
             of_stack = layout.stacks[number]
-            states, after = records.flat(state), dict(zip(layout.stacked, stacks, strict=True))
+            states = records.flat(state)
+            after = dict(zip(layout.stacked, stacks, strict=True))
 
             def write(
                 after: dict[int, Any], part: Sequence[int], source: Index, target: Index

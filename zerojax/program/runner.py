@@ -38,7 +38,8 @@ class Runner:
 
     def __init__(self, swap: SwapSession | None, host: HostUpdate | None) -> None:
         """Run programs with this disk session and host update; either may be None."""
-        self.swap, self.host = swap, host
+        self.swap = swap
+        self.host = host
         self._lock = threading.RLock()
         self._process = os.getpid()
         # results of the running program, or of one that an exception left running

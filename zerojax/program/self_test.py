@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from zerojax.trees import Tree
+
 VERIFY_OFFSETS = "xla_gpu_experimental_dynamic_slice_fusion_verify_offsets"
 """XLA option that compares each slice's offset with the offset that the device computes.
 
@@ -73,11 +75,11 @@ class HostAddresses:
     before: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
     after: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
 
-    def read_before(self, tree: Any) -> None:
+    def read_before(self, tree: Tree) -> None:
         """Read the addresses of the arrays that a step is about to take."""
         self.before = _addresses(tree)
 
-    def read_after(self, tree: Any) -> None:
+    def read_after(self, tree: Tree) -> None:
         """Read the addresses of the arrays that a step returned."""
         self.after = _addresses(tree)
 
@@ -110,7 +112,7 @@ class HostAddresses:
         )
 
 
-def _addresses(tree: Any) -> dict[str, tuple[int, list[int]]]:
+def _addresses(tree: Tree) -> dict[str, tuple[int, list[int]]]:
     """Return the bytes and shard addresses of each array in host memory, by its path in a tree."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

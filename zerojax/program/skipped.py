@@ -43,7 +43,8 @@ class SkippedSteps:
         """Count for a run with this config; its loss scaling sets the number of steps."""
         self._scaling = config.loss_scaling if PRECISIONS[config.precision].scales_loss else None
         self._most = IN_A_ROW if self._scaling is None else IN_A_ROW_SCALED
-        self._count, self._has_fault = 0, False
+        self._count = 0
+        self._has_fault = False
 
     def add(self, metrics: Mapping[str, Any]) -> str | None:
         """Add the metrics of the next step; return the message that they call for, or None.
@@ -52,7 +53,8 @@ class SkippedSteps:
           metrics: metrics from `program.step`; values are read only when they are needed.
         """
         if float(metrics.get("grads_finite", 1)):
-            self._count, self._has_fault = 0, False
+            self._count = 0
+            self._has_fault = False
             return None
         self._count += 1
         found = found_faults(metrics)
@@ -73,7 +75,8 @@ class SkippedSteps:
             "the base weights: program.eval(state, batch) is not finite if one of them is not",
         ]
         if self._scaling is not None and "loss_scale" in metrics:
-            scale, least = float(metrics["loss_scale"]), self._scaling.least
+            scale = float(metrics["loss_scale"])
+            least = self._scaling.least
             looks.append(
                 f"the loss scale, {scale:g} of at least {least:g}: at its least value, float16 "
                 "overflows even without scaling, as with weights or activations above 65504; "

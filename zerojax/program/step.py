@@ -17,6 +17,7 @@ from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, Schedule
 from zerojax.optim import HostUpdate, RecordUpdate
 from zerojax.state import TrainState
+from zerojax.trees import Batch, ModelState, Params
 
 Scratch = dict[str, list[Any]]
 """Stacks in host memory that live inside a step, by use; empty if all of it is on the device."""
@@ -42,7 +43,7 @@ class Step(Protocol):
         ...
 
     def step(
-        self, state: TrainState, batch: Any, scratch: Scratch
+        self, state: TrainState, batch: Batch, scratch: Scratch
     ) -> tuple[tuple[TrainState, Scratch], dict[str, jax.Array]]:
         """Run one step; to be jitted with `state` and `scratch` donated.
 
@@ -56,19 +57,19 @@ class Step(Protocol):
         """
         ...
 
-    def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch without random keys, f32[]; to be jitted.
 
         If the model has metrics, return a dict of the loss and the metrics.
         """
         ...
 
-    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the outputs of the model's `predict` for a batch, without keys; to be jitted."""
         ...
 
     def grads(
-        self, state: TrainState, batch: Any, scratch: Scratch
+        self, state: TrainState, batch: Batch, scratch: Scratch
     ) -> tuple[tuple[Any, Any], Scratch]:
         """Differentiate the loss as `step` does, with its keys; jitted with `scratch` donated.
 
@@ -87,11 +88,11 @@ class Step(Protocol):
         """Raise NotImplementedError if the step does not keep its gradients on the device."""
         ...
 
-    def abstract_scratch(self, abstract_batch: Any) -> Scratch:
+    def abstract_scratch(self, abstract_batch: Batch) -> Scratch:
         """Return the shapes and shardings of `scratch` for batches of one shape."""
         ...
 
-    def records_written(self, abstract_batch: Any) -> Sequence[DiskRecords]:
+    def records_written(self, abstract_batch: Batch) -> Sequence[DiskRecords]:
         """Return the records on disk that a step writes before it reads them."""
         ...
 

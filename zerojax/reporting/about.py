@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.environment import read_environment
-from zerojax.machines import memories_of, size_of
+from zerojax.machines import format_bytes, probe_memories
 
 
 def measure_capacity(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
@@ -21,7 +21,7 @@ def measure_capacity(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None
     node. Call it before the program makes its files.
     """
     devices = mesh.local_devices
-    memories, _ = memories_of(devices)
+    memories, _ = probe_memories(devices)
     has_disk = swap_dir is not None and os.path.isdir(swap_dir)
     free_bytes = shutil.disk_usage(swap_dir).free if swap_dir is not None and has_disk else None
     return {
@@ -53,9 +53,9 @@ def measure_peaks(devices: Iterable[Any]) -> dict[str, str]:
         if "peak_bytes_in_use" in stats:
             device_peaks.append(stats["peak_bytes_in_use"])
     resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = {"Peak resident memory of this process": size_of(resident_bytes)}
+    peaks = {"Peak resident memory of this process": format_bytes(resident_bytes)}
     if device_peaks:
-        peaks["Peak memory in use on a device"] = size_of(max(device_peaks))
+        peaks["Peak memory in use on a device"] = format_bytes(max(device_peaks))
     return peaks
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-from zerojax.machines import size_of
+from zerojax.machines import format_bytes
 from zerojax.planner import element
 from zerojax.reporting.charts import build_charts, draw_chart
 from zerojax.reporting.folder import METRICS, replace_file
@@ -290,13 +290,13 @@ def _render_tiers(
 
 def _render_tier(tier: str, kinds: Mapping[str, int], capacity: float | None) -> str:
     total = sum(kinds.values())
-    words = f"{tier}: {size_of(total)}"
+    words = f"{tier}: {format_bytes(total)}"
     if capacity:
-        words += f" of {size_of(capacity)} ({_format_share(total / capacity)})"
-    rows = "".join(
-        f'<tr><th scope="row">{escape(kind)}</th><td class="number">{size_of(num_bytes)}</td></tr>'
-        for kind, num_bytes in kinds.items()
-    )
+        words += f" of {format_bytes(capacity)} ({_format_share(total / capacity)})"
+    rows = ""
+    for kind, num_bytes in kinds.items():
+        cell = f'<td class="number">{format_bytes(num_bytes)}</td>'
+        rows += f'<tr><th scope="row">{escape(kind)}</th>{cell}</tr>'
     return (
         f'<figure id="bytes-{escape(tier)}"><figcaption>{escape(words)}</figcaption>'
         f"{_draw_bar(words, kinds, capacity)}<table>{rows}</table></figure>\n"
@@ -317,7 +317,7 @@ def _draw_bar(label: str, kinds: Mapping[str, int], capacity: float | None) -> s
     x = 0.0
     for kind, num_bytes in kinds.items():
         width = num_bytes * scale
-        title = element("title", escape(f"{kind} {size_of(num_bytes)}"))
+        title = element("title", escape(f"{kind} {format_bytes(num_bytes)}"))
         body.append(element("rect", title, x=x, width=width, height=_BAR_HEIGHT, class_="stripe"))
         x += width
     if capacity:

@@ -294,7 +294,11 @@ class Run:
             self._take()
 
     def print(self, text: str) -> None:
-        """Print a line above the bar, in process 0."""
+        """Print a line above the bar, in process 0.
+
+        Args:
+          text: line, without its line end.
+        """
         self._display.print(text)
 
     @property

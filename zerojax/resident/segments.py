@@ -31,11 +31,12 @@ from zerojax.jaxprs import (
     FlatJaxpr,
     Instruction,
     evaluate,
+    list_regions,
     read,
     rebind_scan,
-    regions_of,
     trace,
 )
+from zerojax.trees import Params
 
 SLACK = 1.25
 """Largest bytes live at a cut, as a multiple of the least live bytes."""
@@ -53,11 +54,12 @@ def keep_by_segments(
       splits: how saved values are sharded with mode "save"; None leaves it to the partitioner.
     """
 
-    def segmented(params: Any, *data: Any) -> Any:
+    def segmented(params: Params, *data: Any) -> Any:
         program, out_shape = trace(loss, params, *data)
         values = jax.tree.leaves((params, *data))
         slots = dict(zip(program.inputs, values, strict=True))
-        num_params, keeper = len(jax.tree.leaves(params)), None
+        num_params = len(jax.tree.leaves(params))
+        keeper = None
         if mode == "save":
             keeper = Keeper.of(program, program.inputs[num_params:], splits, data)
         _run(program, slots, num_params, keeper)
@@ -105,7 +107,8 @@ def _region(
     keeper: Keeper | None,
 ) -> None:
     """Evaluate one segment under jax.checkpoint."""
-    instructions, last = [i for _, i in piece], piece[-1][0]
+    instructions = [i for _, i in piece]
+    last = piece[-1][0]
     results = {out for i in instructions for out in i.outs}
     # A region is a function of the values that it reads from outside, and returns the values that
     # are read after it.
@@ -133,7 +136,7 @@ def _region(
 def _scan(i: Instruction, slots: dict[int, Any]) -> None:
     """Evaluate a scan with its body under jax.checkpoint."""
     values = [read(ref, slots) for ref in i.ins]
-    (region,) = regions_of(i.eqn)
+    (region,) = list_regions(i.eqn)
     # In a scan, forward and backward are separate loops, whose equations XLA cannot merge, so no
     # barriers are needed.
     checkpoint = partial(jax.checkpoint, prevent_cse=False)
@@ -154,7 +157,8 @@ def segments(
     # Bytes that are live after each equation: a value lives from the equation that computes it to
     # the last one that reads it.
     live: list[int] = []
-    now, dying = 0, {}
+    now = 0
+    dying = {}
     for index, i in data:
         for out, v in zip(i.outs, i.eqn.outvars, strict=True):
             last = program.last_read.get(out, index)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from host_offload.engine import DiskRecords
-from host_offload.schedule import Move, build_schedule, moves_of, stacked_schedule
+from host_offload.schedule import Move, build_schedule, list_moves, stacked_schedule
 from zerojax.activations import Splits, keep_products
 from zerojax.grads import float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.metrics import evaluation, with_own
@@ -65,6 +65,7 @@ from zerojax.state import (
     with_loss_scale,
     with_model_state,
 )
+from zerojax.trees import Batch, ModelState, Params
 
 Array = jax.Array
 
@@ -98,13 +99,11 @@ class ResidentStep:
           gather: evaluates the model: `gather(function, params, *args)` takes parameters as stored
             and gathers them.
         """
-        self.model, self.tx, self.records, self.update, self._gather = (
-            model,
-            tx,
-            records,
-            update,
-            gather,
-        )
+        self.model = model
+        self.tx = tx
+        self.records = records
+        self.update = update
+        self._gather = gather
         self.layout = layout = records.layout
         self.host: HostUpdate | None = None
         if update is not None and layout.config.update_on == "host":
@@ -127,7 +126,7 @@ class ResidentStep:
         }
         last = list(schedules)[-1]
         pieces = {} if update is None else update.num_pieces()
-        leaves = None if update is None else steps_of_leaves(records, pieces).ends["ends"]
+        leaves = None if update is None else steps_of_leaves(records, pieces).unstacked["unstacked"]
         told = (
             dataclasses.replace(p, leaves=leaves if p.name == "update" else None)
             for p in schedules[last].phases
@@ -136,7 +135,7 @@ class ResidentStep:
         self.schedule = stacked_schedule(schedules)
 
     def step(
-        self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
+        self, state: TrainState, batch: Batch, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[TrainState, dict[str, list[Any]]], dict[str, Array]]:
         """Run one step; `scratch` is returned unchanged."""
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
@@ -155,21 +154,26 @@ class ResidentStep:
             else update_by_record(self.update)
         )
 
-    def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
+    def evaluated(
+        self, params: Params, batch: Batch, key: Any, model_state: ModelState
+    ) -> tuple[Terms, Any]:
         """Return the objective of parameters as stored, and the model state after it.
 
         Gradients are reduced to where the stage stores them.
         """
         return self._gather(self._stored_objective, params, batch, key, model_state)
 
-    def eval(self, params: Any, model_state: Any, batch: Any) -> Array | dict[str, Array]:
+    def eval(
+        self, params: Params, model_state: ModelState, batch: Batch
+    ) -> Array | dict[str, Array]:
         """Return the loss of a batch, without random keys; if there are metrics, a dict of both."""
         terms, _ = self.evaluated(params, batch, None, model_state)
         return evaluation(terms.value(), divided(terms.metrics))
 
-    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict`, without random keys."""
-        layout, model = self.layout, self.model
+        layout = self.layout
+        model = self.model
         model = layout.decoding(model) if isinstance(model, LayeredModel) else model
         predict = build_predict(model, ActivationSpec(layout.mesh).constrain)
         if layout.encodings and isinstance(model, Model):
@@ -179,7 +183,7 @@ class ResidentStep:
         return self._gather(predict, params, batch, model_state)
 
     def grads(
-        self, state: TrainState, batch: Any, scratch: dict[str, list[Any]]
+        self, state: TrainState, batch: Batch, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
         """Return the loss and the gradients of one step, without an update.
 
@@ -200,12 +204,12 @@ class ResidentStep:
     def check_grads(self) -> None:
         """Accept every config: all resident steps have their gradients on the device."""
 
-    def abstract_scratch(self, abstract_batch: Any) -> dict[str, list[Any]]:
+    def abstract_scratch(self, abstract_batch: Batch) -> dict[str, list[Any]]:
         """Return no stacks: gradients and activations stay on the device."""
         del abstract_batch
         return {}
 
-    def records_written(self, abstract_batch: Any) -> Sequence[DiskRecords]:
+    def records_written(self, abstract_batch: Batch) -> Sequence[DiskRecords]:
         """Return no records: only state is stored on disk, and it exists before the step."""
         del abstract_batch
         return ()
@@ -223,7 +227,7 @@ class ResidentStep:
         return (
             ()
             if disk is None
-            else moves_of(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
+            else list_moves(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
         )
 
     def grads_moves(self) -> tuple[Move, ...]:
@@ -248,7 +252,8 @@ def plain_objective(
       as_stored: whether a layered model takes parameters as stored, some of them in 8 or 4 bits
         (`Layout.decoding`).
     """
-    mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
+    mode = layout.config.activations
+    constrain = ActivationSpec(layout.mesh).constrain
     if isinstance(model, Model):
         assert isinstance(mode, str)  # segments need layers (`zerojax.config.check_unlayered`)
         # A checkpoint skips derivative rules whose results are not read, but these rules must run:
@@ -260,7 +265,7 @@ def plain_objective(
         return keep_by_segments(
             build_objective(model, constrain=constrain),
             mode,
-            splits_of(layout, layout.decoded_leaves()),
+            build_splits(layout, layout.decoded_leaves()),
         )
     stacks = {stack.name: stack.in_tree for stack in layout.stacks}
 
@@ -278,13 +283,13 @@ def plain_objective(
             else layout.decoded_leaves(stacks[stack])
         )
         return keep_products(
-            function, prevent_cse=False, splits=splits_of(layout, leaves, 1), group=stack
+            function, prevent_cse=False, splits=build_splits(layout, leaves, 1), group=stack
         )
 
     return build_objective(model, region=region, constrain=constrain)
 
 
-def splits_of(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
+def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
     """Return how tensor parallelism shards some parameters, or None if it shards nothing.
 
     An encoded leaf has no known sharding here, since it is decoded where it is used.
@@ -338,9 +343,10 @@ def build_grads(
 ) -> Callable[[TrainState, Any], Gradients]:
     """Return `grads(state, batch)`, which computes a step's `Gradients`."""
     stage = STAGES[layout.config.stage]
-    grads_at, count = layout.param_shardings(stage.opt_state), layout.config.num_microbatches
+    grads_at = layout.param_shardings(stage.opt_state)
+    count = layout.config.num_microbatches
 
-    def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+    def derivative(scale: Array, data: Any, params: Params) -> tuple[Any, tuple[Any, ...]]:
         """Return the gradients of scale * loss, and a tuple of further results.
 
         The tuple holds the state that its gradient replaces, the loss, the metrics, and the model
@@ -372,18 +378,23 @@ def build_grads(
     sums_at = own_at if layout.reduces_once else grads_at
 
     def of_microbatch(
-        state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None
+        state: TrainState,
+        model_state: ModelState,
+        batch: Batch,
+        key: Any,
+        whole: Array | None = None,
     ) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         overwritten, rest = _overwritten(model_state)
-        data, params = (batch, key, rest, whole), (state.params, state.frozen, overwritten)
+        data = (batch, key, rest, whole)
+        params = (state.params, state.frozen, overwritten)
         grads, (replaced, value, metrics, after) = derive(scale, data, params)
         after = after if replaced is None else {**after, OVERWRITTEN: replaced}
         # Constrained to the update's shards so that XLA can use reduce_scatter and keeps no
         # unsharded gradients.
         return Gradients(value, jax.lax.with_sharding_constraint(grads, sums_at), metrics, after)
 
-    def grads(state: TrainState, batch: Any) -> Gradients:
+    def grads(state: TrainState, batch: Batch) -> Gradients:
         # The key depends only on (key, step): a restored run draws the same masks as the original
         # run.
         key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
@@ -392,7 +403,7 @@ def build_grads(
         one = of_microbatch(state, state.model_state, batch, key)
         return one._replace(grads=jax.tree.map(lambda g: g.astype(jnp.float32), one.grads))
 
-    def accumulated(state: TrainState, batch: Any, key: Any) -> Gradients:
+    def accumulated(state: TrainState, batch: Batch, key: Any) -> Gradients:
         pieces = (split_microbatches(batch, count), jnp.arange(count))
 
         def inputs(piece: tuple[Any, Array]) -> tuple[Any, Any]:
@@ -439,7 +450,7 @@ def build_grads(
     return grads
 
 
-def _overwritten(model_state: Any) -> tuple[Any, Any]:
+def _overwritten(model_state: ModelState) -> tuple[Any, Any]:
     """Return the part of a model's state that its gradient replaces, or None; and the rest."""
     if not isinstance(model_state, dict) or OVERWRITTEN not in model_state:
         return None, model_state

@@ -5,7 +5,7 @@ from zerojax.runtime.cluster import find_place as find_place
 from zerojax.runtime.cluster import join_cluster as join_cluster
 from zerojax.runtime.interrupts import interrupts_wait as interrupts_wait
 from zerojax.runtime.peers import Calls as Calls
-from zerojax.runtime.peers import peers_of as peers_of
+from zerojax.runtime.peers import find_peers as find_peers
 from zerojax.runtime.preemption import Preemption as Preemption
 from zerojax.runtime.processes import AllProcesses as AllProcesses
 from zerojax.runtime.processes import BackgroundBarrier as BackgroundBarrier

@@ -200,8 +200,14 @@ class _Launched:
           port: port of process 0.
           on_node: number of processes on this node, and this one's number among them.
         """
-        self.source, self.count, self.process, self.address = source, count, process, address
-        self.needs, self.repair, self.port, self.on_node = needs, repair, port, on_node
+        self.source = source
+        self.count = count
+        self.process = process
+        self.address = address
+        self.needs = needs
+        self.repair = repair
+        self.port = port
+        self.on_node = on_node
         self.found = f"{source}: {', '.join(name for name, value in env.items() if value)} set"
 
 
@@ -212,8 +218,10 @@ def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
     """
     if "JOB_COMPLETION_INDEX" not in env:
         return None
-    index, host = _number(env, "JOB_COMPLETION_INDEX"), env.get("HOSTNAME", "")
-    job, service = host.removesuffix(f"-{index}"), env.get("HEADLESS_SERVICE")
+    index = _number(env, "JOB_COMPLETION_INDEX")
+    host = env.get("HOSTNAME", "")
+    job = host.removesuffix(f"-{index}")
+    service = env.get("HEADLESS_SERVICE")
     return _Launched(
         "Kubernetes",
         _set(env, "JOB_COMPLETION_INDEX", "HOSTNAME", "JAX_NUM_PROCESSES"),
@@ -232,10 +240,8 @@ def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
 def _open_mpi(env: Mapping[str, str]) -> _Launched | None:
     if not _set(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
         return None
-    count, on_node = (
-        _number(env, "OMPI_COMM_WORLD_SIZE"),
-        _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
+    count = _number(env, "OMPI_COMM_WORLD_SIZE")
+    on_node = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or tcp6://[fe80::1,..]:43370
     found = re.search(r"tcp://([^,:]+)|tcp6://(\[[^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     host = None if found is None else found[1] or f"{found[2]}]"
@@ -261,7 +267,8 @@ def _open_mpi(env: Mapping[str, str]) -> _Launched | None:
 def _mpich(env: Mapping[str, str]) -> _Launched | None:
     if not _set(env, "PMI_SIZE", "PMI_RANK"):
         return None
-    count, on_node = _number(env, "PMI_SIZE"), _number(env, "MPI_LOCALNRANKS")
+    count = _number(env, "PMI_SIZE")
+    on_node = _number(env, "MPI_LOCALNRANKS")
     return _Launched(
         "MPI",
         _set(env, "PMI_SIZE", "PMI_RANK"),
@@ -291,14 +298,10 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
             )
         return None
     count = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS"))
-    nodes, of_job = (
-        env.get("SLURM_STEP_NODELIST"),
-        env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"),
-    )
-    num_nodes, of_all = (
-        env.get("SLURM_STEP_NUM_NODES"),
-        env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES"),
-    )
+    nodes = env.get("SLURM_STEP_NODELIST")
+    of_job = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    num_nodes = env.get("SLURM_STEP_NUM_NODES")
+    of_all = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES")
     # A step on fewer nodes than its job may not include the job's first node.
     if not nodes and of_job and (num_nodes == of_all or of_all == "1"):
         nodes = of_job
@@ -334,10 +337,8 @@ def _tasks_on_node(env: Mapping[str, str], count: int | None) -> int | None:
 
     SLURM_STEP_TASKS_PER_NODE lists them node by node, such as "2(x3),1".
     """
-    text, node = (
-        env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"),
-        _number(env, "SLURM_NODEID"),
-    )
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    node = _number(env, "SLURM_NODEID")
     if not text or node is None:
         # With as many nodes as tasks, each node has one task.
         return 1 if count is not None and env.get("SLURM_STEP_NUM_NODES") == str(count) else None

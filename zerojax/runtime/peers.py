@@ -54,7 +54,8 @@ from zerojax.runtime.statements import (
 
 _INTERVAL = 1.0
 """Seconds between two looks at the other processes, for up to 256 of them."""
-_WARN_AFTER, _WAIT_AT_MOST = 30.0, 1800.0
+_WARN_AFTER = 30.0
+_WAIT_AT_MOST = 1800.0
 """Seconds that a process waits for the others in a call, until it warns and until it raises.
 
 The longest wait is that of torch.distributed's gloo groups.
@@ -67,7 +68,9 @@ _GRACE = 3.0
 """Seconds in which a process may raise the error by itself, before it is ended."""
 _LEAVE_AT_MOST = 300.0
 """Longest wait in seconds for the other processes when a process ends: the same as JAX's."""
-_NUM_CHANGES, _MOST_LABEL, _MOST_REASON = 8, 2000, 300
+_NUM_CHANGES = 8
+_MOST_LABEL = 2000
+_MOST_REASON = 300
 _MOST_DETAILS = 2_000_000
 """Most characters of differing parts in all processes together: gRPC takes 4 MiB per message."""
 _MOST_FAILURES = 5  # failed looks in a row
@@ -113,12 +116,15 @@ class Peers:
           me: index of this process.
           end: function that ends this process; called by any thread.
         """
-        self.members, self.me = tuple(members), me
-        self._store, self._end_process = store, end
+        self.members = tuple(members)
+        self.me = me
+        self._store = store
+        self._end_process = end
         self._folder = f"zerojax/peers/{digest(map(str, members))[:8]}"
         self._is_judge = me == self.members[0]
         self._interval = _INTERVAL * max(1.0, len(self.members) / 256)
-        self._number, self._label = 0, ""
+        self._number = 0
+        self._label = ""
         self._changes: deque[tuple[int, str]] = deque(maxlen=_NUM_CHANGES)
         self._parts: Mapping[str, str] | None = None
         self._details = False
@@ -225,8 +231,10 @@ class Peers:
         with self._lock:
             self._begin(label, is_change=True)
             number = self._number
-            self._parts, self._details = parts, details
-            begin, warned = time.monotonic(), False
+            self._parts = parts
+            self._details = details
+            begin = time.monotonic()
+            warned = False
             try:
                 self._wake.set()
                 while number not in self._answers:
@@ -457,7 +465,8 @@ class Peers:
 
     def await_others(self) -> None:
         """Wait until all processes have left; end this one if it was found to differ."""
-        until, pause = time.monotonic() + _LEAVE_AT_MOST, 0.01
+        until = time.monotonic() + _LEAVE_AT_MOST
+        pause = 0.01
         while time.monotonic() < until and not self._is_cut:
             if (over := self._news["over"]) is not None:
                 logger.critical("%s; %s. The run ends.", over["sentence"], _ADVICE)
@@ -476,7 +485,8 @@ class Calls:
 
     def __init__(self, peers: Peers, program: str) -> None:
         """Name the program, such as "program 1" for the first one."""
-        self._peers, self._program = peers, program
+        self._peers = peers
+        self._program = program
         self._known: dict[Hashable, str] = {}  # labels that the processes agreed on
 
     def agree(self, call: str, parts: Mapping[str, Sequence[str]]) -> None:
@@ -549,7 +559,7 @@ _ALL: dict[tuple[int, ...], Peers] = {}
 """Peers by their members: calls of the same processes have one order, across all programs."""
 
 
-def peers_of(mesh: Mesh) -> Peers | None:
+def find_peers(mesh: Mesh) -> Peers | None:
     """Return the processes of a mesh, or None.
 
     None: the mesh has only one process, this process is not among them, or `jax.distributed` was

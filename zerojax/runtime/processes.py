@@ -50,7 +50,10 @@ class AllProcesses:
         lesser: type[Exception] | None = None,
     ) -> None:
         """Work with the processes of `mesh`; the arguments become the attributes."""
-        self.mesh, self.what, self.error, self.lesser = mesh, what, error, lesser
+        self.mesh = mesh
+        self.what = what
+        self.error = error
+        self.lesser = lesser
 
     @cached_property
     def _is_alone(self) -> bool:
@@ -128,7 +131,9 @@ class BackgroundBarrier:
           error: type of the error that is raised in processes that did not fail.
           stages: names of the stages, in order.
         """
-        self._what, self._error, self._stages = what, error, tuple(stages)
+        self._what = what
+        self._error = error
+        self._stages = tuple(stages)
         self._left: list[str] = []
         self._name = ""
 
@@ -137,7 +142,8 @@ class BackgroundBarrier:
 
         Must be called by every process, in the thread that runs the steps.
         """
-        self._name, self._left = f"zerojax/beside/{next(self._numbers)}", []
+        self._name = f"zerojax/beside/{next(self._numbers)}"
+        self._left = []
 
     def begin(self) -> None:
         """Begin the job: from now on this process passes all stages."""

@@ -76,6 +76,7 @@ from host_offload.trace import Recorder, Span, check_path
 from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.runtime.processes import AllProcesses
 from zerojax.state import DiskLayout, OnDisk
+from zerojax.trees import Tree
 
 logger = logging.getLogger("zerojax")
 
@@ -146,7 +147,10 @@ class SwapSession:
 
     def __init__(self, disk: DiskLayout) -> None:
         """Start without a folder; `disk` declares the records."""
-        self.disk, self.config, self.mesh, self.swap = disk, disk.config, disk.mesh, disk.swap
+        self.disk = disk
+        self.config = disk.config
+        self.mesh = disk.mesh
+        self.swap = disk.swap
         self._state = SwapState.UNCLAIMED
         self._run: _Run | None = None
         self._folder: SwapFolder | None = None
@@ -212,10 +216,8 @@ class SwapSession:
         self._check_memory(
             [records for records in self.disk.kinds.values() if records.lifetime == "state"]
         )
-        copies, pin = (
-            self.swap.copies,
-            "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock",
-        )
+        copies = self.swap.copies
+        pin = "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
         self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(self._folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
@@ -269,7 +271,7 @@ class SwapSession:
     def _stores(self) -> list[Store]:
         """Return the stores of a state that have files."""
         kinds = [records.kind for records in self._files_of.values() if records.lifetime == "state"]
-        return [self.engine.store_of(kind, rank) for kind in kinds for rank in self.disk.ranks()]
+        return [self.engine.find_store(kind, rank) for kind in kinds for rank in self.disk.ranks()]
 
     def _make_room(self, files: Mapping[RecordKey, RecordFile]) -> None:
         """Find room for a new state next to the last state's records in checkpoints.
@@ -323,7 +325,7 @@ class SwapSession:
         missing = [
             records
             for records in kinds
-            if not records.has_files_of(self._files_of.get(records.kind))
+            if not records.can_share_files(self._files_of.get(records.kind))
         ]
         if not missing:  # true except in a shape's first step; skips asking for available memory
             return
@@ -373,7 +375,8 @@ class SwapSession:
 
     def _check_memory(self, kinds: Sequence[DiskRecords]) -> None:
         """Raise RuntimeError if the machine has too little memory for the buffers of some kinds."""
-        ranks, available = len(self.disk.ranks()), available_bytes()
+        ranks = len(self.disk.ranks())
+        available = available_bytes()
         if available is None or (needed := ranks * self.disk.buffer_bytes(kinds)) <= available:
             return
         largest = max(kinds, key=lambda r: self.disk.buffer_bytes([r]))
@@ -459,7 +462,8 @@ class SwapSession:
 
         Otherwise its callbacks would run during the next program.
         """
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is None:
             return
         try:
@@ -470,7 +474,8 @@ class SwapSession:
             self._state = run.began_in
             if run.took_the_state:
                 # No leaf on disk has the number 0, so every state is refused until the next `open`.
-                self.swap.generation, self._state = 0, SwapState.LOST
+                self.swap.generation = 0
+                self._state = SwapState.LOST
 
     def finish(self, is_step: bool = False) -> dict[str, float]:
         """Finish a program, and return metrics of the records that it moved.
@@ -559,7 +564,7 @@ class SwapSession:
             yield (
                 snapshot,
                 [
-                    (records, self.engine.store_of(records.kind, rank))
+                    (records, self.engine.find_store(records.kind, rank))
                     for records in kinds
                     for rank in ranks
                 ],
@@ -603,7 +608,8 @@ class SwapSession:
 
     def _close(self) -> None:
         self._advance("close")
-        engine, self.swap.engine = self.swap.engine, None
+        engine = self.swap.engine
+        self.swap.engine = None
         self._files_of.clear()
         try:
             if engine is not None:
@@ -611,7 +617,8 @@ class SwapSession:
                 engine.close()
         finally:
             # Even if the engine raises: a folder that stays locked would refuse the next claim.
-            folder, self._folder = self._folder, None
+            folder = self._folder
+            self._folder = None
             if folder is not None:
                 folder.close()
 
@@ -629,7 +636,7 @@ def _unbroken(work: Callable[[], None]) -> Callable[[], None]:
     return interrupts_wait(all_wait=True)(work)
 
 
-def _on_disk(tree: Any) -> list[OnDisk]:
+def _on_disk(tree: Tree) -> list[OnDisk]:
     """Return the leaves that are stored on disk."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, OnDisk))
     return [leaf for leaf in leaves if isinstance(leaf, OnDisk)]

@@ -29,10 +29,10 @@ from zerojax.sharding.scope import no_mesh as no_mesh
 from zerojax.sharding.scope import uncommitted as uncommitted
 from zerojax.sharding.scope import without_mesh as without_mesh
 from zerojax.sharding.specs import Spec as Spec
-from zerojax.sharding.specs import axes_of as axes_of
 from zerojax.sharding.specs import explicit as explicit
 from zerojax.sharding.specs import named as named
 from zerojax.sharding.specs import pad_spec as pad_spec
+from zerojax.sharding.specs import parse_axes as parse_axes
 from zerojax.sharding.specs import place as place
 from zerojax.sharding.specs import without_axis as without_axis
 from zerojax.sharding.stages import STAGES as STAGES

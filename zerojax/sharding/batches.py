@@ -29,6 +29,7 @@ from zerojax.sharding.activations import ActivationSpec
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
 from zerojax.sharding.scope import is_on_another_mesh
 from zerojax.sharding.specs import named
+from zerojax.trees import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Rows:
     size: int
     parts: tuple[int, ...]
 
-    def cut(self, batch: Any, mesh: Mesh) -> Any:
+    def cut(self, batch: Batch, mesh: Mesh) -> Any:
         """Return a padded batch without its padding; call it inside a program."""
         leaves, tree = jax.tree.flatten(batch)
         return jax.tree.unflatten(
@@ -65,7 +66,7 @@ class Rows:
         return jax.lax.with_sharding_constraint(rows, ActivationSpec(mesh).batch(a.ndim))
 
 
-def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
+def place_batch(batch: Batch, mesh: Mesh, num_microbatches: int) -> Any:
     """Return a batch on the mesh.
 
     Leaves that are already placed stay where they are. Numpy arrays are copied, so the caller may
@@ -86,7 +87,7 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
     return _place(jax.tree.map(_own, batch), mesh)
 
 
-def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
+def place_any_batch(batch: Batch, mesh: Mesh) -> tuple[Any, Rows | None]:
     """Return a batch of any size on the mesh, padded if it does not divide.
 
     Args:
@@ -102,7 +103,8 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
         bits, the batch has no rows, or leaves have different numbers of rows.
     """
     batch = jax.tree.map(lambda leaf: _brought(leaf, mesh), _with_arrays(batch))
-    size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
+    size = batch_size(_whole(batch, mesh))
+    shards = num_batch_shards(mesh)
     if size % shards == 0:
         return _place(jax.tree.map(_own, batch), mesh), None
     rows = Rows(size, tuple(_parts(leaf, mesh) for leaf in jax.tree.leaves(batch)))
@@ -123,7 +125,7 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
     return _place(jax.tree.map(pad, batch), mesh), rows
 
 
-def _with_arrays(batch: Any) -> Any:
+def _with_arrays(batch: Batch) -> Any:
     """Return a batch whose Python numbers became arrays; existing arrays are not copied.
 
     Raises:
@@ -132,7 +134,7 @@ def _with_arrays(batch: Any) -> Any:
     return _map_named(_as_array, batch)
 
 
-def _map_named(function: Callable[[str, Any], Any], batch: Any) -> Any:
+def _map_named(function: Callable[[str, Any], Any], batch: Batch) -> Any:
     """Return a batch in which `function(name, leaf)` replaces each leaf.
 
     Raises:
@@ -181,7 +183,8 @@ def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
         )
     if leaf.dtype.kind not in "iu" or leaf.dtype.itemsize == dtype.itemsize or not leaf.size:
         return
-    least, most = int(leaf.min()), int(leaf.max())
+    least = int(leaf.min())
+    most = int(leaf.max())
     bounds = np.iinfo(dtype)
     if least < bounds.min or most > bounds.max:
         raise ValueError(
@@ -243,7 +246,7 @@ def _parts(leaf: Any, mesh: Mesh) -> int:
     return 1 if is_whole or leaf.ndim == 0 else len({d.process_index for d in mesh.devices.flat})
 
 
-def _whole(batch: Any, mesh: Mesh) -> Any:
+def _whole(batch: Batch, mesh: Mesh) -> Any:
     """Return the leaves' global shapes."""
 
     def whole(leaf: Any) -> Any:
@@ -255,7 +258,7 @@ def _whole(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(whole, batch)
 
 
-def _place(batch: Any, mesh: Mesh) -> Any:
+def _place(batch: Batch, mesh: Mesh) -> Any:
     """Return a batch that divides, placed on the mesh."""
 
     def place(leaf: Any) -> jax.Array:
@@ -272,7 +275,7 @@ def _place(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(place, batch)
 
 
-def abstract_batch(batch: Any, mesh: Mesh) -> Any:
+def abstract_batch(batch: Batch, mesh: Mesh) -> Any:
     """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding.
 
     Raises:
@@ -287,7 +290,7 @@ def abstract_batch(batch: Any, mesh: Mesh) -> Any:
     return _map_named(abstract, batch)
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Batch) -> int:
     """Return the number of rows of a batch: dim 0 of every leaf that is not a scalar.
 
     Raises:
@@ -312,7 +315,7 @@ def batch_size(batch: Any) -> int:
     return size
 
 
-def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
+def check_batch(batch: Batch, mesh: Mesh, num_microbatches: int) -> int:
     """Return the global batch size, once the batch is known to divide.
 
     Args:
@@ -338,7 +341,7 @@ def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
     return size
 
 
-def split_microbatches(batch: Any, count: int) -> Any:
+def split_microbatches(batch: Batch, count: int) -> Any:
     """Return `batch` with a leading dim of `count` microbatches: [B, ..] -> [M, B / M, ..].
 
     Microbatch m takes the examples m, m + count, ...: every device splits its own part of the

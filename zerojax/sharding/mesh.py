@@ -20,7 +20,9 @@ from zerojax.given import as_integer
 logger = logging.getLogger("zerojax")
 Axes = Mapping[str, str | tuple[str, ...]]
 """For each axis of this package, the axis or axes of a user's mesh that it stands for."""
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+DATA = "data"
+FSDP = "fsdp"
+TENSOR = "tensor"
 AXES = (DATA, FSDP, TENSOR)
 BATCH_AXES = (DATA, FSDP)
 """Axes that split dim 0 of a batch."""

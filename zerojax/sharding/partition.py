@@ -26,7 +26,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.sharding.specs import Spec, axes_of, pad_spec
+from zerojax.sharding.specs import Spec, pad_spec, parse_axes
+from zerojax.trees import Params, Tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def leaf_spec(
     size = mesh.shape[axis]
     # Local dim sizes on one device, as the user's spec splits them.
     local = [
-        n // math.prod(mesh.shape[a] for a in axes_of(s)) for n, s in zip(shape, base, strict=True)
+        n // math.prod(mesh.shape[a] for a in parse_axes(s))
+        for n, s in zip(shape, base, strict=True)
     ]
     if size == 1:
         return LeafSpec(base, base, None)
@@ -98,7 +100,7 @@ def leaf_spec(
     free = [d for d in dims if base[d] is None]
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
     # The ZeRO axis is last within its dim, so removing it leaves the user's own split.
-    entry = (*axes_of(base[split_dim]), axis)
+    entry = (*parse_axes(base[split_dim]), axis)
     sharded = tuple(
         (entry if len(entry) > 1 else axis) if d == split_dim else s for d, s in enumerate(base)
     )
@@ -106,7 +108,7 @@ def leaf_spec(
 
 
 def param_specs(
-    abstract_params: Any,
+    abstract_params: Params,
     user_specs: Any,
     mesh: Mesh,
     axis: str,
@@ -135,7 +137,8 @@ def param_specs(
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    shapes, bases = [leaf.shape for _, leaf in leaves], broadcast_specs(user_specs, abstract_params)
+    shapes = [leaf.shape for _, leaf in leaves]
+    bases = broadcast_specs(user_specs, abstract_params)
     reasons = [misfit(*of_leaf, mesh, axis) for of_leaf in zip(paths, shapes, bases, strict=True)]
     if told := [reason for reason in reasons if reason is not None]:
         raise ValueError("\n".join(told))
@@ -152,7 +155,7 @@ def param_specs(
     }
 
 
-def broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
+def broadcast_specs(prefix: Any, tree: Tree) -> list[PartitionSpec]:
     """Return one spec per leaf, from a tree of specs that may be a prefix of the tree.
 
     A spec in the prefix applies to every leaf below it.
@@ -191,12 +194,12 @@ def misfit(
     """Return why a user's spec does not fit its leaf and the mesh, or None if it fits."""
     if len(spec) > len(shape):
         return f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}"
-    named = [name for entry in spec for name in axes_of(entry)]
+    named = [name for entry in spec for name in parse_axes(entry)]
     if len(set(named)) < len(named):
         return f"{path}: spec {spec} names an axis twice"
     for dim, entry in enumerate(spec):
         split = 1
-        for name in axes_of(entry):
+        for name in parse_axes(entry):
             if name not in mesh.shape:
                 return (
                     f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. "
@@ -218,7 +221,7 @@ def misfit(
     return None
 
 
-def replicated_leaves(abstract_params: Any, specs: dict[str, LeafSpec]) -> list[Replicated]:
+def replicated_leaves(abstract_params: Params, specs: dict[str, LeafSpec]) -> list[Replicated]:
     """List the leaves that the ZeRO axis does not split, largest first."""
     replicated = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]:
@@ -234,7 +237,7 @@ def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
     A dim that does not divide is padded, so its local size is rounded up.
     """
     return math.prod(
-        -(-n // math.prod(mesh.shape[a] for a in axes_of(s)))
+        -(-n // math.prod(mesh.shape[a] for a in parse_axes(s)))
         for n, s in zip(shape, pad_spec(spec, len(shape)), strict=True)
     )
 

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_offload.tiers import memory_kind
+from zerojax.trees import Tree
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """A PartitionSpec padded with None to one entry per dim."""
@@ -23,7 +24,7 @@ def pad_spec(spec: Sequence | PartitionSpec, ndim: int) -> Spec:
     return tuple(spec) + (None,) * (ndim - len(spec))
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def parse_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the mesh axes that split one dim, as a tuple."""
     if entry is None:
         return ()
@@ -34,7 +35,7 @@ def without_axis(spec: Spec, axis: str) -> Spec:
     """Return `spec` with mesh axis `axis` removed: the spec after an all_gather over it."""
 
     def drop(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        rest = tuple(a for a in axes_of(entry) if a != axis)
+        rest = tuple(a for a in parse_axes(entry) if a != axis)
         return rest[0] if len(rest) == 1 else (rest or None)
 
     return tuple(drop(entry) for entry in spec)
@@ -52,7 +53,7 @@ def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> Named
     return sharding if sharding.memory_kind else place(mesh, spec, tier)
 
 
-def explicit(tree: Any) -> Any:
+def explicit(tree: Tree) -> Any:
     """Return shardings with an explicit memory kind, if the mesh knows memory kinds.
 
     JAX pairs donated arguments with results by shape, and compares their memory kinds only if all

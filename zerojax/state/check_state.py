@@ -17,6 +17,7 @@ from zerojax.given import as_integer, as_number, shown
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
 from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
+from zerojax.trees import Tree
 
 _SHOWN = 3
 """Number of leaves that an error lists."""
@@ -95,10 +96,8 @@ class StateCheck:
 
     def _other_structure(self, state: TrainState) -> str:
         """Return an error that names the leaves that a state lacks or has in excess."""
-        given, expected = (
-            _names(as_arguments(state)),
-            _names(jax.tree.unflatten(self._structure, self._expected)),
-        )
+        given = _names(as_arguments(state))
+        expected = _names(jax.tree.unflatten(self._structure, self._expected))
         lacks = [name for name in expected if name not in set(given)]
         extra = [name for name in given if name not in set(expected)]
         found = [f"it lacks {_listed(lacks)}"] if lacks else []
@@ -165,7 +164,7 @@ def _name(state: TrainState, index: int) -> str:
     return _names(as_arguments(state))[index]
 
 
-def _names(tree: Any) -> list[str]:
+def _names(tree: Tree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 

@@ -31,7 +31,9 @@ class DiskLayout:
 
     def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
         """Start without any kinds."""
-        self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
+        self.config = config
+        self.mesh = mesh
+        self.swap = Swap(mesh)
         self.kinds: dict[str, DiskRecords] = {}
 
     def declare(
@@ -79,7 +81,7 @@ class DiskLayout:
         # Every trace of a step declares its kinds again. The first object is kept as long as it
         # fits the files.
         previous = self.kinds.get(kind)
-        if previous is not None and previous.has_files_of(records):
+        if previous is not None and previous.can_share_files(records):
             return previous
         self.kinds[kind] = records
         return records
@@ -101,7 +103,9 @@ class DiskLayout:
         Args:
           kinds: records of each kind.
         """
-        distance, shared, unshared = self.config.prefetch_distance, 0, 0
+        distance = self.config.prefetch_distance
+        shared = 0
+        unshared = 0
         for records in kinds:
             if size := self.shared_bytes(records):
                 # Counted once for all kinds, because they are never in use at the same time. As

@@ -25,7 +25,8 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels import storage
 from pallas_kernels.storage import Encoded
 from zerojax.models import LayeredModel, Model
-from zerojax.sharding import LeafSpec, Spec, axes_of, named
+from zerojax.sharding import LeafSpec, Spec, named, parse_axes
+from zerojax.trees import Params
 
 logger = logging.getLogger("zerojax")
 
@@ -120,11 +121,13 @@ def choose_encodings(
       stacked: paths of the stacks of layers.
       mesh: the device mesh.
     """
-    encodings, kept = {}, []
+    encodings = {}
+    kept = []
     for path, leaf in leaves.items():
         lead = int(path in stacked)
-        shape, spec = tuple(leaf.shape[lead:]), tuple(specs[path][lead:])
-        shards = tuple(math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec)
+        shape = tuple(leaf.shape[lead:])
+        spec = tuple(specs[path][lead:])
+        shards = tuple(math.prod(mesh.shape[axis] for axis in parse_axes(entry)) for entry in spec)
         if (why := storage.refusal(format, shape, shards)) is not None:
             kept.append((path, leaf, why))
             continue
@@ -147,7 +150,7 @@ def choose_encodings(
     return encodings
 
 
-def encode_tree(encodings: Mapping[str, Encoding], params: Any, *part: str) -> Any:
+def encode_tree(encodings: Mapping[str, Encoding], params: Params, *part: str) -> Any:
     """Return parameters with `Encoded` nodes in place of the leaves to encode.
 
     Args:
@@ -171,7 +174,7 @@ def is_encoded(node: Any) -> bool:
     return isinstance(node, Encoded)
 
 
-def decoded(params: Any, dtype: Any) -> Any:
+def decoded(params: Params, dtype: Any) -> Any:
     """Return parameters with their encoded leaves decoded to `dtype`."""
     # The XLA implementation keeps the dims, so a split array stays split without communication.
     decode = lambda leaf: storage.decode(leaf, dtype, "xla") if is_encoded(leaf) else leaf  # noqa: E731
@@ -184,10 +187,10 @@ def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
     def decoding(function: Any) -> Any:
         return lambda p, *args: function(decoded(p, dtype), *args)
 
-    def head(p: Any, p_embed: Any, *args: Any) -> Any:
+    def head(p: Params, p_embed: Params, *args: Any) -> Any:
         return model.head(decoded(p, dtype), decoded(p_embed, dtype), *args)
 
-    def predict(p: Any, p_embed: Any, *args: Any) -> Any:
+    def predict(p: Params, p_embed: Params, *args: Any) -> Any:
         assert model.predict is not None
         return model.predict(decoded(p, dtype), decoded(p_embed, dtype), *args)
 

@@ -35,7 +35,7 @@ from zerojax.models import (
     init_params,
     init_state,
     layered_specs,
-    stacks_of,
+    list_stacks,
 )
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import (
@@ -77,6 +77,7 @@ from zerojax.state.train_state import (
     join_frozen,
     split_frozen,
 )
+from zerojax.trees import OptState, Params, Tree
 
 logger = logging.getLogger("zerojax")
 
@@ -191,9 +192,9 @@ class Layout:
     @functools.cached_property
     def frozen_unstacked(self) -> tuple[int, ...]:
         """Indices of the unstacked frozen leaves."""
-        return self._frozen_of("end")
+        return self._list_frozen("end")
 
-    def _frozen_of(self, role: str) -> tuple[int, ...]:
+    def _list_frozen(self, role: str) -> tuple[int, ...]:
         return tuple(i for i, leaf in enumerate(self.frozen, len(self.leaves)) if leaf.role == role)
 
     @functools.cached_property
@@ -236,7 +237,7 @@ class Layout:
         dtype = self.leaves[index].dtype
         return jnp.promote_types(dtype, jnp.float32) if self.grads_in_float32 else dtype
 
-    def encode(self, params: Any, *part: str) -> Any:
+    def encode(self, params: Params, *part: str) -> Any:
         """Return parameters as they are stored, with some leaves encoded.
 
         Args:
@@ -246,7 +247,7 @@ class Layout:
         """
         return encode_tree(self.encodings, params, *part)
 
-    def decode(self, params: Any) -> Any:
+    def decode(self, params: Params) -> Any:
         """Return parameters as the model receives them, from gathered ones that may be encoded."""
         return decoded(params, self.compute_dtype) if self.encodings else params
 
@@ -315,7 +316,7 @@ class Layout:
         return sum(math.prod(leaf.shape) for leaf in self.decoded_leaves())
 
     @functools.cached_property
-    def ends(self) -> tuple[int, ...]:
+    def unstacked(self) -> tuple[int, ...]:
         """Indices of the unstacked trainable leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "end")
 
@@ -347,7 +348,7 @@ class Layout:
 
 
 def _param_shardings(
-    params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str
+    params: Params, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str
 ) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded), tier),
@@ -355,7 +356,7 @@ def _param_shardings(
     )
 
 
-def _split(tree: Any, layers: Any, mesh: Mesh) -> Any:
+def _split(tree: Tree, layers: Any, mesh: Mesh) -> Any:
     """Return a tree of stacked leaves in host memory, with the first layers on the device.
 
     Args:
@@ -406,7 +407,8 @@ def build_layout(
       ValueError: the model has no trainable parameters or parameters that are not numbers, specs do
         not fit, or the optimizer cannot run sharded.
     """
-    stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
+    stage = STAGES[config.stage]
+    precision = PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
     flags = frozen_flags(model, params)
@@ -435,11 +437,9 @@ def build_layout(
         params,
     )
     groups = tile_groups(model, params, config)
-    as_given, given_specs, encodings = (
-        whole,
-        specs,
-        _encodings(model, config, whole, specs, is_frozen, mesh),
-    )
+    as_given = whole
+    given_specs = specs
+    encodings = _encodings(model, config, whole, specs, is_frozen, mesh)
     if encodings:
         given = build_leaves(model, whole, specs, (), is_frozen)
         whole, specs, is_frozen, groups = _as_they_rest(
@@ -453,10 +453,8 @@ def build_layout(
     # Trainable leaves come first, so that an update counts only them.
     places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
     groups = tuple(_trained_first(group, table, places) for group in groups)
-    leaves, frozen_leaves = (
-        tuple(a for a in table if not a.frozen),
-        tuple(a for a in table if a.frozen),
-    )
+    leaves = tuple(a for a in table if not a.frozen)
+    frozen_leaves = tuple(a for a in table if a.frozen)
     params, _ = split_frozen(flags, params)
     compute, frozen = split_frozen(flags, whole)
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
@@ -480,8 +478,8 @@ def build_layout(
         jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners]
     )
 
-    def state_of(
-        scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any
+    def build_state(
+        scalar: Any, key: Any, params: Params, master: Any, opt_state: OptState, counter: Any
     ) -> TrainState:
         return TrainState(
             step=counter,
@@ -495,7 +493,7 @@ def build_layout(
 
     # Scalars of the optimizer state stay on the device in every tier, because the program computes
     # with them.
-    shardings = state_of(
+    shardings = build_state(
         scalar,
         scalar,
         _param_shardings(params, specs, mesh, stage.params, _array_tier(config.params)),
@@ -512,8 +510,9 @@ def build_layout(
         ),
         scalar,
     )
-    f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
+    f32 = jax.ShapeDtypeStruct((), jnp.float32)
+    i32 = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = build_state(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
     )
@@ -552,7 +551,8 @@ def build_layout(
         abstract_state = dataclasses.replace(abstract_state, pending=pending)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     # Leaves on disk come last, so that `arrays` has all leaves as if they were in memory.
-    arrays, disk = abstract_state, None
+    arrays = abstract_state
+    disk = None
     if uses_disk(config):
         disk = DiskLayout(config, mesh)
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
@@ -580,7 +580,7 @@ def build_layout(
         whole,
         tuple(places),
         encodings,
-        {stack.name: stack.model.num_layers for stack in stacks_of(model)}
+        {stack.name: stack.model.num_layers for stack in list_stacks(model)}
         if isinstance(model, LayeredModel)
         else {},
     )
@@ -643,7 +643,10 @@ def _as_they_rest(
 ) -> tuple[Any, dict[str, LeafSpec], list[bool], tuple[TileGroup, ...]]:
     """Return the tree with `Encoded` nodes, its specs and flags, and groups by position in it."""
     arrays, tree = jax.tree.flatten(whole)
-    nodes, specs, flags, places = [], {}, [], []
+    nodes = []
+    specs = {}
+    flags = []
+    places = []
     for leaf, array in zip(given, arrays, strict=True):
         encoding = encodings.get(leaf.name)
         node = array if encoding is None else encoding.abstract
@@ -689,7 +692,7 @@ def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int
     return dataclasses.replace(group, leaves=tuple(trained), frozen=tuple(frozen))
 
 
-def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
+def _first_dims(model: Model | LayeredModel, params: Params) -> dict[str, int]:
     """Return the number of leading dims (layers, tiles) that are never split, by path."""
     if not isinstance(model, LayeredModel):
         return {}
@@ -721,7 +724,7 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
             return Split(leaf.device, leaf_on_disk(leaf.host))
         return leaf if shared else DiskArgument(token, leaf.shape, leaf.dtype)
 
-    def weights(tree: Any, tier: str) -> Any:
+    def weights(tree: Tree, tier: str) -> Any:
         return jax.tree.map(leaf_on_disk, tree, is_leaf=is_stored) if tier == "nvme" else tree
 
     opt_state = state.opt_state
@@ -775,7 +778,7 @@ def _split_opt_state(
     """
     of_leaves = [layers[leaf.stack] if leaf.is_stacked else 0 for leaf in leaves]
 
-    def split(tree: Any, layers: Sequence[int]) -> Any:
+    def split(tree: Tree, layers: Sequence[int]) -> Any:
         return _split(tree, jax.tree.unflatten(jax.tree.structure(tree), layers), mesh)
 
     opt_state = split(
@@ -803,7 +806,7 @@ def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
         )
 
 
-def _report_widened(params: Any, config: ZeroConfig) -> None:
+def _report_widened(params: Params, config: ZeroConfig) -> None:
     """Log that parameters that the model creates in 16 bits are kept in float32."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     narrow = [

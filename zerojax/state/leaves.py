@@ -133,9 +133,17 @@ def build_leaves(
     leaves = []
     arrays = jax.tree_util.tree_flatten_with_path(abstract_compute)[0]
     for i, (path, array) in enumerate(arrays):
-        name, lead = jax.tree_util.keystr(path), int(is_stacked(model, path)) + (i in group_of)
+        name = jax.tree_util.keystr(path)
+        lead = int(is_stacked(model, path)) + (i in group_of)
         leaf = Leaf(
-            path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i]
+            path,
+            name,
+            array.shape,
+            array.dtype,
+            specs[name],
+            lead,
+            group_of.get(i, ""),
+            frozen[i],
         )
         leaves.append(dataclasses.replace(leaf, stack=stack_name(model, path)))
     return tuple(leaves)

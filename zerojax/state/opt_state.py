@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.sharding import LeafSpec, leaf_spec
 from zerojax.state.leaves import Leaf
+from zerojax.trees import Grads, OptState, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class OptStateMap:
         """
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
-    def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
+    def list_state_leaves(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the state leaves that belong to the parameters `part`, in order."""
         params = set(part)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)
@@ -61,7 +62,7 @@ class OptStateMap:
         return owner
 
 
-def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
+def map_opt_state(abstract_opt_state: Any, abstract_params: Params) -> OptStateMap:
     """Find the parameter leaf that each leaf of the optimizer state mirrors.
 
     It is the leaf with the same path and the same shape.
@@ -250,7 +251,11 @@ def traced_optimizer(
 
 
 def call_update(
-    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array
+    tx: optax.GradientTransformation,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    loss: jax.Array,
 ) -> tuple[Any, Any]:
     """Call `tx.update`, with `value=loss` for transformations that take it.
 

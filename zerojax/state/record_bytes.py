@@ -39,15 +39,17 @@ def record_bytes(
     Returns:
       Bytes per device by name, such as "params", "opt_state" and "params_on_disk".
     """
-    layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
+    layout = records.layout
+    mesh = records.mesh
+    stage = STAGES[records.layout.config.stage]
     on_device = layout.config.params == "device"
 
     def num_bytes(
-        part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None
+        part: Sequence[int], select_spec: Callable[[LeafSpec], Spec], itemsize: int | None = None
     ) -> int:
         leaves = [layout.all_leaves[i] for i in part]
         elements = [
-            local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh)
+            local_elements(leaf.record_shape, select_spec(leaf.spec)[leaf.lead :], mesh)
             for leaf in leaves
         ]
         return sum(
@@ -60,7 +62,7 @@ def record_bytes(
     )
     if layout.updates_by_record:
         opt_map = layout.opt_map
-        for j in opt_map.states_of(part):
+        for j in opt_map.list_state_leaves(part):
             # The shape of one record: a state leaf has the leading dims of the parameter that it
             # mirrors.
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
@@ -166,14 +168,16 @@ def unstacked_leaves(
         missing leaf.
     """
 
-    def tier_of(specs: Sequence[RecordSpec]) -> str:
+    def find_tier(specs: Sequence[RecordSpec]) -> str:
         return next(
             (r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device"
         )
 
-    layout, leaves = records.layout, list[UnstackedLeaf]()
-    for i in (*layout.ends, *layout.frozen_unstacked):
-        leaf, weight = layout.all_leaves[i], records.weight(i)
+    layout = records.layout
+    leaves = list[UnstackedLeaf]()
+    for i in (*layout.unstacked, *layout.frozen_unstacked):
+        leaf = layout.all_leaves[i]
+        weight = records.weight(i)
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
             name = (
@@ -182,9 +186,9 @@ def unstacked_leaves(
                 else weight.disk_records.kind.partition(".")[2]
             )
             sizes = {"frozen": size} | _on_disk(records, (), (i,), ())
-            leaves.append(UnstackedLeaf(name, {"frozen": tier_of([weight])}, sizes, frozen=True))
+            leaves.append(UnstackedLeaf(name, {"frozen": find_tier([weight])}, sizes, frozen=True))
             continue
-        tiers = {"params": tier_of([weight]), "opt_state": tier_of(records.opt_records((i,)))}
+        tiers = {"params": find_tier([weight]), "opt_state": find_tier(records.opt_records((i,)))}
         sizes = record_bytes(records, (i,)) | {"params": size}
         leaves.append(
             UnstackedLeaf(str(i), tiers, sizes, num_pieces=pieces.get(i, 1), is_beside=i in beside)
@@ -197,9 +201,10 @@ def gathered_unstacked(records: StateRecords) -> dict[str, int]:
 
     They are 0 if the parameters are not gathered.
     """
-    layout, sizes = records.layout, {"embed": 0, "head": 0}
+    layout = records.layout
+    sizes = {"embed": 0, "head": 0}
     for unit in sizes:
-        trained = [i for i in layout.ends if layout.all_leaves[i].path[0].key == unit]
+        trained = [i for i in layout.unstacked if layout.all_leaves[i].path[0].key == unit]
         frozen = [i for i in layout.frozen_unstacked if layout.all_leaves[i].path[0].key == unit]
         sizes[unit] = record_bytes(records, trained, frozen)["gathered"]
     return sizes
@@ -238,8 +243,8 @@ def steps_of_leaves(records: StateRecords, pieces: Mapping[int, int] | None) -> 
     phases = build_unstacked(unstacked_leaves(records, (), pieces or {}), layout.has_master, host)
     if pieces is None:
         tree = Op("update", Record("opt_state", EVERY_LEAF), 0, "compute")
-        phases["ends"] = Phase(name="ends", loops=(Loop(0, 1, 1, (tree,)),))
+        phases["unstacked"] = Phase(name="unstacked", loops=(Loop(0, 1, 1, (tree,)),))
     if layout.num_layers is None:
         # A plain Model has neither embedding nor head.
-        phases = {"ends": phases["ends"]}
+        phases = {"unstacked": phases["unstacked"]}
     return StepPlan({}, phases, names=names, num_microbatches=layout.config.num_microbatches)

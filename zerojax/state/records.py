@@ -176,7 +176,8 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
     if not on_disk:
         return [r.read(stack, index) for r, stack in zip(records, stacks, strict=True)]
-    disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
+    disk_records = _disk_records(records[on_disk[0]])
+    leaf = _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
     # One fetch for all leaves of the kind: a record is read from disk as a unit.
     arrays = dict(
@@ -204,7 +205,8 @@ def write_layer(
     each = zip(records, stacks, values, strict=True)
     if not on_disk:
         return [r.write(stack, index, value) for r, stack, value in each]
-    disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
+    disk_records = _disk_records(records[on_disk[0]])
+    leaf = _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
     shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in on_disk]
     # All leaves of the kind form one record, which one callback moves.

@@ -92,7 +92,8 @@ def layer_ranges(layout: Layout) -> tuple[LayerRange, ...]:
       ValueError: the segments have more or fewer layers than the model, or a segment crosses the
         end of a stack.
     """
-    config, stacks = layout.config, layout.stacks
+    config = layout.config
+    stacks = layout.stacks
     if isinstance(config.activations, tuple):
         return _segmented(config.activations, stacks)
     kept = {
@@ -116,10 +117,12 @@ def _segmented(
             f"{' + '.join(str(s.num_layers) for s in segments)} = {given} layers, and the model "
             f"has {there}: the segments must cover all of its layers, first layer first"
         )
-    runs, stop = list[LayerRange](), 0
+    runs = list[LayerRange]()
+    stop = 0
     firsts = list(itertools.accumulate((stack.num_layers for stack in stacks), initial=0))
     for number, segment in enumerate(segments):
-        start, stop = stop, stop + segment.num_layers
+        start = stop
+        stop = stop + segment.num_layers
         stack, first, end = next(
             one for one in zip(stacks, firsts, firsts[1:], strict=False) if start < one[2]
         )

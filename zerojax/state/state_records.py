@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.device import one_trip
-from zerojax.config import activations_of
+from zerojax.config import resolve_activations
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.host_memory import crosses_link
@@ -35,6 +35,7 @@ from zerojax.state.layout import Layout
 from zerojax.state.ordering import wait_for
 from zerojax.state.records import Index, RecordSpec, pick, read_layer, store_leaves, write_layer
 from zerojax.state.train_state import OnDisk, TrainState, is_stored
+from zerojax.trees import OptState, Params
 
 Array = jax.Array
 logger = logging.getLogger("zerojax")
@@ -95,13 +96,12 @@ class StateRecords:
 
     def __init__(self, layout: Layout) -> None:
         """Choose how each leaf is stored, and declare the records on disk."""
-        self.layout, self.mesh, self.leaves, self.opt_map = (
-            layout,
-            layout.mesh,
-            layout.leaves,
-            layout.opt_map,
-        )
-        config, stage = layout.config, STAGES[layout.config.stage]
+        self.layout = layout
+        self.mesh = layout.mesh
+        self.leaves = layout.leaves
+        self.opt_map = layout.opt_map
+        config = layout.config
+        stage = STAGES[layout.config.stage]
 
         def records(sharded: bool, tier: str) -> list[RecordSpec]:
             return [
@@ -151,7 +151,7 @@ class StateRecords:
             config.params,
             config.grads,
             config.opt_state,
-            *activations_of(config),
+            *resolve_activations(config),
             self.layout.frozen_tier,
         )
         return "pinned_host" in tiers
@@ -178,7 +178,7 @@ class StateRecords:
             declare(stack.kind("params"), stack.num_layers, stack.blocks)
             for group in stack.groups:
                 declare(group.kind("params"), stack.num_layers * group.num_tiles, group.leaves)
-        for i in self.layout.ends:
+        for i in self.layout.unstacked:
             declare(f"params.{i}", 1, (i,))
 
     def _declare_opt_state(self, disk: DiskLayout) -> None:
@@ -191,7 +191,7 @@ class StateRecords:
                 if self.layout.has_master
                 else []
             )
-            members = masters + [self._moment(j) for j in self.opt_map.states_of(part)]
+            members = masters + [self._moment(j) for j in self.opt_map.list_state_leaves(part)]
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
         for stack in self.layout.stacks:
@@ -199,7 +199,7 @@ class StateRecords:
             declare(stack.kind("opt_state"), stack.num_layers - stack.device_layers, stack.blocks)
             for group in stack.groups:
                 declare(group.kind("opt_state"), stack.num_layers * group.num_tiles, group.leaves)
-        for i in self.layout.ends:
+        for i in self.layout.unstacked:
             declare(f"opt_state.{i}", 1, (i,), in_turn=True)
 
     def _declare_frozen(self, disk: DiskLayout) -> None:
@@ -228,7 +228,8 @@ class StateRecords:
         return _Member(specs, index, leaf.name, jax.ShapeDtypeStruct(leaf.record_shape, dtype))
 
     def _moment(self, index: int) -> _Member:
-        leaf, lead = self.opt_map.leaves[index], self.leaves[self.opt_map.owner(index)].lead
+        leaf = self.opt_map.leaves[index]
+        lead = self.leaves[self.opt_map.owner(index)].lead
         return _Member(
             self.opt,
             index,
@@ -303,9 +304,9 @@ class StateRecords:
 
     def flat(self, state: TrainState) -> FlatState:
         """Return the state's leaves as flat lists."""
-        return self.flat_of(state.params, state.master, state.opt_state)
+        return self.flatten_state(state.params, state.master, state.opt_state)
 
-    def flat_of(self, params: Any, master: Any, opt_state: Any) -> FlatState:
+    def flatten_state(self, params: Params, master: Any, opt_state: OptState) -> FlatState:
         """Return the leaves of these trees of a state as flat lists."""
         masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
         weights, opt = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (params, opt_state))
@@ -325,7 +326,7 @@ class StateRecords:
             jax.tree.unflatten(opt_tree, states.opt),
         )
 
-    def shared_of(self, states: FlatState) -> list[Array]:
+    def list_shared(self, states: FlatState) -> list[Array]:
         """Return the scalars of the optimizer state."""
         return pick(states.opt, self.opt_map.shared)
 
@@ -339,12 +340,12 @@ class StateRecords:
     def opt_states(self, states: FlatState, part: Sequence[int]) -> list[Any]:
         """Return the masters, if any, and the optimizer state of some leaves, in their tiers."""
         masters = [] if states.master is None else pick(states.master, part)
-        return masters + pick(states.opt, self.opt_map.states_of(part))
+        return masters + pick(states.opt, self.opt_map.list_state_leaves(part))
 
     def opt_records(self, part: Sequence[int]) -> list[RecordSpec]:
         """Return how the leaves that `opt_states` returns are stored."""
         masters = pick(self.master, part) if self.layout.has_master else []
-        return masters + [self.opt_record(j) for j in self.opt_map.states_of(part)]
+        return masters + [self.opt_record(j) for j in self.opt_map.list_state_leaves(part)]
 
     def opt_record(self, index: int) -> RecordSpec:
         """Return how a leaf of the optimizer state is stored."""
@@ -360,8 +361,9 @@ class StateRecords:
           part: indices of the parameter leaves.
           opt: the new leaves, in the order of `opt_states`.
         """
-        mirrors = self.opt_map.states_of(part)
-        master, state = states.master and list(states.master), list(states.opt)
+        mirrors = self.opt_map.list_state_leaves(part)
+        master = states.master and list(states.master)
+        state = list(states.opt)
         # `opt` holds one master for each leaf of the part, if there are masters, followed by the
         # optimizer state.
         for i, value in zip(part if master is not None else (), opt, strict=False):
@@ -453,7 +455,7 @@ class StateRecords:
         return next(
             (
                 tokens[0]
-                for i in reversed(self.layout.ends)
+                for i in reversed(self.layout.unstacked)
                 if (tokens := self.tokens(states, (i,)))
             ),
             None,
@@ -494,7 +496,8 @@ class StateRecords:
         Returns:
           The states, and a zero that is known when this write is done.
         """
-        records, has_master = self.opt_records((index,)), states.master is not None
+        records = self.opt_records((index,))
+        has_master = states.master is not None
 
         def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
             (param, opt), begin = carry

@@ -17,11 +17,12 @@ from zerojax.config import ZeroConfig, streams, whole_layers
 from zerojax.given import as_flag, as_integer
 from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
 from zerojax.state.leaves import TileGroup, is_stacked, stack_name
+from zerojax.trees import Params
 
 logger = logging.getLogger("zerojax")
 
 
-def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool | int]:
+def tiled_leaves(model: Model | LayeredModel, abstract_params: Params) -> list[bool | int]:
     """Return whether each leaf is a stack of tiles, according to `model.tiles`.
 
     For a LayeredModel, the leaves are the leaves of its blocks.
@@ -77,7 +78,7 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
 
 
 def tile_groups(
-    model: Model | LayeredModel, abstract_params: Any, config: ZeroConfig
+    model: Model | LayeredModel, abstract_params: Params, config: ZeroConfig
 ) -> tuple[TileGroup, ...]:
     """Return the groups whose records are tiles.
 
@@ -117,7 +118,8 @@ def tile_groups(
             modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
     for path, indices in modules.items():
-        name, names = _path_name(path), [group.name for group in groups]
+        name = _path_name(path)
+        names = [group.name for group in groups]
         # Different paths may have the same name, such as the keys 1 and "1", and a name is also a
         # folder.
         name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in names)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from zerojax.precision import LossScale
+from zerojax.trees import ModelState, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -149,17 +150,17 @@ jax.tree_util.register_dataclass(
 )
 
 
-def as_arguments(tree: Any) -> Any:
+def as_arguments(tree: Tree) -> Any:
     """Return a tree in the form that a compiled program takes: its leaves on disk are nodes."""
     return _map_on_disk(lambda leaf: DiskArgument(leaf.token, leaf.shape, leaf.dtype), tree)
 
 
-def as_leaves(tree: Any) -> Any:
+def as_leaves(tree: Tree) -> Any:
     """Return the output of a compiled program with its nodes on disk turned into leaves."""
     return _map_on_disk(lambda leaf: OnDisk(leaf.token, leaf.shape, leaf.dtype), tree)
 
 
-def _map_on_disk(function: Callable[[OnDisk], Any], tree: Any) -> Any:
+def _map_on_disk(function: Callable[[OnDisk], Any], tree: Tree) -> Any:
     """Return a tree with `function` applied to its leaves on disk."""
     is_on_disk = lambda node: isinstance(node, OnDisk)  # noqa: E731
     return jax.tree.map(
@@ -265,7 +266,7 @@ def check_is_array(leaf: Any, name: Callable[[], str] = lambda: "step") -> None:
         )
 
 
-def with_model_state(before: TrainState, after: TrainState, model_state: Any) -> TrainState:
+def with_model_state(before: TrainState, after: TrainState, model_state: ModelState) -> TrainState:
     """Return the state after a step with the model's own new state.
 
     If the update was skipped, the model's state stays as it was before the step.

@@ -31,13 +31,14 @@ from jax.sharding import Mesh, PartitionSpec
 from host_offload.schedule import TileLoops
 from zerojax.activations import MODES, flow
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
-from zerojax.sharding import TENSOR, ActivationSpec, LeafSpec, Spec, axes_of, leaf_spec, named
+from zerojax.sharding import TENSOR, ActivationSpec, LeafSpec, Spec, leaf_spec, named, parse_axes
 from zerojax.state import RecordSpec, pick, read_layer, write_layer
 from zerojax.streamed.microbatches import LayerInputs
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.residuals import plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
 from zerojax.streamed.traced_block import TracedBlock
+from zerojax.trees import Params
 
 Array = jax.Array
 Scratch = dict[str, list[Array]]
@@ -119,7 +120,8 @@ class ResidualPlan:
           fetched: the layer's arrays that are stored off the device.
           layer: i32[], number of the layer in its stack of layers.
         """
-        away, index = dict(zip(self.away, fetched, strict=True)), self._index(layer)
+        away = dict(zip(self.away, fetched, strict=True))
+        index = self._index(layer)
         return [
             away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh)
             for i, r in enumerate(self.records)
@@ -161,7 +163,8 @@ class ResidualPlan:
         # might gather the full stack instead of its slice.
         triples = zip(values, self.records, self.whole, strict=True)
         split = [v if whole is None else _constrain(v, r.mesh, r.spec) for v, r, whole in triples]
-        count, values = self.x_tree.num_leaves, self._stated_whole(split)
+        count = self.x_tree.num_leaves
+        values = self._stated_whole(split)
         return jax.tree.unflatten(self.x_tree, values[:count]), values[count:]
 
     def _stated_whole(self, values: Sequence[Array]) -> list[Array]:
@@ -191,8 +194,12 @@ class BlockTracer:
         Raises:
           NotImplementedError: activations="everything" and tiles off the device.
         """
-        self.stack, self.model, self.plan = stack, stack.model, plan
-        self.layout, self.mesh, self.config = plan.layout, plan.mesh, plan.config
+        self.stack = stack
+        self.model = stack.model
+        self.plan = plan
+        self.layout = plan.layout
+        self.mesh = plan.mesh
+        self.config = plan.config
         if stack.groups and stack.run.segment.activations == "everything":
             raise NotImplementedError(
                 "activations='everything' is not supported for layers whose tiles are stored off "
@@ -245,11 +252,11 @@ class BlockTracer:
         """Return the shapes of a block's addition to the loss of one microbatch, or None."""
         return check_block(self.model, *self.abstract_call(x, inputs, count)).loss
 
-    def _run_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None]:
+    def _run_block(self, params: Params, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None]:
         out = call_block(self.model, params, x, key, given)
         return out.x, out.loss
 
-    def _check_state(self, params: Any, x: Any, key: Any, given: Given) -> None:
+    def _check_state(self, params: Params, x: Any, key: Any, given: Given) -> None:
         """Raise ValueError if the block changes its state."""
         if given.state is None:
             return
@@ -293,7 +300,8 @@ class BlockTracer:
         x_one = args[1]
         check_block(self.model, *args)
         self._check_state(*args)
-        config, segment = self.config, self.stack.run.segment
+        config = self.config
+        segment = self.stack.run.segment
         # `activations` names a recomputation mode or a tier. With a tier, the layer's input is
         # stored there and everything else is recomputed.
         mode = segment.activations if segment.activations in MODES else "remat"
@@ -305,16 +313,17 @@ class BlockTracer:
         tiers = [tier] * len(leaves) + [
             "pinned_host" if off else "device" for off in layer.offloaded
         ]
-        stream, spec = (
-            dataclasses.replace(self.plan.stream, num_microbatches=count),
-            ActivationSpec(self.mesh, count),
-        )
+        stream = dataclasses.replace(self.plan.stream, num_microbatches=count)
+        spec = ActivationSpec(self.mesh, count)
         batch_size = _batch_size(leaves)
         known = [*(None,) * len(leaves), *self._specs(layer, args)]
         lead = (count,) if count > 1 else ()  # [M, ...] with several microbatches
-        records, whole, replicated = list[RecordSpec](), list[Spec | None](), list[str | None]()
+        records = list[RecordSpec]()
+        whole = list[Spec | None]()
+        replicated = list[str | None]()
         for n, (a, tier) in enumerate(zip((*leaves, *layer.shapes), tiers, strict=True)):
-            of, dims = stream if n < len(leaves) else spec, (None,) * len(lead)
+            of = stream if n < len(leaves) else spec
+            dims = (None,) * len(lead)
             split = None
             if config.partition_activations and self.mesh.shape[TENSOR] > 1:
                 if known[n] is None and a.shape[:1] != (batch_size,):
@@ -343,8 +352,10 @@ class BlockTracer:
         # The leaves of x are one record: they are written together and read together, and no step
         # reads the leaves of another step.
         if tier == "nvme" and self.layout.disk is not None:
-            of_x, num = records[: len(leaves)], self.stack.num_layers
-            specs, kind = [r.spec for r in of_x], self.stack.run.activations_kind
+            of_x = records[: len(leaves)]
+            num = self.stack.num_layers
+            specs = [r.spec for r in of_x]
+            kind = self.stack.run.activations_kind
             disk_records = self.layout.disk.declare(
                 kind, num, names, shapes[: len(leaves)], specs, lifetime="step"
             )
@@ -372,7 +383,8 @@ class BlockTracer:
         if self.mesh.shape[TENSOR] == 1:  # no choice: all residuals are split like the batch
             return [None] * len(layer.residuals)
         _, x, key, given = args
-        spec, size = ActivationSpec(self.mesh), _batch_size(jax.tree.leaves(x))
+        spec = ActivationSpec(self.mesh)
+        size = _batch_size(jax.tree.leaves(x))
         leaves = [self.plan.leaves[i] for i in self.stack.operands]
         params = [
             None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves
@@ -394,7 +406,8 @@ class BlockTracer:
 
         If tiles are records, also cut it at its loops over tiles.
         """
-        plan, stack = self.plan, self.stack
+        plan = self.plan
+        stack = self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
         options: dict[str, Any] = {
             "tiled": bool(stack.groups),
@@ -449,7 +462,8 @@ class BlockTracer:
 
         The result maps the phase to (loops, phase of these loops), and is empty before a trace.
         """
-        loops, traced = [tiles for _, tiles in self.stack.loops], self.traced_eval
+        loops = [tiles for _, tiles in self.stack.loops]
+        traced = self.traced_eval
         return (
             {}
             if traced is None
@@ -488,7 +502,7 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
       spec: its sharding over the other axes.
       mesh: the device mesh, with several devices along `tensor`.
     """
-    if any(TENSOR in axes_of(entry) for entry in spec):
+    if any(TENSOR in parse_axes(entry) for entry in spec):
         return LeafSpec(spec, spec, None)
     if len(shape) > 1 and spec[1] is None and shape[1] and shape[1] % mesh.shape[TENSOR] == 0:
         return LeafSpec(spec, (spec[0], TENSOR, *spec[2:]), None)

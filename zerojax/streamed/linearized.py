@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from zerojax.activations import depending, describe
 from zerojax.jaxprs import Instruction, Ref, evaluate, flatten, read
 from zerojax.models import Given, Loss, floating, merged
-from zerojax.streamed.traced_block import Block, TracedBlock, names_of
+from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names
+from zerojax.trees import Context, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +48,9 @@ class LinearizedBlock(TracedBlock):
         """
         return self.sources
 
-    def _derivative(self, cotangents: Any, data: Any, params: Any) -> tuple[Any, tuple[Any, Any]]:
+    def _derivative(
+        self, cotangents: Any, data: Any, params: Params
+    ) -> tuple[Any, tuple[Any, Any]]:
         x, key, given, residuals = data
         slots: dict[int, Any] = dict(
             zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True)
@@ -74,7 +77,9 @@ def linearized(
     """
     structures: list[Any] = []
 
-    def with_pullback(params: Any, x: Any, key: Any, given: Given) -> tuple[list[Any], list[Any]]:
+    def with_pullback(
+        params: Params, x: Any, key: Any, given: Given
+    ) -> tuple[list[Any], list[Any]]:
         leaves = jax.tree.leaves(params)
         trained = [
             None if frozen else leaf for leaf, frozen in zip(leaves, traced.frozen, strict=True)
@@ -82,7 +87,7 @@ def linearized(
         context = floating(given.context) if traced.of_context else None
 
         def run(
-            trained: list[Any], floats: Any, context: Any
+            trained: list[Any], floats: Any, context: Context
         ) -> tuple[Any, tuple[Any, Loss | None]]:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
             seen = (
@@ -104,7 +109,8 @@ def linearized(
         return jax.tree.leaves(out), read_by_pullback
 
     closed, shapes = jax.make_jaxpr(with_pullback, return_shape=True)(*args)
-    program, num_outs = flatten(closed.jaxpr, closed.consts), len(shapes[0])
+    program = flatten(closed.jaxpr, closed.consts)
+    num_outs = len(shapes[0])
     leaves = program.outputs[num_outs:]
     num_params = len(jax.tree.leaves(args[0]))
     of_data = depending(program, program.inputs[num_params:]) - {*program.inputs}
@@ -122,7 +128,7 @@ def linearized(
         )
 
     kept = tuple(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and is_kept(ref)))
-    names = {slot: name for slot, (name, _) in names_of(program).items()}
+    names = {slot: name for slot, (name, _) in list_marked_names(program).items()}
     again = [ref for ref in leaves if ref not in kept]
     return LinearizedBlock(
         program=dataclasses.replace(program, outputs=program.outputs[:num_outs]),

@@ -17,11 +17,12 @@ from zerojax.optim import DuplexResult, DuplexTransfer
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
-from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
+from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 from zerojax.streamed.update_policies.interface import GradientSink, RecordGrads, loss_scale
+from zerojax.trees import Context, Params
 
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
@@ -40,8 +41,11 @@ class StackLoops:
 
     def __init__(self, plan: StreamedPlan, stack: StackPlan, microbatches: Microbatches) -> None:
         """Build the loops over the layers of `stack`."""
-        self.plan, self.stack, self.microbatches = plan, stack, microbatches
-        self.config, self.mesh = plan.config, plan.mesh
+        self.plan = plan
+        self.stack = stack
+        self.microbatches = microbatches
+        self.config = plan.config
+        self.mesh = plan.mesh
         self.tracer = BlockTracer(stack, plan)
 
     # --- forward ----------------------------------------------------------------------------------
@@ -70,7 +74,9 @@ class StackLoops:
           The last layer's output, the filled `stacks`, and the layers' addition to the loss (a mean
           over microbatches), or None.
         """
-        plan, stack, phase = self.plan, self.stack, self.stack.schedule.phase("forward")
+        plan = self.plan
+        stack = self.stack
+        phase = self.stack.schedule.phase("forward")
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
         tiled = self.tracer.without_residuals(x, inputs) if residuals is None else residuals.tiled
         block = self._plain_block if residuals is None else residuals.block.forward
@@ -91,12 +97,13 @@ class StackLoops:
             else:
                 x = microbatches.constrain(x)
                 tiles = TileRunner(plan, stack, microbatches, begin, now, lambda carried: params)
-                keys = microbatches.keys_of(inputs.keys, stack.number(now.layer))
+                keys = microbatches.derive_keys(inputs.keys, stack.number(now.layer))
                 given = inputs.given_all(now.layer, microbatches)
                 y, added, values = tiled.forward(
                     self.tracer.operands(full), x, keys, given, tiles.run
                 )
-                y, landing = microbatches.constrain(y), now.landing
+                y = microbatches.constrain(y)
+                landing = now.landing
             if residuals is not None:
                 stacks = residuals.write(stacks, now.layer, x, values)  # x is this layer's input
             return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
@@ -148,11 +155,11 @@ class StackLoops:
             else None
         )
 
-        def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
+        def run(x: Any, key: Any, context: Context) -> tuple[Any, Loss | None, list[Array], Any]:
             args = (
                 params(),
                 x,
-                key_of(key, self.stack.number(now.layer)),
+                derive_key(key, self.stack.number(now.layer)),
                 inputs.given(context, now.layer),
             )
             (y, added, values), done = beside(block, args, work)
@@ -176,7 +183,7 @@ class StackLoops:
         )
 
     def _plain_block(
-        self, params: Any, x: Any, key: Any, given: Given
+        self, params: Params, x: Any, key: Any, given: Given
     ) -> tuple[Any, Loss | None, list[Array]]:
         out = call_block(self.stack.model, params, x, key, given)
         return out.x, out.loss, []
@@ -213,11 +220,14 @@ class StackLoops:
           The cotangent of the first layer's input; the float32 cotangents of the context's floating
           leaves if they depend on parameters; and `carried`.
         """
-        plan, stack, ahead = self.plan, self.stack, self.config.gather_ahead
+        plan = self.plan
+        stack = self.stack
+        ahead = self.config.gather_ahead
         phase = stack.schedule.phase("backward")
         # a fetched record holds parameters, then residuals
         num_params = len(plan.away(stack.layer))
-        frozen, stores_late = plan.frozen_stacks(state), phase.stores_late
+        frozen = plan.frozen_stacks(state)
+        stores_late = phase.stores_late
 
         def params(carried: Any) -> list[Any]:
             return [*sink.params(state, carried), *frozen]
@@ -254,7 +264,7 @@ class StackLoops:
             if residuals.tiled is None:
                 if stores_late:
                     crossing = sink.crossing(
-                        carried, now, stack.blocks, ends if now.stores_unstacked else {}
+                        carried, now, stack.blocks, unstacked if now.stores_unstacked else {}
                     )
                 if (
                     now.fetch is not None
@@ -265,14 +275,13 @@ class StackLoops:
                 )
                 grads, dx, of_context, next_full, landing, crossed = derived
             else:
-                tiles, use = (
-                    TileRunner(plan, stack, self.microbatches, begin, now, params, carried),
-                    partial(sink.use, state),
-                )
+                tiles = TileRunner(plan, stack, self.microbatches, begin, now, params, carried)
+                use = partial(sink.use, state)
                 grads, dx, of_context = self._derive_tiles(
                     residuals, full, values, inputs, dx, d_added, tiles, use
                 )
-                landing, carried = now.landing, tiles.carried
+                landing = now.landing
+                carried = tiles.carried
             # All layers read the same context, so its cotangents are summed over layers in float32.
             d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
             trained = full[: len(stack.blocks)]
@@ -286,8 +295,8 @@ class StackLoops:
         def drain(number: int, layer: Array, carry: Any) -> Any:
             return (*carry[:-1], sink.drain(stack, number, layer, carry[-1]))
 
-        # The loops do not carry `ends`, since only the first tick uses them.
-        carried, ends = sink.split_unstacked(carried)
+        # The loops do not carry `unstacked`, since only the first tick uses them.
+        carried, unstacked = sink.split_unstacked(carried)
         # The layers' addition is part of the loss, so its derivative is the loss scale.
         d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
@@ -300,7 +309,8 @@ class StackLoops:
             shards = plan.take_params(
                 params(carried), stack.layer, record[:num_params], jnp.int32(phase.first)
             )
-            first, fetched = plan.gather(shards, stack.layer), record[num_params:]
+            first = plan.gather(shards, stack.layer)
+            fetched = record[num_params:]
         # Backward reads optimizer state only if it updates.
         on_device = stack.run.device_layers if self.config.update == "in_backward" else 0
         if d_context is None:
@@ -340,7 +350,9 @@ class StackLoops:
         Returns (gradients, the input's cotangent, the context's cotangent, next layer gathered,
         record in flight, further arrays that crossed the host link).
         """
-        plan, stack, count = self.plan, self.stack, self.microbatches.count
+        plan = self.plan
+        stack = self.stack
+        count = self.microbatches.count
         params = self._params(full, count)
         crossed = None if crossing is None else crossing.begin()
         work = (
@@ -352,10 +364,13 @@ class StackLoops:
             else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
         )
 
-        def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
+        def derive(
+            dx: Any, values: list[Array], key: Any, context: Context
+        ) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
             given = inputs.given(context, now.layer)
-            key, constrain = key_of(key, stack.number(now.layer)), plan.stream.constrain
+            key = derive_key(key, stack.number(now.layer))
+            constrain = plan.stream.constrain
             (g, dx, d_context), done = beside(
                 residuals.block.backward,
                 (params(), constrain(x), key, given, saved, dx, d_added),
@@ -406,12 +421,14 @@ class StackLoops:
 
         `use` takes the gradients of each tile.
         """
-        plan, microbatches = self.plan, self.microbatches
+        plan = self.plan
+        microbatches = self.microbatches
         assert residuals.tiled is not None
         x, saved = residuals.split(values)
         layer = tiles.now.layer
-        keys = microbatches.keys_of(inputs.keys, self.stack.number(layer))
-        given, blocks = inputs.given_all(layer, microbatches), self.stack.blocks
+        keys = microbatches.derive_keys(inputs.keys, self.stack.number(layer))
+        given = inputs.given_all(layer, microbatches)
+        blocks = self.stack.blocks
         grads, dx, d_context = residuals.tiled.backward(
             self.tracer.operands(full),
             microbatches.constrain(x),

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from zerojax.models import Given
 from zerojax.sharding import ActivationSpec, split_microbatches
+from zerojax.trees import Batch, Context, Tree
 
 Array = jax.Array
 
@@ -33,7 +34,7 @@ class Microbatches:
     mesh: Mesh
     count: int
 
-    def each(self, function: Callable[..., Any], *trees: Any) -> Any:
+    def each(self, function: Callable[..., Any], *trees: Tree) -> Any:
         """Apply `function` to every microbatch: dim 0 of the trees if there are several."""
         # A loop, not a vmap, so that the intermediate values of only one microbatch are live at a
         # time.
@@ -45,7 +46,7 @@ class Microbatches:
         self,
         function: Callable[..., tuple[list[Array], Any]],
         total: list[Array],
-        *trees: Any,
+        *trees: Tree,
         between: Sequence[Callable[[list[Array]], list[Array]]] = (),
     ) -> tuple[list[Array], Any]:
         """Sum the first result of `function` over microbatches.
@@ -70,8 +71,8 @@ class Microbatches:
         if not between:
             return jax.lax.scan(body, total, trees)
         outs = []
-        ends = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
-        for n, (start, end) in enumerate(itertools.pairwise(ends)):
+        bounds = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
+        for n, (start, end) in enumerate(itertools.pairwise(bounds)):
             if end > start:
                 total, out = jax.lax.scan(
                     body, total, jax.tree.map(lambda a, s=start, e=end: a[s:e], trees)
@@ -80,7 +81,7 @@ class Microbatches:
             total = between[n](total) if n < len(between) else total
         return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
 
-    def split(self, batch: Any, key: Any) -> tuple[Any, Any]:
+    def split(self, batch: Batch, key: Any) -> tuple[Any, Any]:
         """Return the microbatches of a batch, and a random key for each or None."""
         if self.count == 1:
             return batch, key
@@ -92,7 +93,7 @@ class Microbatches:
         )
         return split_microbatches(batch, self.count), keys
 
-    def repeated(self, tree: Any) -> Any:
+    def repeated(self, tree: Tree) -> Any:
         """Repeat a tree that is the same for all microbatches along dim 0, if there are several."""
         return (
             tree
@@ -100,12 +101,12 @@ class Microbatches:
             else jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
         )
 
-    def keys_of(self, keys: Any, layer: Array) -> Any:
+    def derive_keys(self, keys: Any, layer: Array) -> Any:
         """Return the key of one layer for each microbatch."""
         return (
-            key_of(keys, layer)
+            derive_key(keys, layer)
             if self.count == 1 or keys is None
-            else jax.vmap(lambda key: key_of(key, layer))(keys)
+            else jax.vmap(lambda key: derive_key(key, layer))(keys)
         )
 
     def constrain(self, x: Any) -> Any:
@@ -130,7 +131,7 @@ class LayerInputs:
     per_layer: Any = None
     state: Any = None
 
-    def given(self, context: Any, layer: Array) -> Given:
+    def given(self, context: Context, layer: Array) -> Given:
         """Return one layer's inputs for one microbatch, given the microbatch's context."""
         # These arrays are on the device. The index computed here is not used to slice host memory.
         take = lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False)  # noqa: E731
@@ -144,6 +145,6 @@ class LayerInputs:
         )
 
 
-def key_of(key: Any, layer: int | Array) -> Any:
+def derive_key(key: Any, layer: int | Array) -> Any:
     """Return the random key of one layer, or None."""
     return None if key is None else jax.random.fold_in(key, layer)

@@ -121,10 +121,14 @@ def run_phase(
 
         def body(t: Array, state: Any, loop: _TickLoop = loop) -> tuple[Any, Any]:
             carry, ring = state
-            kind, index = loop.kind, functools.partial(loop.index, t=t, added=added)
+            kind = loop.kind
+            index = functools.partial(loop.index, t=t, added=added)
             layer = index("layer")
             consume = index("consume") if kind.takes else layer
-            record, landing, lands_first, fetched = None, None, False, None
+            record = None
+            landing = None
+            lands_first = False
+            fetched = None
             # Record number n of the ring is in slot n mod d. The record that a tick fetches fills
             # the slot that the tick takes from.
             slot = jax.lax.rem(t, jnp.int32(max(1, num_slots)))
@@ -317,7 +321,8 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
     """Return the loops to compile: the phase's loops, with equal consecutive loops merged."""
     found: list[_TickLoop] = []
     for loop in phase.main:
-        start, ops = loop.start, loop.ops
+        start = loop.start
+        ops = loop.ops
         on_device = int(phase.layer[start]) < device_layers
         assert on_device == (int(phase.layer[loop.stop - 1]) < device_layers)
         kind = _TickKind(

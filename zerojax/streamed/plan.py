@@ -8,8 +8,8 @@ A layer's record of a kind is its shards of that kind on one device. The loops
 computation: it gathers records, and computes means and squares of gradients.
 
 The schedule (`zerojax.streamed.schedules`) covers the records of layers. The plan adds two things
-to it: the unstacked leaves (`ends`), and the loops over tiles inside a tick, which are known once
-the block is traced.
+to it: the unstacked leaves (`unstacked`), and the loops over tiles inside a tick, which are known
+once the block is traced.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from host_offload.schedule import (
     TileLoops,
     advise,
     build_unstacked,
-    moves_of,
+    list_moves,
     stacked_schedule,
 )
 from zerojax.compat import most_link_groups, num_update_groups
 from zerojax.config import streams
 from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
-from zerojax.models import LayeredModel, StackModel, stacks_of
+from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import (
     FSDP,
@@ -149,7 +149,7 @@ class StackPlan:
     @property
     def drains_beside_unstacked(self) -> bool:
         """Whether the record that is updated last is stored while unstacked leaves are loaded."""
-        return any(phase.ticks_of(LATE_UNSTACKED, "load") for phase in self.schedule.phases)
+        return any(phase.list_ticks(LATE_UNSTACKED, "load") for phase in self.schedule.phases)
 
     def number(self, layer: Any) -> Any:
         """Return the number of one of its layers among all stacks' layers, used for random keys."""
@@ -180,7 +180,7 @@ class StreamedPlan:
       of_stacks: plan of each run of layers, in order.
       schedule: schedule of the step.
       stacked: indices of the trainable leaves of all stacks of layers, in order.
-      ends: indices of the trainable unstacked leaves.
+      unstacked: indices of the trainable unstacked leaves.
       early_unstacked: unstacked leaves updated before the layers' backward and written back in its
         first tick.
       head_pieces: unstacked leaves updated in pieces during the ticks of backward, and how they are
@@ -205,13 +205,12 @@ class StreamedPlan:
         Raises:
           ValueError: the schedule exceeds `device_budget_bytes`.
         """
-        self.state_records, layout = state_records, state_records.layout
-        self.layout, self.config, self.mesh, self.leaves = (
-            layout,
-            layout.config,
-            layout.mesh,
-            layout.all_leaves,
-        )
+        self.state_records = state_records
+        layout = state_records.layout
+        self.layout = layout
+        self.config = layout.config
+        self.mesh = layout.mesh
+        self.leaves = layout.all_leaves
         self.count = layout.config.num_microbatches
         config = layout.config
         self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
@@ -223,12 +222,14 @@ class StreamedPlan:
         )
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
-        self.stacked, self.ends = layout.stacked, layout.ends
+        self.stacked = layout.stacked
+        self.unstacked = layout.unstacked
         grads_tier = (
             "device" if on_host else config.grads
         )  # The loops keep gradients on the device; callbacks stash them.
         self.grads = self._store_grads(grads_tier)
-        runs, models = layer_ranges(layout), {stack.name: stack for stack in stacks_of(model)}
+        runs = layer_ranges(layout)
+        models = {stack.name: stack for stack in list_stacks(model)}
         self._runs = runs
         self.head_pieces = head_pieces(state_records, runs, update)
         self.chunked_unstacked = chunked_unstacked(state_records, runs, update, self.head_pieces)
@@ -246,7 +247,7 @@ class StreamedPlan:
         )
         self.early_unstacked = early_unstacked(state_records, runs)
         self.late_unstacked = tuple(
-            i for i in self.ends if i not in (*self.early_unstacked, *self.head_pieces)
+            i for i in self.unstacked if i not in (*self.early_unstacked, *self.head_pieces)
         )
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)
@@ -274,7 +275,8 @@ class StreamedPlan:
         Args:
           tier: tier of the layers' gradients.
         """
-        layout, config = self.layout, self.config
+        layout = self.layout
+        config = self.config
         grads = list[RecordSpec]()
         for record, leaf in zip(self.state_records.grads, layout.leaves, strict=True):
             # Gradients of embedding and head stay on the device, since both add to them.
@@ -330,11 +332,9 @@ class StreamedPlan:
           loops: loops over tiles, as in `steps`.
         """
         config = self.config
-        budget, distance, ahead = (
-            config.device_budget_bytes,
-            config.prefetch_distance,
-            config.gather_ahead,
-        )
+        budget = config.device_budget_bytes
+        distance = config.prefetch_distance
+        ahead = config.gather_ahead
         if budget is None:
             return
 
@@ -386,21 +386,19 @@ class StreamedPlan:
         phases = [phase for schedule in schedules.values() for phase in schedule.phases]
         beside = {*self.early_unstacked, *self.head_pieces}
         if any(
-            phase.ticks_of(name, "load")
+            phase.list_ticks(name, "load")
             for phase in phases
             for name in (LATE_UNSTACKED, UNSTACKED_PIECES)
         ):
             beside |= set(self.late_unstacked)
         pieces = {} if self.update is None else self.update.num_pieces()
-        leaves, host = (
-            unstacked_leaves(self.state_records, beside, pieces),
-            host_update(self.config, self.layout.has_master),
-        )
-        ends = build_unstacked(
+        leaves = unstacked_leaves(self.state_records, beside, pieces)
+        host = host_update(self.config, self.layout.has_master)
+        unstacked = build_unstacked(
             leaves, self.layout.has_master, host, gathered_unstacked(self.state_records)
         )
         names = {str(i): leaf.name for i, leaf in enumerate(self.leaves)}
-        return StepPlan(schedules, ends, unstacked_first, names, self.count)
+        return StepPlan(schedules, unstacked, unstacked_first, names, self.count)
 
     def link_groups(self, part: Sequence[int]) -> int:
         """Return the number of groups into which a record's arrays are split in backward.
@@ -673,7 +671,7 @@ def moves(
     if plan.layout.disk is None:
         return ()
     names = {stack.run.name: (stack.name, stack.run.activations_kind) for stack in plan.of_stacks}
-    return moves_of(steps, plan.layout.disk.kinds.keys(), phases, names)
+    return list_moves(steps, plan.layout.disk.kinds.keys(), phases, names)
 
 
 def with_tiles(

@@ -31,18 +31,19 @@ from zerojax.activations import (
     describe,
     open_equations,
 )
-from zerojax.config import number_of
+from zerojax.config import parse_name_number
 from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, flatten
 from zerojax.models import Given, floating
 from zerojax.streamed.linearized import linearized
-from zerojax.streamed.traced_block import Block, TracedBlock, names_of
+from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names
 from zerojax.tiling import find_loops, marked, parse
+from zerojax.trees import Params
 
 
 def plan_layer(
     block: Block,
-    params: Any,
+    params: Params,
     x: Any,
     key: Any,
     given: Given,
@@ -107,21 +108,17 @@ class _Trace:
     ) -> None:
         """Trace a block; the arguments are as in `plan_layer`."""
         closed, out = jax.make_jaxpr(block, return_shape=True)(*args)
-        self.args, self.of_context, self.transform, self.has_numbers = (
-            args,
-            of_context,
-            transform,
-            has_numbers,
-        )
+        self.args = args
+        self.of_context = of_context
+        self.transform = transform
+        self.has_numbers = has_numbers
         self.program = flatten(
             closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None
         )
         self.structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
         self.loops = find_loops(self.program) if tiled else {}
-        self.names, self.slots = (
-            names_of(self.program),
-            {slot for i in self.program.instructions for slot in i.outs},
-        )
+        self.names = list_marked_names(self.program)
+        self.slots = {slot for i in self.program.instructions for slot in i.outs}
         num_params = len(jax.tree.leaves(args[0]))
         self.frozen = tuple(frozen) or (False,) * num_params
         self._data = self.program.inputs[num_params:]  # slots of x, key and given
@@ -162,7 +159,9 @@ class _Trace:
     def asked(self, user_names: Sequence[str]) -> dict[int, str]:
         """Return the slots that the user names, by mark or by number, each with that name."""
         asked = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
-        numbers = {name: number for name in user_names if (number := number_of(name)) is not None}
+        numbers = {
+            name: number for name in user_names if (number := parse_name_number(name)) is not None
+        }
         return asked | {
             self.numbered()[n]: name for name, n in numbers.items() if n < len(self.numbered())
         }
@@ -240,7 +239,9 @@ def check_names(
     """
     marked = frozenset[str]().union(*(block.marked for block in blocks))
     numbers = {
-        name: number for name in (*saved, *offloaded) if (number := number_of(name)) is not None
+        name: number
+        for name in (*saved, *offloaded)
+        if (number := parse_name_number(name)) is not None
     }
     if missing := sorted({*saved, *offloaded} - marked - numbers.keys()):
         raise ValueError(
@@ -258,7 +259,7 @@ def check_names(
 
 
 def derivative_jaxpr(
-    layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
+    layer: TracedBlock, params: Params, x: Any, key: Any, given: Given
 ) -> jex.ClosedJaxpr:
     """Return `layer.backward` traced over abstract arguments.
 
@@ -279,7 +280,7 @@ def derivative_jaxpr(
 
 
 def _read_by_backward(
-    layer: TracedBlock, params: Any, x: Any, key: Any, given: Given
+    layer: TracedBlock, params: Params, x: Any, key: Any, given: Given
 ) -> list[bool]:
     """Return, for each residual, whether the derivative reads it."""
     closed = derivative_jaxpr(layer, params, x, key, given)

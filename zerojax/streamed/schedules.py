@@ -1,6 +1,6 @@
 """The schedule of a streamed step: which record of each run of layers moves at which tick.
 
-It also says which unstacked leaves (`ends`) move during these ticks. These leaves are updated
+It also says which unstacked leaves (`unstacked`) move during these ticks. These leaves are updated
 during backward as far as their gradients are known. Leaves that the head completes are updated
 before backward's first tick (`early_unstacked`); large ones in pieces, one piece per tick
 (`head_pieces`). The remaining unstacked leaves are updated after backward's last tick; large ones
@@ -72,7 +72,7 @@ def plan_schedules(
         )
         schedules[run.name] = run_schedule(
             records.layout.config,
-            facts_of(records, run),
+            build_facts(records, run),
             {**sizes, **kept.get(run.name, {})},
             tile_bytes=[
                 record_bytes(
@@ -80,7 +80,7 @@ def plan_schedules(
                 )
                 for group in stack.groups
             ],
-            ends=_unstacked_beside(records, runs, run, cut, pieces),
+            unstacked=_unstacked_beside(records, runs, run, cut, pieces),
             distance=distance,
             gather_ahead=gather_ahead,
         )
@@ -176,7 +176,7 @@ def run_schedule(
     record_bytes: Mapping[str, int],
     *,
     tile_bytes: Sequence[Mapping[str, int]] = (),
-    ends: Sequence[UnstackedMove] = (),
+    unstacked: Sequence[UnstackedMove] = (),
     distance: int | None = None,
     gather_ahead: bool | None = None,
 ) -> Schedule:
@@ -187,7 +187,7 @@ def run_schedule(
       facts: facts of the run.
       record_bytes: bytes of one layer's records, as in `host_offload.schedule.build_schedule`.
       tile_bytes: bytes of the records of one tile, for each group of tiles.
-      ends: unstacked leaves that are updated during this run, if its records are stored late.
+      unstacked: unstacked leaves that are updated during this run, if its records are stored late.
       distance: prefetch distance, in ticks; None uses the config's.
       gather_ahead: whether the next layer is gathered ahead; None uses the config's.
     """
@@ -213,14 +213,16 @@ def run_schedule(
         gather_ahead=config.gather_ahead if gather_ahead is None else gather_ahead,
         device_layers=min(facts.device_layers, facts.first_layer + facts.num_layers),
         stores_late=facts.stores_late(config),
-        ends=ends,
+        unstacked=unstacked,
         **options,
     )
 
 
-def facts_of(records: StateRecords, run: LayerRange) -> RunFacts:
+def build_facts(records: StateRecords, run: LayerRange) -> RunFacts:
     """Return the facts of a run of layers of a program."""
-    layout, stack, segment = records.layout, run.stack, run.segment
+    layout = records.layout
+    stack = run.stack
+    segment = run.segment
     # Values that the user's names keep in host memory are fetched with their layer, like a layer's
     # input in host memory. If the input is off the device anyway, its tier decides how the bytes
     # are counted.
@@ -245,7 +247,7 @@ def facts_of(records: StateRecords, run: LayerRange) -> RunFacts:
 
 
 def _stores_late(records: StateRecords, run: LayerRange) -> int:
-    return facts_of(records, run).stores_late(records.layout.config)
+    return build_facts(records, run).stores_late(records.layout.config)
 
 
 def _unstacked_beside(
@@ -276,7 +278,7 @@ def _unstacked_beside(
     if run is runs[-1] and pieces:
         add(HEAD_PIECES, [list(pieces)], [next(iter(pieces.values())).count])
     # Backward ends with the first run, and an update ends with the last run.
-    others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
+    others = [i for i in layout.unstacked if i not in (*early, *cut, *pieces)]
     if run is runs[0 if layout.config.update == "in_backward" else -1]:
         if others:
             add(LATE_UNSTACKED, unstacked_groups(layout, others, run.stack.blocks))
@@ -285,21 +287,26 @@ def _unstacked_beside(
     return moved
 
 
-def unstacked_groups(layout: Layout, ends: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+def unstacked_groups(
+    layout: Layout, unstacked: Sequence[int], blocks: Sequence[int]
+) -> list[list[int]]:
     """Bin leaves, largest first, into groups no larger than a layer's record.
 
     A single leaf may be larger.
 
     Args:
       layout: layout of the leaves.
-      ends: indices of unstacked leaves.
+      unstacked: indices of unstacked leaves.
       blocks: indices of the leaves of a layer's record.
     """
-    sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*ends, *blocks)}
-    most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
-    for i in sorted(ends, key=lambda i: -sizes[i]):
+    sizes = {i: math.prod(layout.leaves[i].record_shape) for i in (*unstacked, *blocks)}
+    most = sum(sizes[i] for i in blocks)
+    groups = list[list[int]]()
+    filled = 0
+    for i in sorted(unstacked, key=lambda i: -sizes[i]):
         if not groups or filled + sizes[i] > most:
-            groups, filled = [*groups, []], 0
+            groups = [*groups, []]
+            filled = 0
         groups[-1].append(i)
         filled += sizes[i]
     return groups
@@ -321,7 +328,8 @@ def early_unstacked(records: StateRecords, runs: Sequence[LayerRange]) -> tuple[
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
         return ()
-    most, early = stored_bytes(records, layout.stacks[-1].blocks), list[int]()
+    most = stored_bytes(records, layout.stacks[-1].blocks)
+    early = list[int]()
     for i in _head_leaves(layout):
         if stored_bytes(records, (*early, i)) <= most:
             early.append(i)
@@ -353,14 +361,13 @@ def head_pieces(
         or not _stores_late(records, runs[-1])
     ):
         return {}
-    most, cut = stored_bytes(records, runs[-1].stack.blocks), dict[int, Pieces]()
+    most = stored_bytes(records, runs[-1].stack.blocks)
+    cut = dict[int, Pieces]()
     for i in sorted(
         set(_head_leaves(records.layout)) - set(early), key=lambda i: -stored_bytes(records, (i,))
     ):
-        pieces, others = (
-            update.pieces(i, runs[-1].num_layers),
-            {some.count for some in cut.values()},
-        )
+        pieces = update.pieces(i, runs[-1].num_layers)
+        others = {some.count for some in cut.values()}
         if pieces is None or stored_bytes(records, (i,)) > most * pieces.count:
             continue
         if others <= {pieces.count}:
@@ -395,16 +402,15 @@ def chunked_unstacked(
     Returns:
       The number of pieces, by the leaf's index.
     """
-    layout, in_backward = records.layout, records.layout.config.update == "in_backward"
+    layout = records.layout
+    in_backward = records.layout.config.update == "in_backward"
     run = runs[0 if in_backward else -1]
     if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
         return {}
-    most, cut, early = (
-        stored_bytes(records, run.stack.blocks),
-        dict[int, int](),
-        early_unstacked(records, runs),
-    )
-    for i in (i for i in layout.ends if i not in (*early, *pieces)):
+    most = stored_bytes(records, run.stack.blocks)
+    cut = dict[int, int]()
+    early = early_unstacked(records, runs)
+    for i in (i for i in layout.unstacked if i not in (*early, *pieces)):
         some = update.pieces(i)
         if some is not None and stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:
             cut[i] = some.count

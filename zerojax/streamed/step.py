@@ -59,7 +59,7 @@ from zerojax.models import (
 from zerojax.optim import RecordUpdate
 from zerojax.state import StateRecords, TrainState, wait_for, with_loss_scale, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
-from zerojax.streamed.ends import Ends, ends_state
+from zerojax.streamed.embed_head import EmbedHead, embed_head_state
 from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.plan import StreamedPlan, moves
@@ -75,6 +75,7 @@ from zerojax.streamed.update_policies.interface import (
 )
 from zerojax.streamed.update_policies.on_host import Delayed, HostUpdateInBackward, OnHost
 from zerojax.streamed.update_policies.stored import GradsAlone, UpdateByLayer, UpdateWholeTree
+from zerojax.trees import Batch, Context, ModelState, Params
 
 Array = jax.Array
 
@@ -104,13 +105,13 @@ class _Derived(NamedTuple):
     Attributes:
       backward: the result for the update policy.
       own: the model's own metrics, not divided yet.
-      ends_state: state of embedding and head after the step.
+      embed_head_state: state of embedding and head after the step.
       scratch: the stacks in host memory to return.
     """
 
     backward: BackwardResult[Any]
     own: Any
-    ends_state: Any
+    embed_head_state: Any
     scratch: Scratch
 
 
@@ -121,7 +122,7 @@ class StreamedStep:
       update: the update by record, or None if full trees are updated on the device.
       plan: the records, their tiers, and the schedule.
       microbatches: microbatches of a step; an evaluation has one.
-      ends: embedding and head.
+      unstacked: embedding and head.
       policy: consumer of the gradients.
       loops: loops over each run of layers, in order.
     """
@@ -146,12 +147,19 @@ class StreamedStep:
             itself.
         """
         layout = state_records.layout
-        self.model, self.layout, self.config, self.mesh = model, layout, layout.config, layout.mesh
-        self.update, self.plan = update, StreamedPlan(model, state_records, update)
-        self.host, self.schedule = self.plan.host, self.plan.schedule
+        self.model = model
+        self.layout = layout
+        self.config = layout.config
+        self.mesh = layout.mesh
+        self.update = update
+        self.plan = StreamedPlan(model, state_records, update)
+        self.host = self.plan.host
+        self.schedule = self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
-        self.ends = Ends(self.plan.layout.decoding(model), self.plan, self.microbatches, gather)
-        self.ends_of_eval = Ends(
+        self.embed_head = EmbedHead(
+            self.plan.layout.decoding(model), self.plan, self.microbatches, gather
+        )
+        self.eval_embed_head = EmbedHead(
             self.plan.layout.decoding(model), self.plan, Microbatches(self.mesh, 1), gather
         )
         self.policy: UpdatePolicy[Any] = build_policy(self.plan, tx)
@@ -162,10 +170,10 @@ class StreamedStep:
     # --- requirements of a step, from shapes alone
     # ----------------------------------------------------
 
-    def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
+    def abstract_residuals(self, abstract_batch: Batch) -> list[ResidualPlan]:
         """Return the arrays that forward saves of one layer of each run, from a batch's shapes."""
         state = self.layout.abstract_arrays
-        entered = self.ends.abstract_inputs(
+        entered = self.embed_head.abstract_inputs(
             self.layout.join(state), state.model_state, abstract_batch
         )
         plans = [
@@ -189,17 +197,17 @@ class StreamedStep:
                 [block], run.segment.saved_names, run.segment.offloaded_names, f" of {run.name}"
             )
 
-    def abstract_entered(self, abstract_batch: Any) -> list[Any]:
+    def abstract_entered(self, abstract_batch: Batch) -> list[Any]:
         """Return the shapes of (input, context) of each stack's `enter`, from a batch's shapes."""
         state = self.layout.abstract_arrays
-        entered = self.ends.abstract_inputs(
+        entered = self.embed_head.abstract_inputs(
             self.layout.join(state), state.model_state, abstract_batch
         )
         pairs = zip(self.plan.of_stacks, entered, strict=True)
         is_made = lambda stack: stack.model.enter is not None and stack.run.starts_stack  # noqa: E731
         return [(before, inputs.context) for stack, (before, _, inputs) in pairs if is_made(stack)]
 
-    def abstract_scratch(self, abstract_batch: Any) -> Scratch:
+    def abstract_scratch(self, abstract_batch: Batch) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
         plan = self.plan
         pairs = zip(self.loops, self.abstract_residuals(abstract_batch), strict=True)
@@ -214,7 +222,7 @@ class StreamedStep:
             ],
         }
 
-    def records_written(self, abstract_batch: Any) -> list[DiskRecords]:
+    def records_written(self, abstract_batch: Batch) -> list[DiskRecords]:
         """Return the records on disk that a step writes before it reads them."""
         if self.layout.disk is None:
             return []
@@ -260,7 +268,7 @@ class StreamedStep:
     # --- the step ---------------------------------------------------------------------------------
 
     def step(
-        self, state: TrainState, batch: Any, scratch: Scratch
+        self, state: TrainState, batch: Batch, scratch: Scratch
     ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Run one step.
 
@@ -277,11 +285,11 @@ class StreamedStep:
         after, metrics = self.policy.end(run.backward)
         after = with_loss_scale(state, after, any_fault(run.own))
         if state.model_state is not None:
-            after = with_model_state(state, after, {**state.model_state, **run.ends_state})
+            after = with_model_state(state, after, {**state.model_state, **run.embed_head_state})
         return (after, run.scratch), with_own(metrics, divided(run.own))
 
     def grads(
-        self, state: TrainState, batch: Any, scratch: Scratch
+        self, state: TrainState, batch: Batch, scratch: Scratch
     ) -> tuple[tuple[Any, Any], Scratch]:
         """Return the loss and the gradients of one step, without an update.
 
@@ -316,7 +324,7 @@ class StreamedStep:
                     f"{name}={needed!r} if they fit"
                 )
 
-    def _split(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def _split(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
         """Return the microbatches of a step and their random keys."""
         # The key depends only on (key, step): a restored run draws the same masks as the original
         # run.
@@ -326,7 +334,7 @@ class StreamedStep:
     def _derive(
         self,
         state: TrainState,
-        batch: Any,
+        batch: Batch,
         keys: Any,
         scratch: Scratch,
         sink: GradientSink[Any],
@@ -337,16 +345,16 @@ class StreamedStep:
         Its callbacks wait for `token`.
         """
         # Before the layers, in the order of the disk's read-ahead (`moves`).
-        params, begin = self.layout.join(state), jnp.int32(0)
-        ends = self.ends.load(params)
-        before = ends_state(state.model_state)
-        y, states, read_by_head = self.ends.embed_all(ends, batch, keys, before)
-        in_memory, passes, all_added = (
-            list(scratch["residuals"]),
-            list[_Pass](),
-            list[Loss | None](),
-        )
-        entered, inputs = y, LayerInputs()
+        params = self.layout.join(state)
+        begin = jnp.int32(0)
+        unstacked = self.embed_head.load(params)
+        before = embed_head_state(state.model_state)
+        y, states, read_by_head = self.embed_head.embed_all(unstacked, batch, keys, before)
+        in_memory = list(scratch["residuals"])
+        passes = list[_Pass]()
+        all_added = list[Loss | None]()
+        entered = y
+        inputs = LayerInputs()
         for loops in self.loops:
             # The first fetches of these layers may only overlap the end of the previous layers.
             if passes:
@@ -354,13 +362,11 @@ class StreamedStep:
             x = y
             if loops.stack.run.starts_stack:
                 entered = y
-                x, context = self.ends.enter(loops.stack, ends, y, batch, keys)
-                inputs = self.ends.inputs(loops.stack, context, keys, state.model_state)
+                x, context = self.embed_head.enter(loops.stack, unstacked, y, batch, keys)
+                inputs = self.embed_head.inputs(loops.stack, context, keys, state.model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
-            mine, in_memory = (
-                in_memory[: len(residuals.in_memory)],
-                in_memory[len(residuals.in_memory) :],
-            )
+            mine = in_memory[: len(residuals.in_memory)]
+            in_memory = in_memory[len(residuals.in_memory) :]
             stacks = loops.tracer.stacks(residuals, mine)
             y, stacks, added = loops.forward(params[BLOCKS], x, inputs, begin, residuals, stacks)
             passes.append(_Pass(loops, entered, inputs, residuals, stacks))
@@ -368,10 +374,14 @@ class StreamedStep:
         # Backward's first fetches may overlap the head, but not the layers.
         begin, y = wait_for(begin, y, self.mesh)
         y, loaded = sink.load_unstacked(state, y)
-        head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
+        head = self.embed_head.head_and_grads(
+            unstacked, y, batch, keys, loss_scale(state), read_by_head
+        )
         loss, own = _with_added(head.loss, head.metrics, together(all_added))
         carried = sink.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
-        dx, g_ends, d_context = head.dy, head.grads, None
+        dx = head.dy
+        g_unstacked = head.grads
+        d_context = None
         for done in reversed(passes):
             if done is not passes[-1]:
                 begin, dx = wait_for(begin, dx, self.mesh)
@@ -388,58 +398,61 @@ class StreamedStep:
                 carried,
             )
             if stack.run.starts_stack:
-                of_enter, d_context = _as_context(d_context, done.inputs.context), None
-                dx, g_ends = self.ends.enter_grads(
-                    stack, ends, done.y, batch, keys, dx, of_enter, g_ends
+                of_enter = _as_context(d_context, done.inputs.context)
+                d_context = None
+                dx, g_unstacked = self.embed_head.enter_grads(
+                    stack, unstacked, done.y, batch, keys, dx, of_enter, g_unstacked
                 )
-        g_ends = self.ends.embed_grads(ends, batch, keys, dx, states, g_ends)
+        g_unstacked = self.embed_head.embed_grads(unstacked, batch, keys, dx, states, g_unstacked)
         # Scratch is returned in the order in which it was passed in, so that the next step gets the
         # same host memory.
         in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
         scratch = {"grads": sink.grads(carried), "residuals": in_memory}
         return _Derived(
-            BackwardResult(state, loss, carried, g_ends, begin), own, head.state, scratch
+            BackwardResult(state, loss, carried, g_unstacked, begin), own, head.state, scratch
         )
 
-    def eval(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch; if there are metrics, a dict of both.
 
         The batch is one microbatch, without random keys.
         """
-        ends, y, added, state = self._eval_layers(params, model_state, batch)
-        loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
+        unstacked, y, added, state = self._eval_layers(params, model_state, batch)
+        loss, _ = self.eval_embed_head.head(unstacked, y, batch, None, state)
         value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
         return evaluation(value, divided(own))
 
-    def apply(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict` for a batch.
 
         The batch is one microbatch, without random keys.
         """
-        ends, y, _, state = self._eval_layers(params, model_state, batch)
-        return self.ends_of_eval.predict(ends, y, batch, state)
+        unstacked, y, _, state = self._eval_layers(params, model_state, batch)
+        return self.eval_embed_head.predict(unstacked, y, batch, state)
 
     def _eval_layers(
-        self, params: Any, model_state: Any, batch: Any
+        self, params: Params, model_state: ModelState, batch: Batch
     ) -> tuple[Any, Any, Loss | None, Any]:
         """Return (leaves of embedding and head, last layer's output, loss addition, state).
 
         The loss addition is the layers', and the state belongs to embedding and head.
         """
-        ends = self.ends.load(params)
-        y, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
-        all_added, inputs, begin = list[Loss | None](), LayerInputs(), jnp.int32(0)
+        unstacked = self.embed_head.load(params)
+        y, state = self.eval_embed_head.embed(unstacked, batch, None, embed_head_state(model_state))
+        all_added = list[Loss | None]()
+        inputs = LayerInputs()
+        begin = jnp.int32(0)
         for loops in self.loops:
             if all_added:
                 begin, y = wait_for(begin, y, self.mesh)
             if loops.stack.run.starts_stack:
-                y, context = self.ends_of_eval.enter(loops.stack, ends, y, batch, None)
-                inputs = self.ends_of_eval.inputs(loops.stack, context, None, model_state)
+                y, context = self.eval_embed_head.enter(loops.stack, unstacked, y, batch, None)
+                inputs = self.eval_embed_head.inputs(loops.stack, context, None, model_state)
             # An evaluation saves nothing, so there are no stacks to fill.
             y, _, added = loops.forward(params[BLOCKS], y, inputs, begin, None, [])
             all_added.append(added)
         added = together(all_added)
-        return ends, y, added, state
+        return unstacked, y, added, state
 
     def _first_token(self, state: TrainState) -> Array:
         """Return the token that orders the callbacks of the host update.
@@ -454,7 +467,7 @@ class StreamedStep:
         return self.host.start(self.plan.state_records.flat(state), state.pending, token)
 
 
-def _as_context(d_context: Any, context: Any) -> Any:
+def _as_context(d_context: Any, context: Context) -> Any:
     """Return a context's cotangents, summed in float32, in the dtypes of its leaves."""
     if d_context is None:
         return None

@@ -60,14 +60,13 @@ class TileRunner:
           stacks: function from the carried value to the stacks of parameters.
           carried: the value that the update policy carries through backward; None in forward.
         """
-        self.plan, self.stack, self.microbatches, self.begin, self.now = (
-            plan,
-            stack,
-            microbatches,
-            begin,
-            now,
-        )
-        self.stacks, self.carried = stacks, carried
+        self.plan = plan
+        self.stack = stack
+        self.microbatches = microbatches
+        self.begin = begin
+        self.now = now
+        self.stacks = stacks
+        self.carried = carried
         self._before: Array | None = None  # a result of the previous loop
 
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
@@ -80,7 +79,8 @@ class TileRunner:
         )
 
     def _forward(self, call: TileLoopCall, group: TileGroup, loops: TileLoops) -> Array:
-        loop, microbatches = call.loop, self.microbatches
+        loop = call.loop
+        microbatches = self.microbatches
         each = [o[0] for o in call.operands if o is not None and o[1]]
 
         def tick(y: Array, now: Tick) -> tuple[Array, Any]:
@@ -104,7 +104,8 @@ class TileRunner:
     def _derive(
         self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads
     ) -> list[Array]:
-        loop, microbatches = call.loop, self.microbatches
+        loop = call.loop
+        microbatches = self.microbatches
         assert call.dy is not None
         # Two kinds of cotangents: operands that all tiles read have a sum over tiles; in parts,
         # each tile reads one slice.
@@ -190,7 +191,8 @@ class TileRunner:
 
             # With several microbatches, dim 0 of all these arrays counts them: a scan takes the
             # cotangents of one microbatch and returns them.
-            inputs, landing = (sums, slices, dy, each), now.landing
+            inputs = (sums, slices, dy, each)
+            landing = now.landing
             if microbatches.count == 1:
                 (grads, cotangents), landing = beside(
                     lambda inputs: one([], inputs), (inputs,), landing
@@ -246,7 +248,9 @@ class TileRunner:
             )
             return tick(carry, dataclasses.replace(now, record=shards))
 
-        begin, mesh, slices_host = self.begin, self.plan.mesh, self.plan.state_records.slices_host
+        begin = self.begin
+        mesh = self.plan.mesh
+        slices_host = self.plan.state_records.slices_host
         if (
             self._before is not None and self.plan.layout.disk is not None
         ):  # the disk needs one order
@@ -283,7 +287,9 @@ def _operands(
 
     `full` takes the place of stacks of tiles, and each part is reduced to one slice.
     """
-    of_data, stacks, values = iter(each), iter(full), []
+    of_data = iter(each)
+    stacks = iter(full)
+    values = []
     for p, operand in enumerate(call.operands):
         if operand is None:
             values.append(next(stacks))

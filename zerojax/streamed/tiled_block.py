@@ -112,7 +112,9 @@ class TiledBlock:
         Raises:
           ValueError: a stack of tiles is not used in exactly one loop over tiles of its group.
         """
-        self.layer, self.groups, self.count = layer, tuple(map(tuple, groups)), count
+        self.layer = layer
+        self.groups = tuple(map(tuple, groups))
+        self.count = count
         self.tiled = {leaf for group in self.groups for leaf in group}
         self.num_params = len(jax.tree.leaves(args[0]))
         context = floating(args[3].context) if layer.of_context else None
@@ -134,7 +136,8 @@ class TiledBlock:
         # the cotangents of the context.
         trained = [leaf for leaf in range(self.num_params) if not layer.frozen[leaf]]
         self.output_of = {leaf: place for place, leaf in enumerate(trained)}
-        self.num_grads, of_tiles = len(trained), {self.output_of.get(leaf) for leaf in self.tiled}
+        self.num_grads = len(trained)
+        of_tiles = {self.output_of.get(leaf) for leaf in self.tiled}
         # The gradients of stacks of tiles are not outputs: the loops that compute them also use
         # them.
         grad_refs = [
@@ -308,7 +311,8 @@ class TiledBlock:
           sums: sums over microbatches so far.
         """
         needs = sorted({slot for i in instructions for slot in i.reads if slot in each})
-        totals, read_later = sorted(outs & sums.keys()), sorted(later)
+        totals = sorted(outs & sums.keys())
+        read_later = sorted(later)
 
         def one(total: list[Array], values: list[Any]) -> tuple[list[Array], list[Any]]:
             slots = shared | dict(zip(needs, values, strict=True))
@@ -381,7 +385,8 @@ def _cut(
             items.append([])
             marks.append(mark)
         items[-1].append(i)
-    read, later = [], set[int]()
+    read = []
+    later = set[int]()
     # From the last item to the first: an item has to pass on the slots that later items read.
     for item in reversed(items):
         read.append(frozenset(later))

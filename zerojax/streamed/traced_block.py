@@ -23,6 +23,7 @@ from zerojax.grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, bind, read
 from zerojax.models import Given, Loss, floating, merged
 from zerojax.tiling import TileLoop
+from zerojax.trees import Context, Params
 
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None]]
 """`block(params, x, key, given)` returns the activations, and its addition to the loss or None."""
@@ -97,7 +98,7 @@ class TracedBlock:
         return self.structures[1].num_leaves > 0
 
     def forward(
-        self, params: Any, x: Any, key: Any, given: Given
+        self, params: Params, x: Any, key: Any, given: Given
     ) -> tuple[Any, Loss | None, list[jax.Array]]:
         """Return the output y, the addition to the loss, and the residuals."""
         slots = self._run(params, x, key, given, None)
@@ -107,7 +108,7 @@ class TracedBlock:
 
     def backward(
         self,
-        params: Any,
+        params: Params,
         x: Any,
         key: Any,
         given: Given,
@@ -129,11 +130,14 @@ class TracedBlock:
           dy: cotangent of y; None for leaves that are not floating.
           d_added: f32[], cotangent of the addition to the loss; None if there is none.
         """
-        data, cotangents = (x, key, given, residuals), (dy, d_added)
+        data = (x, key, given, residuals)
+        cotangents = (dy, d_added)
         grads, (dx, d_context) = self.transform(self._derivative)(cotangents, data, params)
         return grads, dx, d_context
 
-    def _derivative(self, cotangents: Any, data: Any, params: Any) -> tuple[Any, tuple[Any, Any]]:
+    def _derivative(
+        self, cotangents: Any, data: Any, params: Params
+    ) -> tuple[Any, tuple[Any, Any]]:
         x, key, given, residuals = data
         by_slot = dict(zip(self.residuals, residuals, strict=True))
         leaves, tree = jax.tree.flatten(params)
@@ -143,7 +147,7 @@ class TracedBlock:
 
         context = floating(given.context) if self.of_context else None
 
-        def run(trained: list[Any], floats: Any, context: Any) -> Any:
+        def run(trained: list[Any], floats: Any, context: Context) -> Any:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
             seen = (
                 given._replace(context=merged(context, given.context)) if self.of_context else given
@@ -166,7 +170,7 @@ class TracedBlock:
         )
 
     def _run(
-        self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None
+        self, params: Params, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None
     ) -> dict[int, Any]:
         """Return the values of all slots.
 
@@ -224,7 +228,7 @@ class TracedBlock:
         ]
 
 
-def names_of(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
+def list_marked_names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
     """Return the name and aval of each slot that `checkpoint_name` marks."""
     return {
         i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval)

@@ -46,7 +46,7 @@ def check_activation(activation: Any, what: str) -> None:
         )
 
 
-def name_of(activation: Callable[[Array], Array]) -> str | None:
+def find_kernel_name(activation: Callable[[Array], Array]) -> str | None:
     """Return the kernel's name of an activation, or None if the kernel does not have it.
 
     An activation without a name is applied after the kernel.
@@ -188,10 +188,11 @@ def use_mlp(
       total: sum so far, shaped like the result; a kernel overwrites it. None if there is no sum
         yet.
     """
-    name, bias = (
-        name_of(activation),
-        lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None,
-    )
+    name = find_kernel_name(activation)
+
+    def bias(*names: str) -> tuple[Array, ...] | None:
+        return tuple(tile[n] for n in names) if names[0] in tile else None
+
     if "gate" in tile and name is not None:
         hidden = run(
             x, (tile["gate"], tile["up"]), bias("gate_bias", "up_bias"), name, columns=TENSOR

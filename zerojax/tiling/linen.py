@@ -10,7 +10,7 @@ from flax import linen as nn
 from pallas_kernels.dispatch import Implementation
 from zerojax.tiling.kernels import check_activation, check_implementation
 from zerojax.tiling.operators import tiled_dense, tiled_mlp
-from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
+from zerojax.tiling.weights import check_tiles, resolve_num_tiles, tile_kernel
 
 Array = jax.Array
 Initializer = Callable[..., Any]
@@ -79,7 +79,7 @@ class TiledDense(nn.Module):
         check_tiles(self.in_tiles, size, "in_tiles")
         # Float32 bytes of [D / in_tiles, F], which is divided into `num_tiles` along F.
         num_bytes = 4 * size * self.features // self.in_tiles
-        tiles = tiles_of(
+        tiles = resolve_num_tiles(
             self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]"
         )
         # Initialize the full kernel and then cut it, so that fan-in and random numbers are the
@@ -143,8 +143,9 @@ class TiledMLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Return the MLP's result: x[..., S, D] -> [..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        size, hidden = x.shape[-1], self.hidden
-        tiles = tiles_of(
+        size = x.shape[-1]
+        hidden = self.hidden
+        tiles = resolve_num_tiles(
             self.num_tiles,
             hidden,
             4 * size * hidden * (3 if self.gated else 2),

@@ -27,6 +27,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.jaxprs import REMAT, FlatJaxpr, flatten
+from zerojax.trees import Params
 
 Array = jax.Array
 NAME = "zerojax_tiles"
@@ -156,7 +157,8 @@ class TileLoop:
     def _scan_that_accumulates(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result if the unit itself adds to the sum so far."""
         unit = jax.checkpoint(lambda *values: self.run(values[:-1], values[-1]))
-        shared, x = operands[: self.sizes[0]], operands[self.tiles.stop : self.parts.start]
+        shared = operands[: self.sizes[0]]
+        x = operands[self.tiles.stop : self.parts.start]
         tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
 
         def whole(total: Array, each: Any) -> tuple[Array, None]:
@@ -356,7 +358,7 @@ def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:
     return {i.outs[0]: loop for i in program.instructions if (loop := parse(i.eqn)) is not None}
 
 
-def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
+def find_stacks(function: Callable[..., Any], params: Params, *args: Any) -> Any:
     """Return which leaves of abstract parameters are used only as stacks of tiles.
 
     The result is a tree of bool, shaped like `params`. A leaf counts if `function(params, *args)`

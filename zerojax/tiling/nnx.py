@@ -17,7 +17,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from pallas_kernels.dispatch import Implementation
 from zerojax.tiling.kernels import check_activation, check_implementation
 from zerojax.tiling.operators import tiled_dense, tiled_mlp
-from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
+from zerojax.tiling.weights import check_tiles, resolve_num_tiles, tile_kernel
 
 Array = jax.Array
 Initializer = Callable[..., Any]
@@ -89,10 +89,12 @@ class TiledDense(nnx.Module):
         check_tiles(in_tiles, in_features, "in_tiles")
         # Float32 bytes of [D / in_tiles, F], which is divided into `num_tiles` along F.
         num_bytes = 4 * in_features * out_features // in_tiles
-        tiles = tiles_of(
+        tiles = resolve_num_tiles(
             num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]"
         )
-        self.in_tiles, self.dtype, self.implementation = in_tiles, dtype, implementation
+        self.in_tiles = in_tiles
+        self.dtype = dtype
+        self.implementation = implementation
         # Initialize the full kernel and then cut it, so that fan-in and random numbers are
         # `nnx.Linear`'s.
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
@@ -195,13 +197,11 @@ class TiledMLP(nnx.Module):
         check_activation(activation, "TiledMLP")
         # Float32 bytes of all weights that are tiled together: up, down and, if gated, gate.
         num_bytes = 4 * features * hidden * (3 if gated else 2)
-        tiles = tiles_of(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
-        self.num_tiles, self.seq_tiles, self.activation, self.dtype = (
-            tiles,
-            seq_tiles,
-            activation,
-            dtype,
-        )
+        tiles = resolve_num_tiles(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
+        self.num_tiles = tiles
+        self.seq_tiles = seq_tiles
+        self.activation = activation
+        self.dtype = dtype
         self.implementation = implementation
 
         def column() -> tuple[Any, Any]:

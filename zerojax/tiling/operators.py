@@ -132,7 +132,8 @@ def tiled_dense(
         raise ValueError(
             f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}"
         )
-    out_tiles, lead = count // in_tiles, x.shape[:-1]
+    out_tiles = count // in_tiles
+    lead = x.shape[:-1]
     columns, summed = tensor_dims(spec)
     axes: dict[str, Any] = {"columns": columns, "summed": summed}
     accumulates = in_tiles > 1 or summed is not None
@@ -152,7 +153,8 @@ def tiled_dense(
             y = loop_over(
                 lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False
             )
-            y, bias = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f), None
+            y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
+            bias = None
         else:
             y = _accumulated(
                 functools.partial(run, preferred_element_type=jnp.float32), kernel, x, in_tiles
@@ -177,7 +179,8 @@ def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: i
 
     Each kernel adds its product to the float32 sum of the products before.
     """
-    lead, out_tiles = x.shape[:-1], kernel.shape[0] // in_tiles
+    lead = x.shape[:-1]
+    out_tiles = kernel.shape[0] // in_tiles
     parts = jnp.moveaxis(x.reshape(*lead, in_tiles, -1), -2, 0)  # [i, ..., D/i]
     if out_tiles == 1:
         y = loop_over(
@@ -206,7 +209,9 @@ def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: i
 
 def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
     """Return y[..., F] for tiles along both dims, in float32; parts are [i, ..., D/i]."""
-    in_tiles, lead, f = parts.shape[0], parts.shape[1:-1], kernel.shape[-1]
+    in_tiles = parts.shape[0]
+    lead = parts.shape[1:-1]
+    f = kernel.shape[-1]
 
     def unit(w: Array, parts: Array, j: Array) -> Array:
         part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
@@ -262,7 +267,8 @@ def tiled_mlp(
     shapes = {name: a.shape for name, a in tiles.items()}
     if missing := sorted({"up", "down"} - set(tiles)):
         raise ValueError(f"an MLP has up and down, and {missing} are missing")
-    up, down = shapes["up"], shapes["down"]
+    up = shapes["up"]
+    down = shapes["down"]
     biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
     alike = (
         len(up) == len(down) == 3
@@ -325,7 +331,8 @@ def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array
 def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
     # Round before the products, so that dw, and the collective that sums it, has the dtype of x.
-    dy, lead = dy.astype(x.dtype), tuple(range(x.ndim - 1))
+    dy = dy.astype(x.dtype)
+    lead = tuple(range(x.ndim - 1))
     return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
 
 

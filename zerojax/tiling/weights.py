@@ -63,7 +63,7 @@ def check_tiles(tiles: int, size: int, what: str) -> int:
     return count
 
 
-def tiles_of(num_tiles: int | None, size: int, num_bytes: int, what: str) -> int:
+def resolve_num_tiles(num_tiles: int | None, size: int, num_bytes: int, what: str) -> int:
     """Return the number of tiles of a dim: `num_tiles`, or the choice of `choose_num_tiles`.
 
     Raises:

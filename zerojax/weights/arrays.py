@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from host_offload.disk import Box
 from zerojax.checkpoint import CheckpointError
-from zerojax.weights.names import Tensor, path_of
+from zerojax.trees import Tree
+from zerojax.weights.names import Tensor, split_path
 
 
 class ArrayTree:
@@ -28,7 +29,7 @@ class ArrayTree:
       tiled: empty, since it is not known which arrays are tiles.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Tree) -> None:
         """Name the leaves of a tree.
 
         Args:
@@ -43,7 +44,7 @@ class ArrayTree:
         self._arrays: dict[str, Any] = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             try:
-                name = ".".join(path_of(f"weights{jax.tree_util.keystr(path)}"))
+                name = ".".join(split_path(f"weights{jax.tree_util.keystr(path)}"))
             except CheckpointError as error:
                 raise ValueError(f"the tree of arrays: {error}") from error
             if name in self._arrays:
@@ -74,10 +75,8 @@ class ArrayTree:
             if any(start >= stop for start, stop in common):
                 continue
             # The start is an argument: boxes of the same shape share a compiled slice.
-            starts, sizes = (
-                [a - c for (a, _), (c, _) in zip(common, has, strict=True)],
-                [b - a for a, b in common],
-            )
+            starts = [a - c for (a, _), (c, _) in zip(common, has, strict=True)]
+            sizes = [b - a for a, b in common]
             # The program's mesh is in scope, and need not contain this device.
             with jax.set_mesh(Mesh(np.asarray([shard.device]), ("device",))):
                 piece = jax.lax.dynamic_slice(shard.data, starts, sizes) if sizes else shard.data

@@ -28,9 +28,10 @@ from zerojax.checkpoint import (
     open_together,
 )
 from zerojax.weights.exporting import read_part
-from zerojax.weights.names import DTYPES, Tensor, path_of
+from zerojax.weights.names import DTYPES, Tensor, split_path
 
-_WEIGHTS, _MODEL_STATE = "weights", "model_state"
+_WEIGHTS = "weights"
+_MODEL_STATE = "model_state"
 
 
 class CheckpointWeights:
@@ -75,7 +76,7 @@ class CheckpointWeights:
         for leaf, found in self.saved.leaves.items():
             if not leaf.startswith(_WEIGHTS) or ENCODED in leaf or found.dtype not in DTYPES:
                 continue
-            name = ".".join(path_of(leaf))
+            name = ".".join(split_path(leaf))
             if (other := leaves.setdefault(name, leaf)) != leaf:
                 raise CheckpointError(
                     f"{self.path}: {other} and {leaf} are both {name}: rename one of them"
@@ -156,7 +157,7 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
     for path, format in sorted(formats.items()):
         if here.get(path) != format:
             wrong.append(
-                f"{'.'.join(path_of(_WEIGHTS + path))} in {format}, and here it is "
+                f"{'.'.join(split_path(_WEIGHTS + path))} in {format}, and here it is "
                 f"{in_format(here.get(path))}"
             )
     if wrong:

@@ -44,8 +44,12 @@ class FiniteWeights:
           compute_dtype: name of the dtype into which weights are cast for a step.
           error: type of the error that reports a fault.
         """
-        self.path, self.tensors, self.tiled = file.path, file.tensors, file.tiled
-        self._file, self._compute_dtype, self._error = file, compute_dtype, error
+        self.path = file.path
+        self.tensors = file.tensors
+        self.tiled = file.tiled
+        self._file = file
+        self._compute_dtype = compute_dtype
+        self._error = error
 
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
@@ -101,7 +105,8 @@ class _Faults:
         if not found.size:
             return self
         faults = values[found].astype(np.float64)
-        nans, infinite = int(np.isnan(faults).sum()), int(np.isinf(faults).sum())
+        nans = int(np.isnan(faults).sum())
+        infinite = int(np.isinf(faults).sum())
         first = self.first
         if first is None:
             inside = (
@@ -184,10 +189,12 @@ def largest_bits(dtype: str, compute_dtype: str) -> int:
       compute_dtype: dtype into which the number is cast, by way of float32, in which weights are
         stored.
     """
-    kind, compute = numpy_dtype(dtype), numpy_dtype(compute_dtype)
+    kind = numpy_dtype(dtype)
+    compute = numpy_dtype(compute_dtype)
     unsigned = np.dtype(f"u{kind.itemsize}")
     # Bisect between 0, which is finite, and all bits but the sign, which are a NaN.
-    finite, other = 0, 2 ** (8 * kind.itemsize - 1) - 1
+    finite = 0
+    other = 2 ** (8 * kind.itemsize - 1) - 1
     while other - finite > 1:
         middle = (finite + other) // 2
         number = np.asarray([middle], unsigned).view(kind)

@@ -54,7 +54,7 @@ from zerojax.weights.checkpoints import CheckpointWeights, Untouched, untouched
 from zerojax.weights.finite import FiniteWeights
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.initial_weights import CompletedFile
-from zerojax.weights.names import WeightFile, known_dtype, path_of
+from zerojax.weights.names import WeightFile, known_dtype, split_path
 from zerojax.weights.orbax import OrbaxFolder
 from zerojax.weights.renamed import Rename, RenamedFile
 from zerojax.weights.safetensors import SafetensorsFile
@@ -103,12 +103,10 @@ class StoredRecords(SavedRecords):
         checkpoint.
         """
         super().__init__(file.path, ())
-        self._file, self._weights, self._constants, self._encoded = (
-            file,
-            weights,
-            constants,
-            encoded,
-        )
+        self._file = file
+        self._weights = weights
+        self._constants = constants
+        self._encoded = encoded
         self._saved = saved
         # The arrays of one record of one weight: they are requested one after the other, and by
         # each device.
@@ -134,7 +132,8 @@ class StoredRecords(SavedRecords):
 
         The full record is encoded, which has the same bits as its shards.
         """
-        encoding, front = array.encoding, box[: array.encoding.lead]
+        encoding = array.encoding
+        front = box[: array.encoding.lead]
         with self._lock:
             if self._last[0] != (array.tensor, front):
                 weight = self._file.read(
@@ -198,7 +197,9 @@ class _Imported(SavedState):
             default implementation.
           about: settings that the weights' model reports.
         """
-        self.folder, self.num_processes, self.data = file.path, 1, {}
+        self.folder = file.path
+        self.num_processes = 1
+        self.data = {}
         self.about = dict(about)
         self.leaves = dict(leaves)
         self.keys = dict(keys)
@@ -282,11 +283,13 @@ def import_params(
         saved: SavedState | None = None
         about: Mapping[str, Any] = {}
         if not isinstance(path, str | os.PathLike):
-            given, error = ArrayTree(path), ValueError
+            given = ArrayTree(path)
+            error = ValueError
         elif holds_checkpoint(path := os.path.expanduser(os.fspath(path))):
             checkpoint = CheckpointWeights(path, program.mesh)
             stack.callback(checkpoint.close)
-            given, saved = checkpoint, checkpoint.saved
+            given = checkpoint
+            saved = checkpoint.saved
             about = saved.about
         else:
             given = open_weights(path)
@@ -306,7 +309,7 @@ def import_params(
             wanted = _as_given(here, program.layout.encodings)
             told = file.told if isinstance(file, RenamedFile) else str
             absent_of = file.missing_layers if isinstance(file, RenamedFile) else _no_names
-            shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
+            shapes = {".".join(split_path(leaf.name)): leaf.shape for leaf in wanted}
             if absent := {
                 n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)
             }:
@@ -422,7 +425,8 @@ def _add_encoded(
     for leaf in state_leaves:
         if not leaf.encodes:
             continue
-        name, encoding = f"weights{leaf.encodes}", encodings[leaf.encodes]
+        name = f"weights{leaf.encodes}"
+        encoding = encodings[leaf.encodes]
         saved = leaves.pop(name, None)
         if saved is not None and saved.shape != leaf.shape[: leaf.lead] + encoding.shape:
             raise CheckpointError(
@@ -498,10 +502,12 @@ def _compare(
     Raises:
       CheckpointError: tensors differ, or two weights have the same name in the file.
     """
-    weights, leaves, differences = {}, {}, []
+    weights = {}
+    leaves = {}
+    differences = []
     owners: dict[str, str] = {}
     for leaf in state_leaves:
-        name = ".".join(path_of(leaf.name))
+        name = ".".join(split_path(leaf.name))
         # Otherwise one tensor would silently be read for both.
         if (other := owners.setdefault(name, leaf.name)) != leaf.name:
             raise CheckpointError(
@@ -512,10 +518,10 @@ def _compare(
     file_shapes = {
         name: tensor.shape
         for name in here_shapes
-        if (tensor := file.tensors.get(".".join(path_of(name))))
+        if (tensor := file.tensors.get(".".join(split_path(name))))
     }
     for leaf in state_leaves:
-        name = weights[leaf.name] = ".".join(path_of(leaf.name))
+        name = weights[leaf.name] = ".".join(split_path(leaf.name))
         if (tensor := file.tensors.get(name)) is None:
             differences.append(f"no {told(name)} {list(leaf.shape)}")
             continue

@@ -24,6 +24,7 @@ import numpy as np
 
 from zerojax.checkpoint import INLINE_ELEMENTS
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, Instruction, bind, flatten
+from zerojax.trees import Params
 
 _COPIES = frozenset({"copy", "convert_element_type", "reshape", "name", "stop_gradient"})
 
@@ -40,7 +41,7 @@ InitialValue = np.ndarray | np.generic | Copy | None
 """
 
 
-def initial_values(init: Any, abstract_params: Any) -> list[InitialValue]:
+def initial_values(init: Any, abstract_params: Params) -> list[InitialValue]:
     """Return the initial value of each leaf of `init(params)`.
 
     Args:
@@ -72,7 +73,8 @@ def _numbers(value: Any) -> InitialValue:
 
 def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValue]:
     """Return the known values of an equation's results."""
-    name, outs = i.eqn.primitive.name, [v.aval for v in i.eqn.outvars]
+    name = i.eqn.primitive.name
+    outs = [v.aval for v in i.eqn.outvars]
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
     if name in _COPIES and isinstance(copy := values[0], Copy):
         before: Any = i.eqn.invars[0].aval

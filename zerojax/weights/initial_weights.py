@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.disk import Box
-from zerojax.models import BLOCKS, LayeredModel, Model, block_path, layer_keys, stacks_of
-from zerojax.weights.names import Tensor, WeightFile, path_of
+from zerojax.models import BLOCKS, LayeredModel, Model, block_path, layer_keys, list_stacks
+from zerojax.weights.names import Tensor, WeightFile, split_path
 
 
 class CompletedFile:
@@ -48,7 +48,9 @@ class CompletedFile:
           key: random key, as for `program.init`.
           missing: shapes of the missing weights, by name.
         """
-        self.path, self._file, self._missing = file.path, file, dict(missing)
+        self.path = file.path
+        self._file = file
+        self._missing = dict(missing)
         self.tensors = {
             **file.tensors,
             **{name: Tensor(tuple(shape), "float32") for name, shape in missing.items()},
@@ -127,7 +129,7 @@ def _sources(
     of_layers = layer_keys(model, key)
     add(model.init_embed, ("embed",), lambda _: k_embed)
     add(model.init_head, ("head",), lambda _: k_head)
-    for stack in stacks_of(model):
+    for stack in list_stacks(model):
         mine = of_layers[stack.first : stack.first + stack.model.num_layers]
         add(stack.model.init_block, block_path(stack.name), lambda layer, mine=mine: mine[layer])
     return sources
@@ -135,4 +137,4 @@ def _sources(
 
 def _name(part: Sequence[str], path: Any) -> str:
     """Return the name in files of a leaf of a part of the parameters."""
-    return ".".join((*part, *path_of(f"weights{jax.tree_util.keystr(path)}")))
+    return ".".join((*part, *split_path(f"weights{jax.tree_util.keystr(path)}")))

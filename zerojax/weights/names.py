@@ -43,13 +43,14 @@ _EMA = ".ema_params"
 """Field of `zerojax.Ema`'s state whose leaves are named like the weights."""
 
 
-def path_of(name: str) -> tuple[str, ...]:
+def split_path(name: str) -> tuple[str, ...]:
     """Return the keys in a weight's checkpoint name: "weights['a'][0].b" -> ("a", "0", "b").
 
     Raises:
       CheckpointError: a key is neither text, nor a number, nor an attribute.
     """
-    keys, at = [], len(_WEIGHTS)
+    keys = []
+    at = len(_WEIGHTS)
     while at < len(name):
         if (match := _KEY.match(name, at)) is None:
             raise CheckpointError(
@@ -63,7 +64,7 @@ def path_of(name: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], str]:
+def map_weights(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], str]:
     """Return the checkpoint names of the weights, by the weights' keys, sorted.
 
     Args:
@@ -87,7 +88,7 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
                 "which other formats do not support: program.iter_params(state) yields it "
                 "decoded, piece by piece"
             )
-        path = path_of(name)
+        path = split_path(name)
         if not path:
             raise CheckpointError(
                 f"{saved.folder}: its parameters are one array, which has no name: "
@@ -98,13 +99,13 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
                 f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them"
             )
         # A frozen weight is its own average.
-        weights[path] = _average_of(name, saved) if ema and name not in frozen else name
+        weights[path] = _find_average(name, saved) if ema and name not in frozen else name
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no weights")
     return dict(sorted(weights.items(), key=lambda item: ".".join(item[0])))
 
 
-def _average_of(name: str, saved: SavedState) -> str:
+def _find_average(name: str, saved: SavedState) -> str:
     """Return the checkpoint name of a weight's average.
 
     Raises:
@@ -145,7 +146,7 @@ def tiled_in(text: str | None) -> frozenset[str]:
     return frozenset(name.text() for name in names.items())
 
 
-def metadata_of(saved: SavedState, tensors: Mapping[str, str]) -> dict[str, str]:
+def build_metadata(saved: SavedState, tensors: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata that either format stores for a checkpoint's weights.
 
     Args:

@@ -47,7 +47,15 @@ from zerojax.weights.exporting import (
     write_atomically,
 )
 from zerojax.weights.kinds import kind_of_folder
-from zerojax.weights.names import ABOUT, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
+from zerojax.weights.names import (
+    ABOUT,
+    TILED,
+    Tensor,
+    about_in,
+    build_metadata,
+    map_weights,
+    tiled_in,
+)
 
 CACHE_BYTES = 2**28
 """Bytes of the cache for chunks of Orbax arrays that hold several layers, kept for the next layer.
@@ -58,7 +66,8 @@ MOST_RATIO = 2**15
 A zstd block of at most 128 KiB takes at least 4 bytes. Orbax's other codecs reach lower ratios.
 """
 _MOST_METADATA = 1 << 30
-_DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
+_DESCRIPTION = "_METADATA"
+_SHARDING = "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
@@ -95,7 +104,7 @@ def export_orbax(
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        weights = weights_of(saved, ema)
+        weights = map_weights(saved, ema)
         tensors = {".".join(keys): name for keys, name in weights.items()}
         for tensor, name in tensors.items():
             if not is_inner_path(tensor) or "\\" in tensor:
@@ -104,7 +113,7 @@ def export_orbax(
                     "export it as safetensors"
                 )
         try:
-            _write_tree(output, weights, kind, metadata_of(saved, tensors))
+            _write_tree(output, weights, kind, build_metadata(saved, tensors))
             with working("export", len(tensors)) as advance:
                 for tensor, name in tensors.items():
                     _write_array(os.path.join(output, tensor), saved, name, kind)
@@ -253,7 +262,8 @@ class OrbaxFolder:
           FieldError: a field is missing or wrong, or leads out of the folder; or two arrays have
             the same name.
         """
-        zarr3, custom = metadata.get("use_zarr3"), metadata.get("custom_metadata")
+        zarr3 = metadata.get("use_zarr3")
+        custom = metadata.get("custom_metadata")
         tiled = None if custom is None else custom.get(TILED)
         about = None if custom is None else custom.get(ABOUT)
         self.tiled = tiled_in(None if tiled is None else tiled.text())
@@ -297,7 +307,8 @@ class OrbaxFolder:
 
     def _check_chunks(self, name: str, array: Any) -> None:
         """Raise FieldError if a chunk is larger than its array, or than its stored bytes allow."""
-        chunk, shape = tuple(array.chunk_layout.read_chunk.shape or ()), tuple(array.shape)
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        shape = tuple(array.shape)
         num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
         if any(c > max(1, n) for c, n in zip(chunk, shape, strict=True)):
             raise FieldError(

@@ -128,7 +128,10 @@ class RenamedFile:
           CheckpointError: two tensors have the same place, layers of a stack are missing or differ
             in shape, or axes do not fit.
         """
-        self.path, self.tiled, self._file, self._rename = file.path, frozenset[str](), file, rename
+        self.path = file.path
+        self.tiled = frozenset[str]()
+        self._file = file
+        self._rename = rename
         place = renaming(rename)
         self._parts: dict[str, dict[int | None, tuple[str, Place]]] = {}
         for name in file.tensors:

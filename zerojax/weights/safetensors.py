@@ -33,9 +33,9 @@ from zerojax.weights.names import (
     TILED,
     Tensor,
     about_in,
-    metadata_of,
+    build_metadata,
+    map_weights,
     tiled_in,
-    weights_of,
 )
 
 ALIGNMENT = 8
@@ -74,11 +74,11 @@ def export_safetensors(
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        names = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
+        names = {".".join(keys): name for keys, name in map_weights(saved, ema).items()}
         tensors = {
             tensor: Tensor(saved.leaves[name].shape, kind.name) for tensor, name in names.items()
         }
-        metadata = metadata_of(saved, names)
+        metadata = build_metadata(saved, names)
         write_safetensors(
             output,
             tensors,
@@ -121,7 +121,8 @@ def write_safetensors(
 
 def _write(fd: int, piece: np.ndarray, offset: int) -> int:
     """Write an array, and return its end in the file."""
-    view, at = piece.reshape(-1).view(np.uint8).data, 0
+    view = piece.reshape(-1).view(np.uint8).data
+    at = 0
     while at < len(view):
         at += os.pwrite(fd, view[at:], offset + at)  # pwrite may write only a part
     return offset + at
@@ -207,7 +208,8 @@ class SafetensorsFile:
         self.about: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._starts: dict[str, int] = {}
-        size, extents = self._file.num_bytes - data, []
+        size = self._file.num_bytes - data
+        extents = []
         for name, entry in header.fields():
             if name == "__metadata__":
                 texts = {key: text.text() for key, text in entry.fields()}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from simulated_cuda import SimulatedCuda
 
-from host_offload.calls import CallbackSite, CallLog, Calls, site_of
+from host_offload.calls import CallbackSite, CallLog, Calls, find_site
 from host_offload.device.cuda_driver import Driver
 from host_offload.disk import SwapError
 
@@ -38,7 +38,7 @@ class Gpus:
         self.calls.log = CallLog(devices, self.driver)
         self.contexts, self.late = [], threading.Event()
         for device in range(2):
-            self.driver.use(self.driver.context_of(device))
+            self.driver.use(self.driver.retain_context(device))
             self.contexts.append(SimpleNamespace(stream=self.driver.make_stream()))
         self.calls.number = 5
 
@@ -159,4 +159,4 @@ def test_on_a_cpu_each_call_is_compared_at_once():
 
 
 def test_a_callback_without_a_site_has_none():
-    assert site_of(print) is None
+    assert find_site(print) is None

@@ -14,7 +14,7 @@ from simulated_cuda import SimulatedCuda
 
 from host_offload.device.copies import HostCopies
 from host_offload.device.cuda_driver import Driver
-from host_offload.device.gpu_copies import GpuCopies, copies_of
+from host_offload.device.gpu_copies import GpuCopies, build_copies
 from host_offload.disk.direct_io import DirectIo
 from host_offload.disk.folder import SwapFolder
 from host_offload.disk.record_format import LeafFormat, RecordFormat
@@ -252,9 +252,9 @@ def test_a_store_that_fails_leaves_no_copy_under_way(gpu, monkeypatch):
 
 
 def test_copies_of_a_cpu_need_no_driver():
-    assert isinstance(copies_of(jax.devices()), HostCopies)
+    assert isinstance(build_copies(jax.devices()), HostCopies)
     with pytest.raises(NotImplementedError, match="these are tpu's"):
-        copies_of([SimpleNamespace(platform="tpu")])
+        build_copies([SimpleNamespace(platform="tpu")])
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])

@@ -20,7 +20,7 @@ from open_files import descriptors
 from host_offload.device.buffers import allocate
 from host_offload.disk import checksum as checksum_module
 from host_offload.disk import tuning
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.direct_file import DirectFile, read_file, write_file
 from host_offload.disk.direct_io import DirectIo
 from host_offload.disk.errors import SwapError
@@ -239,7 +239,7 @@ def test_each_reader_reads_bit_for_bit_what_the_other_wrote(store, writes, reads
             writer.write(store, 1, record).result(60)
             reader.read(store, 1, found).result(60)
             np.testing.assert_array_equal(found, record)
-            assert int(store.checksums[1]) == checksum_of(record)
+            assert int(store.checksums[1]) == compute_checksum(record)
 
 
 def test_several_threads_work_at_one_record(store, direct, monkeypatch):
@@ -325,19 +325,19 @@ def test_a_pending_transfer_can_be_cancelled(store, monkeypatch):
 @given(st.binary(min_size=1, max_size=3000), st.integers(0, 2**31))
 def test_a_checksum_tells_a_flipped_bit(contents, where):
     buffer = np.frombuffer(contents, np.uint8).copy()
-    before = checksum_of(buffer)
+    before = compute_checksum(buffer)
     assert 0 < before < 2**64
-    assert checksum_of(buffer.copy()) == before
+    assert compute_checksum(buffer.copy()) == before
     where %= 8 * buffer.size
     buffer[where // 8] ^= 1 << where % 8
-    assert checksum_of(buffer) != before
+    assert compute_checksum(buffer) != before
 
 
 def test_a_checksum_is_never_zero(monkeypatch):
     monkeypatch.setattr(
         checksum_module, "xxhash", types.SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
     )
-    assert checksum_of(np.zeros(8, np.uint8)) == 1
+    assert compute_checksum(np.zeros(8, np.uint8)) == 1
 
 
 def test_a_record_without_a_checksum_is_read_as_it_is(store, io):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from open_files import descriptors
 
 from host_offload.disk import store as store_module
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import compute_checksum
 from host_offload.disk.errors import SwapError, explain, of_tensorstore
 from host_offload.disk.folder import SwapFolder
 from host_offload.disk.record_format import BLOCK_BYTES, LEAF_BYTES, LeafFormat, RecordFormat
@@ -374,7 +374,7 @@ def other_files(folder, store):
     for layer, path in enumerate(paths):
         path.write_bytes(bytes([layer + 5]) * store.format.padded_bytes)
     return [
-        RecordFile(str(path), checksum_of(np.frombuffer(path.read_bytes(), np.uint8)))
+        RecordFile(str(path), compute_checksum(np.frombuffer(path.read_bytes(), np.uint8)))
         for path in paths
     ]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from host_offload.schedule.build import build_schedule
-from host_offload.schedule.moves import Move, Window, moves_of, ready_after
+from host_offload.schedule.moves import Move, Window, list_moves, ready_after
 from host_offload.schedule.ops import KINDS
 from host_offload.schedule.stacks import StepPlan
 
@@ -28,7 +28,7 @@ def sequences(draw):
         master=draw(st.booleans()),
         device_layers=draw(st.integers(0, num_layers)) if opt_on_disk else 0,
     )
-    return moves_of(StepPlan({"": schedule}), kinds)
+    return list_moves(StepPlan({"": schedule}), kinds)
 
 
 def last_write_before(moves, turn):

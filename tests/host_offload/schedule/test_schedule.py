@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import host_offload
 from host_offload.schedule.build import UnstackedMove, build_schedule
-from host_offload.schedule.moves import moves_of
+from host_offload.schedule.moves import list_moves
 from host_offload.schedule.ops import KINDS, UNSTACKED_PIECES
 from host_offload.schedule.stacks import StepPlan
 
@@ -145,7 +145,7 @@ def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw,
             [n + first for n in a.drain],
         )
     moves = [
-        moves_of(StepPlan({"": s}), (*KINDS, "kept"), names={"": ("", "kept")})
+        list_moves(StepPlan({"": s}), (*KINDS, "kept"), names={"": ("", "kept")})
         for s in (whole, part)
     ]
     counted_from = {"kept": 0, "opt_state": 0 if on_device else first}
@@ -167,7 +167,7 @@ def test_schedule_moves_the_kinds_that_each_phase_needs(kw):
         assert set(p.reads) == off_device(s, reads, last)
         assert set(p.writes) == off_device(s, writes, last)
         for tick, layer in enumerate(p.layer):
-            assert set(p.kinds_of(tick)) == off_device(s, fetches, layer)
+            assert set(p.list_fetches(tick)) == off_device(s, fetches, layer)
             assert p.store[tick] == (layer if off_device(s, writes, layer) else -1)
 
 
@@ -332,7 +332,13 @@ def test_schedule_counts_the_pieces_that_are_updated_after_the_last_layer():
     }
     pieces = UnstackedMove(UNSTACKED_PIECES, num_bytes=(100,), counts=(2,))
     phase = build_schedule(
-        4, 1, tiers=tiers, update="in_backward", stores_late=1, ends=[pieces], record_bytes=sizes
+        4,
+        1,
+        tiers=tiers,
+        update="in_backward",
+        stores_late=1,
+        unstacked=[pieces],
+        record_bytes=sizes,
     ).phase("backward")
     # Memory for the last layer's record; a piece that is loaded, one that is computed from it, and
     # one that is stored a tick late.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.schedule.build import build_schedule
-from host_offload.schedule.moves import Move, moves_of
+from host_offload.schedule.moves import Move, list_moves
 from host_offload.schedule.stacks import StepPlan
 from host_offload.schedule.tiles import build_tiled_schedule, tiles_kind
 
@@ -40,7 +40,7 @@ def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update)
     schedule = build(layers, distance, groups, update)
     kinds = [kind for kind in TIERS if kind != "activations"]
     every = [*kinds, *(tiles_kind(kind, name) for kind in kinds for name in groups)]
-    moves = moves_of(StepPlan({"": schedule}), every)
+    moves = list_moves(StepPlan({"": schedule}), every)
     counted = collections.Counter(moves)
     stored = update == "after_backward"
     for name, count in groups.items():

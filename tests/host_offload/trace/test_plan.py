@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from host_offload.engine.stats import Event
 from host_offload.schedule.build import build_schedule
-from host_offload.schedule.moves import Move, Window, moves_of
+from host_offload.schedule.moves import Move, Window, list_moves
 from host_offload.schedule.ops import KINDS
 from host_offload.schedule.stacks import StepPlan
 from host_offload.trace.plan import (
@@ -23,9 +23,9 @@ from host_offload.trace.plan import (
     Intervals,
     Run,
     Use,
+    list_uses,
+    map_transfers,
     plan,
-    transfers_of,
-    uses_of,
 )
 
 SIZE = 4096
@@ -68,7 +68,7 @@ def runs_of_a_program(draw):
         tiers={kind: "nvme" if kind in kinds else "device" for kind in KINDS},
         update=draw(st.sampled_from(["after_backward", "in_backward"])),
     )
-    moves = moves_of(StepPlan({"": schedule}), kinds)
+    moves = list_moves(StepPlan({"": schedule}), kinds)
     other = tuple(move for move in moves if move.kind == "params" and not move.writes)
     names = draw(
         st.sampled_from([("step", "step"), ("step", "step", "step"), ("step", "eval", "step")])
@@ -108,8 +108,8 @@ def runs_of_a_program(draw):
 
 
 def planned_of(runs, distance):
-    transfers = transfers_of(event for run in runs for event in run.events)
-    return plan(runs, uses_of(runs), transfers, distance)
+    transfers = map_transfers(event for run in runs for event in run.events)
+    return plan(runs, list_uses(runs), transfers, distance)
 
 
 @settings(max_examples=60, deadline=None)
@@ -228,11 +228,11 @@ def test_uses_are_counted_from_the_last_where_the_first_were_not_kept():
     moves = (Move("p", 0), Move("p", 1), Move("p", 0))
     events = [event for n, move in enumerate(moves) for event in made(n, move, float(n))]
     run = Run(name="step", moves=moves, start=0.0, end=3.0, events=events, num_events=6)
-    assert [use.turn for use in uses_of([run])] == [0, 1, 2]
+    assert [use.turn for use in list_uses([run])] == [0, 1, 2]
     late = Run(name="step", moves=moves, start=0.0, end=3.0, events=events[2:], num_events=6)
-    assert [use.turn for use in uses_of([late])] == [1, 2]
+    assert [use.turn for use in list_uses([late])] == [1, 2]
     more = [*events, *made(7, Move("p", 0), 9.0), *made(8, Move("q", 5), 9.5)]
-    assert [use.turn for use in uses_of([Run(name="step", moves=moves, start=0.0, events=more, num_events=10)])] == [
+    assert [use.turn for use in list_uses([Run(name="step", moves=moves, start=0.0, events=more, num_events=10)])] == [
         0, 1, 2, None, None,
     ]  # fmt: skip
 
@@ -259,8 +259,8 @@ LATE = {
 @pytest.mark.parametrize("cause", LATE)
 def test_late_records_have_their_cause(cause):
     run = Run(name="step", moves=(), start=0.0, events=LATE[cause], num_events=4)
-    causes = Causes(transfers_of(run.events), 0.0)
-    (use,) = [use for use in uses_of([run]) if use.number == 1]
+    causes = Causes(map_transfers(run.events), 0.0)
+    (use,) = [use for use in list_uses([run]) if use.number == 1]
     late = causes.of(use)
     assert late.cause == cause
     assert late.seconds == pytest.approx(2.0 if cause else 0.0)
@@ -280,9 +280,9 @@ def test_late_records_of_another_device_or_kind_are_no_cause():
         made(1, READ, 10.0, 12.0, queued=9.0, start=9.5) + others,
     ):
         run = Run(name="step", moves=(), start=0.0, events=events, num_events=6)
-        use: Use = uses_of([run])[-1]
+        use: Use = list_uses([run])[-1]
         assert use.number == 1
-        assert Causes(transfers_of(events), 0.0).of(use).cause == (
+        assert Causes(map_transfers(events), 0.0).of(use).cause == (
             "" if use.move.writes else ASKED_TOO_LATE
         )
 

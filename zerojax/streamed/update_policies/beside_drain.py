@@ -42,7 +42,9 @@ def end_beside_drain(
     Returns:
       All leaves of the state after the update.
     """
-    records, groups, last = update.records, plan.unstacked_groups(), plan.drained
+    records = update.records
+    groups = plan.unstacked_groups()
+    last = plan.drained
     assert last is not None
     number = [n for phase in last.schedule.phases for n in phase.drain.tolist()][-1]
 
@@ -70,4 +72,4 @@ def end_beside_drain(
 
     states = one_trip(number, body, states, plan.mesh)
     in_pieces = {i: grads[i] for i in plan.chunked_unstacked}
-    return update.update_unstacked(states, in_pieces, records.shared_of(states), loss, ok, ready)
+    return update.update_unstacked(states, in_pieces, records.list_shared(states), loss, ok, ready)

@@ -47,8 +47,8 @@ class UpdatedState:
       pending: for each stack that stores late, by the first of its leaves, the updated arrays that
         are not stored yet (`LateRecord`).
       handed: layers passed to the host update whose parameters are not taken yet.
-      ends: updated records of leaves whose gradients the head completed, by leaf; the first tick
-        stores them.
+      unstacked: updated records of leaves whose gradients the head completed, by leaf; the first
+        tick stores them.
       head: leaves of the head that are updated in pieces, or None.
     """
 
@@ -58,7 +58,7 @@ class UpdatedState:
     states: FlatState
     token: Array
     pending: dict[int, Pending]
-    ends: dict[int, list[Array]]
+    unstacked: dict[int, list[Array]]
     handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
     head: "_HeadPieces | None" = None
 
@@ -88,7 +88,9 @@ class UpdateInBackward:
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         """Update with `update` by the records of `plan`."""
-        self.plan, self.record_update, self.records = plan, update, update.records
+        self.plan = plan
+        self.record_update = update
+        self.records = update.records
 
     def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         """Load the records of `early_unstacked` during the head."""
@@ -105,17 +107,16 @@ class UpdateInBackward:
     ) -> UpdatedState:
         """Update the leaves that the head completed, and return the value that backward carries."""
         del grads
-        plan, states = self.plan, self.records.flat(state)
-        complete = dict(zip(plan.ends, head.grads, strict=True))
+        plan = self.plan
+        states = self.records.flat(state)
+        complete = dict(zip(plan.unstacked, head.grads, strict=True))
         done = (*plan.early_unstacked, *plan.head_pieces)
         of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
-        squares, ends = (
-            plan.squares(list(of_head.values()), list(of_head), state),
-            dict[int, list[Array]](),
-        )
+        squares = plan.squares(list(of_head.values()), list(of_head), state)
+        unstacked = dict[int, list[Array]]()
         ok = jnp.isfinite(squares)
         for i in plan.early_unstacked:
-            states, ends[i] = self.record_update.updated_end(
+            states, unstacked[i] = self.record_update.updated_end(
                 states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok
             )
         cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
@@ -127,14 +128,17 @@ class UpdateInBackward:
             part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag
         }
         pieces = _HeadPieces(cut, ok) if cut else None
-        return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
+        return UpdatedState(
+            head.loss, None, squares, states, token, pending, unstacked, head=pieces
+        )
 
     def _late(self, part: Sequence[int]) -> LateRecord:
         """Return the late record of the layers with the leaves `part`.
 
         The last run's record includes the pieces of the head's leaves.
         """
-        plan, last = self.plan, self.plan.of_stacks[-1]
+        plan = self.plan
+        last = self.plan.of_stacks[-1]
         if part != last.blocks or not plan.head_pieces:
             return LateRecord(self.records, part)
         count = next(iter(plan.head_pieces.values())).count
@@ -142,17 +146,21 @@ class UpdateInBackward:
 
     def split_unstacked(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
         """Take the updated records of `early_unstacked` out of the carried value."""
-        return dataclasses.replace(carried, ends={}), carried.ends
+        return dataclasses.replace(carried, unstacked={}), carried.unstacked
 
     def crossing(
-        self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+        self,
+        carried: UpdatedState,
+        now: Tick,
+        part: Sequence[int],
+        unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
         """Return the transfers of late stores during a tick's products, or None."""
         if not part or part[0] not in carried.pending:
             return None
         pending = carried.pending[part[0]]
         return DuplexTransfer(
-            self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends
+            self._late(part), self.plan.link_groups(part), now, pending, carried.states, unstacked
         )
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
@@ -166,19 +174,19 @@ class UpdateInBackward:
         self, state: TrainState, carried: UpdatedState, record: RecordGrads
     ) -> tuple[UpdatedState, Any]:
         """Update one record with its gradients."""
-        plan, records, states, now, part = (
-            self.plan,
-            self.records,
-            carried.states,
-            record.now,
-            record.part,
-        )
-        crossing, landing, fetched = record.crossing, record.landing, list[Array]()
+        plan = self.plan
+        records = self.records
+        states = carried.states
+        now = record.now
+        part = record.part
+        crossing = record.crossing
+        landing = record.landing
+        fetched = list[Array]()
         if crossing is None:
             opt = records.read_opt(states, part, now.index())
         else:
             assert record.crossed is not None
-            states = crossing.states_of(record.crossed)
+            states = crossing.finish_states(record.crossed)
             opt, fetched = crossing.loaded(record.crossed)
         # Cut the shard out of the gathered layer instead of fetching it again.
         old = plan.on_shards(record.params, part) if states.master is None else []
@@ -186,11 +194,9 @@ class UpdateInBackward:
         # Gradients are neither clipped nor checked against the layers still to come, since the norm
         # is known only after all are updated. A sum that is not finite stays so: no later layer of
         # this step is updated either.
-        shared, mean, ok = (
-            records.shared_of(states),
-            [plan.mean(g) for g in record.grads],
-            jnp.isfinite(squares),
-        )
+        shared = records.list_shared(states)
+        mean = [plan.mean(g) for g in record.grads]
+        ok = jnp.isfinite(squares)
         weights, opt, landing = self.record_update.update(
             part, mean, old + opt, shared, carried.loss, ok, landing
         )
@@ -215,13 +221,16 @@ class UpdateInBackward:
 
         Returns the states, and the arrays that a later tick stores.
         """
-        crossing, crossed, now = record.crossing, record.crossed, record.now
+        crossing = record.crossing
+        crossed = record.crossed
+        now = record.now
         assert crossing is not None
         assert crossed is not None
         late = crossing.record
         if not now.loads_pieces or carried.head is None:
             return states, carried.pending[record.part[0]][-1][late.num_own :]
-        updated, head = list[Array](), carried.head
+        updated = list[Array]()
+        head = carried.head
         for i, grad in head.grads.items():
 
             def move(grad: Array, loaded: list[Array], i: int = i) -> tuple[Array, list[Array]]:
@@ -254,35 +263,42 @@ class UpdateInBackward:
 
     def norm(self, result: BackwardResult[UpdatedState]) -> Array:
         """Return the global norm of the gradients."""
-        ends = self._late_unstacked(result)
+        unstacked = self._late_unstacked(result)
         return jnp.sqrt(
             result.carried.squares
-            + self.plan.squares(list(ends.values()), list(ends), result.state)
+            + self.plan.squares(list(unstacked.values()), list(unstacked), result.state)
         )
 
     def _late_unstacked(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
         """Return the gradients of the unstacked leaves that were not updated before, by leaf."""
-        grads = dict(zip(self.plan.ends, result.ends, strict=True))
+        grads = dict(zip(self.plan.unstacked, result.unstacked, strict=True))
         return {i: grads[i] for i in self.plan.late_unstacked}
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         """Update the remaining unstacked leaves and finish the step."""
-        plan, update, states, norm = (
-            self.plan,
-            self.record_update,
-            result.carried.states,
-            self.norm(result),
-        )
-        ends, ok = self._late_unstacked(result), jnp.isfinite(norm)
+        plan = self.plan
+        update = self.record_update
+        states = result.carried.states
+        norm = self.norm(result)
+        unstacked = self._late_unstacked(result)
+        ok = jnp.isfinite(norm)
         if plan.drained is not None:
             part = plan.drained.blocks
             pending = result.carried.pending[part[0]]
             states = end_beside_drain(
-                plan, update, states, self._late(part), pending, ends, plan.mean, result.loss, ok
+                plan,
+                update,
+                states,
+                self._late(part),
+                pending,
+                unstacked,
+                plan.mean,
+                result.loss,
+                ok,
             )
         else:
-            shared = self.records.shared_of(states)
-            states = update.update_unstacked(states, ends, shared, result.loss, ok, plan.mean)
+            shared = self.records.list_shared(states)
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, plan.mean)
         states = with_pieces(self.records, states, plan.head_pieces, Pieces.join)
         return closed(update, result, states, norm)
 

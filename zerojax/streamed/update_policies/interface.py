@@ -27,14 +27,14 @@ class BackwardResult(Generic[Carried]):
       state: the state before the step.
       loss: f32[], the mean over microbatches.
       carried: the value that backward carried for the update policy.
-      ends: summed gradients of the unstacked leaves.
+      unstacked: summed gradients of the unstacked leaves.
       begin: i32[] zero, known when backward may begin; the update must not start before it either.
     """
 
     state: TrainState
     loss: Array
     carried: Carried
-    ends: list[Array]
+    unstacked: list[Array]
     begin: Array
 
 
@@ -121,7 +121,7 @@ class GradientSink(Protocol[Carried]):
         ...
 
     def crossing(
-        self, carried: Carried, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+        self, carried: Carried, now: Tick, part: Sequence[int], unstacked: Mapping[int, list[Array]]
     ) -> DuplexTransfer | None:
         """Return the transfers during a tick's products, or None if only `landing` is in flight.
 
@@ -129,7 +129,7 @@ class GradientSink(Protocol[Carried]):
           carried: the value that backward carries.
           now: the tick.
           part: indices of the leaves of the tick's record.
-          ends: records of unstacked leaves that the tick stores, by leaf.
+          unstacked: records of unstacked leaves that the tick stores, by leaf.
         """
         ...
 
@@ -179,7 +179,8 @@ def closed(
     Returns:
       The state after the step, and the metrics.
     """
-    ok, state = jnp.isfinite(norm), result.state
+    ok = jnp.isfinite(norm)
+    state = result.state
     records = update.records
     # The step count and other shared scalars advance once per step, regardless of the number of
     # records.

@@ -54,7 +54,8 @@ class HostUpdateInBackward(UpdateInBackward):
         carried = super().begin(state, head, grads, token)
         # Gradients are neither clipped nor unscaled: the norm is known only after all layers are
         # updated, and there is no loss scale.
-        shared, one = self.records.shared_of(carried.states), jnp.float32(1)
+        shared = self.records.list_shared(carried.states)
+        one = jnp.float32(1)
         scalars = self.host.scalars(shared, head.loss, one, one)
         return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
 
@@ -66,7 +67,8 @@ class HostUpdateInBackward(UpdateInBackward):
         squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         # Cut the shard out of the gathered layer instead of reading it again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
-        grads, landing = record.grads, record.landing
+        grads = record.grads
+        landing = record.landing
         if (
             record.now.lands_first
         ):  # the new parameters are written to the stacks from which `landing` is fetched
@@ -88,11 +90,12 @@ class HostUpdateInBackward(UpdateInBackward):
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         """Update the unstacked leaves on the host and finish the step."""
-        carried, norm = result.carried, self.norm(result)
+        carried = result.carried
+        norm = self.norm(result)
         assert carried.scalars is not None
         ok = jnp.isfinite(norm)
         states, _ = self.host.update_unstacked(
-            carried.states, result.ends, ok, carried.scalars, carried.token, carried.handed
+            carried.states, result.unstacked, ok, carried.scalars, carried.token, carried.handed
         )
         return closed(self.record_update, result, states, norm)
 
@@ -106,7 +109,9 @@ class OnHost(StoredGrads):
     def __init__(self, plan: StreamedPlan, update: RecordUpdate, host: HostUpdate) -> None:
         """Update on the host with `host`."""
         super().__init__(plan)
-        self.record_update, self.records, self.host = update, update.records, host
+        self.record_update = update
+        self.records = update.records
+        self.host = host
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
@@ -133,7 +138,8 @@ class OnHost(StoredGrads):
     ) -> Any:
         """Run `tick(leaves, carry, now)` for the layers of every run; return the final carry."""
         for stack in self.plan.of_stacks:
-            phase, run = stack.schedule.phase("update"), partial(tick, stack.blocks)
+            phase = stack.schedule.phase("update")
+            run = partial(tick, stack.blocks)
             # Nothing is fetched to the device: the callbacks use host memory and the disk's
             # buffers.
             carry = run_phase(
@@ -149,11 +155,14 @@ class OnHost(StoredGrads):
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Update all layers and the unstacked leaves on the host, and finish the step."""
-        records, host, state = self.records, self.host, result.state
+        records = self.records
+        host = self.host
+        state = result.state
         norm = self.norm(result)
-        ok, states = jnp.isfinite(norm), records.flat(state)
+        ok = jnp.isfinite(norm)
+        states = records.flat(state)
         scalars = host.scalars(
-            records.shared_of(states),
+            records.list_shared(states),
             result.loss,
             clip_factor(norm, self.config.clip_norm),
             loss_scale(state),
@@ -172,7 +181,7 @@ class OnHost(StoredGrads):
         states, token, handed = self.of_layers(
             result, tick, (states, result.carried.token, host.nothing_handed())
         )
-        states, _ = host.update_unstacked(states, result.ends, ok, scalars, token, handed)
+        states, _ = host.update_unstacked(states, result.unstacked, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
 
 
@@ -189,7 +198,8 @@ class Delayed(OnHost):
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
     ) -> GradStacks:
         """Return the value that backward carries, with the stacks of parameters on the device."""
-        carried, params = super().begin(state, head, grads, token), self.records.flat(state).params
+        carried = super().begin(state, head, grads, token)
+        params = self.records.flat(state).params
         return dataclasses.replace(
             carried,
             params={} if self.host.params_away else {i: params[i] for i in self.plan.stacked},
@@ -221,17 +231,21 @@ class Delayed(OnHost):
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Hand this step's gradients to the next step, and finish the step."""
-        plan, records, host, state = self.plan, self.records, self.host, result.state
+        plan = self.plan
+        records = self.records
+        host = self.host
+        state = result.state
         pending = state.pending
         assert pending is not None
         # The norm of this step's gradients. The update that was installed used the norm of the
         # previous step.
         norm = self.norm(result)
-        token, states = host.stash_ends(result.ends, result.carried.token), records.flat(state)
+        token = host.stash_unstacked(result.unstacked, result.carried.token)
+        states = records.flat(state)
         if not host.params_away:
             params, token = host.install(
                 dict(enumerate(states.params)) | result.carried.params,
-                plan.ends,
+                plan.unstacked,
                 jnp.int32(0),
                 pending,
                 token,
@@ -246,7 +260,7 @@ class Delayed(OnHost):
         # The arrays are passed on unchanged: callbacks have written this step's gradients to their
         # memory.
         next_pending = Pending(
-            pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm)
+            pending.grads, records.list_shared(states), scalars, jnp.isfinite(norm)
         )
         return closed(self.record_update, result, states, norm, next_pending)
 

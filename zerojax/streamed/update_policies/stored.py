@@ -73,7 +73,8 @@ class StoredGrads:
 
     def __init__(self, plan: StreamedPlan) -> None:
         """Store gradients as `plan` says."""
-        self.plan, self.config = plan, plan.config
+        self.plan = plan
+        self.config = plan.config
 
     def load_unstacked(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         """Load no records during the head."""
@@ -111,17 +112,22 @@ class StoredGrads:
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         """Write one record's gradients to their stacks."""
-        plan, part = self.plan, record.part
+        plan = self.plan
+        part = record.part
         after = write_layer(
             pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads
         )
         return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
 
     def crossing(
-        self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+        self,
+        carried: GradStacks,
+        now: Tick,
+        part: Sequence[int],
+        unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
         """Return None: only `landing` is in flight during a tick's products."""
-        del carried, now, part, ends
+        del carried, now, part, unstacked
         return None
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: GradStacks) -> GradStacks:
@@ -141,7 +147,8 @@ class StoredGrads:
         # The squares of the unstacked leaves are added last: a tied embedding's gradient is
         # complete only after backward.
         return jnp.sqrt(
-            result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state)
+            result.carried.squares
+            + self.plan.squares(result.unstacked, self.plan.unstacked, result.state)
         )
 
 
@@ -159,7 +166,11 @@ class GradsAlone(StoredGrads):
         """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
         plan = self.plan
         grads = dict(
-            zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
+            zip(
+                (*plan.stacked, *plan.unstacked),
+                [*result.carried.grads, *result.unstacked],
+                strict=True,
+            )
         )
         mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
         return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
@@ -181,7 +192,11 @@ class UpdateWholeTree(StoredGrads):
         plan = self.plan
         # By index, because the update takes the leaves in the order of the parameter tree.
         grads = dict(
-            zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True)
+            zip(
+                (*plan.stacked, *plan.unstacked),
+                [*result.carried.grads, *result.unstacked],
+                strict=True,
+            )
         )
         tree = jax.tree.structure(result.state.params)
         # Still scaled: the update of full trees divides by the loss scale itself, then computes the
@@ -199,21 +214,26 @@ class UpdateByLayer(StoredGrads):
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         """Update with `update` by the records of `plan`."""
         super().__init__(plan)
-        self.record_update, self.records = update, update.records
+        self.record_update = update
+        self.records = update.records
         # The layer updated first is the layer whose gradient was stored last. On disk, that write
         # finishes while the unstacked leaves are updated.
         self.unstacked_first = plan.layout.disk is not None
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Update the records of all layers and the unstacked leaves, and finish the step."""
-        plan, update, records, state = self.plan, self.record_update, self.records, result.state
+        plan = self.plan
+        update = self.record_update
+        records = self.records
+        state = result.state
         # The update's first fetches must come after backward.
         begin, squares = wait_for(result.begin, result.carried.squares, plan.mesh)
         result = dataclasses.replace(
             result, carried=dataclasses.replace(result.carried, squares=squares)
         )
         norm = self.norm(result)
-        ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
+        ok = jnp.isfinite(norm)
+        factor = clip_factor(norm, self.config.clip_norm)
 
         def ready(grad: Array) -> Array:
             # Unscale first, then clip: `factor` is computed from the norm of unscaled gradients.
@@ -223,27 +243,29 @@ class UpdateByLayer(StoredGrads):
         states = records.flat(state)
         # Every record is updated with the scalars from before the step; `closed` advances them
         # once.
-        shared = records.shared_of(states)
-        ends = dict(zip(plan.ends, result.ends, strict=True))
+        shared = records.list_shared(states)
+        unstacked = dict(zip(plan.unstacked, result.unstacked, strict=True))
         if self.unstacked_first:
-            states = update.update_unstacked(states, ends, shared, result.loss, ok, ready)
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
             # The engine's read-ahead expects the layers' records after the unstacked leaves
             # (`zerojax.streamed.plan.moves`).
             if (token := records.end_token(states)) is not None:
                 begin, _ = wait_for(begin, token, plan.mesh)
         # For each run, the layers' records, then all L T tiles of each group, in the order in which
-        # the engine reads ahead (`moves_of`).
+        # the engine reads ahead (`list_moves`).
         loops = []
         for stack in plan.of_stacks:
             on_device = stack.run.device_layers
-            phase, is_last = stack.schedule.phase("update"), stack is plan.drained
+            phase = stack.schedule.phase("update")
+            is_last = stack is plan.drained
             follows = bool(loops) and not stack.run.starts_stack
             loops.append(
                 UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows)
             )
             for group, tiles in stack.loops:
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
-        tokens, pending = list[Array](), Pending()
+        tokens = list[Array]()
+        pending = Pending()
         for number, loop in enumerate(loops):
             # The engine reads and writes records in one order, so loops over records on disk must
             # not be reordered.
@@ -258,10 +280,10 @@ class UpdateByLayer(StoredGrads):
         if plan.drained is not None:
             late = LateRecord(records, plan.drained.blocks)
             states = end_beside_drain(
-                plan, update, states, late, pending, ends, ready, result.loss, ok
+                plan, update, states, late, pending, unstacked, ready, result.loss, ok
             )
         elif not self.unstacked_first:
-            states = update.update_unstacked(states, ends, shared, result.loss, ok, ready)
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
         return closed(update, result, states, norm)
 
     def _after(
@@ -304,8 +326,10 @@ class UpdateByLayer(StoredGrads):
         Returns:
           The states, and the last record if it is stored late, together with the unstacked leaves.
         """
-        records, part, late = self.records, loop.part, None
-        shared = records.shared_of(states)
+        records = self.records
+        part = loop.part
+        late = None
+        shared = records.list_shared(states)
         ring = _Ring(self, result.carried, loop, states)
         pending = Pending()
         if loop.phase.stores_late:
@@ -357,7 +381,8 @@ class UpdateByLayer(StoredGrads):
         """
         crossing = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
         crossed = crossing.cross()
-        states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
+        states = crossing.finish_states(crossed)
+        (opt, _) = crossing.loaded(crossed)
         old = (
             self.records.read_params(states, late.part, now.layer) if states.master is None else []
         )
@@ -371,7 +396,10 @@ class _Ring:
         self, policy: UpdateByLayer, carried: GradStacks, loop: "UpdateLoop", states: FlatState
     ) -> None:
         plan = policy.plan
-        self.policy, self.records, self.carried, self.loop = policy, policy.records, carried, loop
+        self.policy = policy
+        self.records = policy.records
+        self.carried = carried
+        self.loop = loop
         self.grads_away = plan.grads_away
         self.old_away = states.master is None and plan.params_away
         # A ring holds records of one form. If some layers fetch gradients or parameters but have
@@ -382,7 +410,8 @@ class _Ring:
 
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
-        part, at = self.loop.part, self.loop.at(number)
+        part = self.loop.part
+        at = self.loop.at(number)
         record = self.policy.read_grads(self.carried, part, at) if self.grads_away else []
         record += self.records.read_params(states, part, at) if self.old_away else []
         return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
@@ -392,14 +421,19 @@ class _Ring:
 
         The order is that of `fetch`.
         """
-        part, here, record = self.loop.part, now.index(self.loop.at), list(now.record or [])
-        num, old = len(part), list[Array]()
+        part = self.loop.part
+        here = now.index(self.loop.at)
+        record = list(now.record or [])
+        num = len(part)
+        old = list[Array]()
         if self.grads_away:
-            grads, record = record[:num], record[num:]
+            grads = record[:num]
+            record = record[num:]
         else:
             grads = self.policy.read_grads(self.carried, part, here)
         if self.old_away:
-            old, record = record[:num], record[num:]
+            old = record[:num]
+            record = record[num:]
         elif states.master is None:
             old = self.records.read_params(states, part, here)
         opt = (

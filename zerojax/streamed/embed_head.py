@@ -1,6 +1,6 @@
 """Embedding and head of a streamed model, and the derivatives of both.
 
-Their leaves, the "ends", are unstacked. They are loaded once per step and stay on the device until
+Their leaves are unstacked. They are loaded once per step and stay on the device until
 it ends. At stage 3 each leaf is gathered where it is used, as in the resident step. The gradients
 of head and embedding are added, since both may use a tied embedding.
 """
@@ -26,17 +26,18 @@ from zerojax.models import (
     floating,
     head_number,
     in_stack,
+    list_stacks,
     merged,
     per_layer_arrays,
-    stacks_of,
     summed,
     whole_weight,
     with_blocks,
 )
 from zerojax.sharding import ActivationSpec
 from zerojax.state import is_stored, join_frozen, split_frozen
-from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
+from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.trees import Batch, Context, Grads, ModelState, Params
 
 Array = jax.Array
 
@@ -59,7 +60,7 @@ class HeadResult(NamedTuple):
     state: Any
 
 
-class Ends:
+class EmbedHead:
     """Embedding and head of a model, as functions of a tree `{"embed", "head"}` of their leaves."""
 
     def __init__(
@@ -73,13 +74,17 @@ class Ends:
 
         `gather` gathers the leaves and reduces their gradients.
         """
-        self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
-        self._gather, self.activations = gather, ActivationSpec(plan.mesh)
+        self.model = model
+        self.plan = plan
+        self.microbatches = microbatches
+        self.mesh = plan.mesh
+        self._gather = gather
+        self.activations = ActivationSpec(plan.mesh)
         self._models = {
-            stack.name: stack.model for stack in stacks_of(model)
+            stack.name: stack.model for stack in list_stacks(model)
         }  # their `enter` may decode
 
-    def load(self, params: Any) -> Any:
+    def load(self, params: Params) -> Any:
         """Return the leaves of embedding and head, sharded, on the device."""
         # An OnDisk counts as one leaf, which `RecordSpec.load` reads.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
@@ -88,12 +93,12 @@ class Ends:
             tree, [self.plan.params[i].load(leaf) for i, leaf in zip(in_tree, leaves, strict=True)]
         )
 
-    def _split(self, ends: Any) -> tuple[Any, Any]:
+    def _split(self, unstacked: Any) -> tuple[Any, Any]:
         """Return two trees, of trainable and of frozen leaves, with None for the other leaves."""
         flags = self.plan.layout.flags
-        return split_frozen(None if flags is None else _without_blocks(flags), ends)
+        return split_frozen(None if flags is None else _without_blocks(flags), unstacked)
 
-    def context(self, batch: Any) -> Any:
+    def context(self, batch: Batch) -> Any:
         """Return the context that all blocks read, of all microbatches, or None."""
         if self.model.context is None:
             return None
@@ -102,16 +107,22 @@ class Ends:
             lambda b: constrain(call_context(self.model, constrain(b))), batch
         )
 
-    def embed(self, ends: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
+    def embed(self, unstacked: Any, batch: Batch, key: Any, state: Any) -> tuple[Any, Any]:
         """Return the first layer's input of one microbatch, and the state of embedding and head."""
         batch = self.activations.constrain(batch)
-        key = key_of(key, embed_number(self.model))
+        key = derive_key(key, embed_number(self.model))
         x, state = self._gather(
-            lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s), ends, batch, key, state
+            lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s),
+            unstacked,
+            batch,
+            key,
+            state,
         )
         return self.activations.constrain(x), state
 
-    def embed_all(self, ends: Any, batch: Any, keys: Any, state: Any) -> tuple[Any, Any, Any]:
+    def embed_all(
+        self, unstacked: Any, batch: Batch, keys: Any, state: Any
+    ) -> tuple[Any, Any, Any]:
         """Return the first layer's input, and the states before and after the embedding.
 
         All three are of all microbatches. The states belong to embedding and head. Both are kept
@@ -121,7 +132,7 @@ class Ends:
 
         def one(state: Any, piece: Any) -> tuple[Any, Any]:
             batch, key = piece
-            x, after = self.embed(ends, batch, key, state)
+            x, after = self.embed(unstacked, batch, key, state)
             return after, (x, state, after)
 
         _, results = self._in_order(one, state, (batch, keys))
@@ -141,7 +152,7 @@ class Ends:
         )
 
     def abstract_inputs(
-        self, abstract_params: Any, abstract_state: Any, abstract_batch: Any
+        self, abstract_params: Params, abstract_state: Any, abstract_batch: Batch
     ) -> list[Any]:
         """Return the shapes of the inputs of each run of layers, of all microbatches.
 
@@ -153,12 +164,13 @@ class Ends:
           abstract_batch: shapes of the batch.
         """
 
-        def first(params: Any, model_state: Any, batch: Any) -> Any:
+        def first(params: Params, model_state: ModelState, batch: Batch) -> Any:
             batch, keys = self.microbatches.split(
                 batch, jax.random.key(0) if self.model.stochastic else None
             )
-            ends, inputs = _without_blocks(params), []
-            x, _, _ = self.embed_all(ends, batch, keys, ends_state(model_state))
+            unstacked = _without_blocks(params)
+            inputs = []
+            x, _, _ = self.embed_all(unstacked, batch, keys, embed_head_state(model_state))
             for stack in self.plan.of_stacks:
                 if not stack.run.starts_stack:
                     inputs.append(inputs[-1])
@@ -166,7 +178,7 @@ class Ends:
                 before = x
                 # A block's output has the shape of its input, so this stack's input stands for its
                 # output.
-                x, context = self.enter(stack, ends, before, batch, keys)
+                x, context = self.enter(stack, unstacked, before, batch, keys)
                 inputs.append((before, x, self.inputs(stack, context, keys, model_state)))
             return inputs
 
@@ -175,48 +187,54 @@ class Ends:
         )
         return jax.eval_shape(first, *args, abstract_batch)
 
-    def inputs(self, stack: StackPlan, context: Any, keys: Any, model_state: Any) -> LayerInputs:
+    def inputs(
+        self, stack: StackPlan, context: Context, keys: Any, model_state: ModelState
+    ) -> LayerInputs:
         """Return the inputs that all layers of a stack read, of all microbatches."""
         of_blocks = None if model_state is None else stack.stack.of(model_state.get(BLOCKS))
         return LayerInputs(keys, context, per_layer_arrays(stack.model), of_blocks)
 
-    def enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+    def enter(
+        self, stack: StackPlan, unstacked: Any, x: Any, batch: Batch, keys: Any
+    ) -> tuple[Any, Any]:
         """Return the first layer's input and the context of a stack, of all microbatches.
 
         Args:
           stack: the run of layers that starts the stack.
-          ends: the leaves of embedding and head, sharded.
+          unstacked: the leaves of embedding and head, sharded.
           x: output of the previous stack, or of the embedding.
           batch: the microbatches.
           keys: their random keys, or None.
         """
         if stack.model.enter is None:
             return x, self.context(batch)
-        return self.microbatches.each(partial(self._enter, stack, ends), x, batch, keys)
+        return self.microbatches.each(partial(self._enter, stack, unstacked), x, batch, keys)
 
-    def _enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, key: Any) -> tuple[Any, Any]:
+    def _enter(
+        self, stack: StackPlan, unstacked: Any, x: Any, batch: Batch, key: Any
+    ) -> tuple[Any, Any]:
         """Return the first layer's input and the context of a stack, of one microbatch."""
         model = self._models[stack.name]
-        key = key_of(key, enter_number(self.model, stack.stack))
+        key = derive_key(key, enter_number(self.model, stack.stack))
 
-        def enter(p: Any, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
+        def enter(p: Params, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
             return call_enter(model, p["embed"], x, b, k)
 
         with in_stack(stack.name):
-            made = self._gather(enter, ends, x, self.activations.constrain(batch), key)
+            made = self._gather(enter, unstacked, x, self.activations.constrain(batch), key)
         # A result that depends on no argument leaves a gathered function as a number.
         return self.activations.constrain(jax.tree.map(jnp.asarray, made))
 
     def enter_grads(
         self,
         stack: StackPlan,
-        ends: Any,
+        unstacked: Any,
         x: Any,
-        batch: Any,
+        batch: Batch,
         keys: Any,
         dx: Any,
         d_context: Any,
-        g_ends: list[Array],
+        g_unstacked: list[Array],
     ) -> tuple[Any, list[Array]]:
         """Return the cotangent of a stack's `enter` input, and the gradients of embedding and head.
 
@@ -224,20 +242,20 @@ class Ends:
 
         Args:
           stack: the run of layers that starts the stack.
-          ends: the leaves of embedding and head, sharded.
+          unstacked: the leaves of embedding and head, sharded.
           x: the input of `enter`.
           batch: the microbatches.
           keys: their random keys, or None.
           dx: cotangent of the first layer's input.
           d_context: cotangent of the context.
-          g_ends: gradients of the unstacked leaves so far; the gradients of `enter` are added.
+          g_unstacked: gradients of the unstacked leaves so far; the gradients of `enter` are added.
         """
         if stack.model.enter is None:
-            return dx, g_ends
-        trained, frozen = self._split(ends)
+            return dx, g_unstacked
+        trained, frozen = self._split(unstacked)
 
-        def one(dx: Any, d_context: Any, x: Any, batch: Any, key: Any) -> tuple[list[Array], Any]:
-            def derivative(cotangents: Any, data: Any, params: Any) -> tuple[Any, Any]:
+        def one(dx: Any, d_context: Any, x: Any, batch: Batch, key: Any) -> tuple[list[Array], Any]:
+            def derivative(cotangents: Any, data: Any, params: Params) -> tuple[Any, Any]:
                 (x, batch, key), (trained, frozen) = data, params
 
                 def run(trained: Any, floats: Any) -> Any:
@@ -255,35 +273,37 @@ class Ends:
             return self._reduced(g), self.activations.constrain(before)
 
         if self.microbatches.count > 1:
-            g_ends, dx = self.microbatches.fold(one, g_ends, dx, d_context, x, batch, keys)
-            return dx, g_ends
+            g_unstacked, dx = self.microbatches.fold(
+                one, g_unstacked, dx, d_context, x, batch, keys
+            )
+            return dx, g_unstacked
         grads, dx = one(dx, d_context, x, batch, keys)
-        return dx, [a + b for a, b in zip(g_ends, grads, strict=True)]
+        return dx, [a + b for a, b in zip(g_unstacked, grads, strict=True)]
 
-    def head(self, ends: Any, x: Any, batch: Any, key: Any, state: Any) -> tuple[Loss, Any]:
+    def head(self, unstacked: Any, x: Any, batch: Batch, key: Any, state: Any) -> tuple[Loss, Any]:
         """Return the loss of one microbatch, and the state of embedding and head."""
-        key = key_of(key, head_number(self.model))
+        key = derive_key(key, head_number(self.model))
 
-        def loss(p: Any, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
+        def loss(p: Params, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
             return call_head(self.model, p["head"], p["embed"], x, b, k, s)
 
-        return self._gather(loss, ends, x, batch, key, state)
+        return self._gather(loss, unstacked, x, batch, key, state)
 
-    def predict(self, ends: Any, x: Any, batch: Any, state: Any) -> Any:
+    def predict(self, unstacked: Any, x: Any, batch: Batch, state: Any) -> Any:
         """Return the model's outputs for one microbatch."""
 
-        def outputs(p: Any, x: Any, b: Any, s: Any) -> Any:
+        def outputs(p: Params, x: Any, b: Any, s: Any) -> Any:
             return call_predict(self.model, p["head"], p["embed"], x, b, s)
 
-        return self._gather(outputs, ends, x, batch, state)
+        return self._gather(outputs, unstacked, x, batch, state)
 
     def head_and_grads(
-        self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any
+        self, unstacked: Any, y: Any, batch: Batch, keys: Any, scale: Array, states: Any
     ) -> HeadResult:
         """Return the loss of all microbatches, the derivative of scale * loss, metrics and state.
 
         Args:
-          ends: the leaves of embedding and head, sharded.
+          unstacked: the leaves of embedding and head, sharded.
           y: the last layer's output, of all microbatches.
           batch: the microbatches.
           keys: their random keys, or None.
@@ -292,14 +312,16 @@ class Ends:
             part is passed on from one microbatch to the next instead.
         """
         count = self.microbatches.count
-        trained, frozen = self._split(ends)
+        trained, frozen = self._split(unstacked)
         whole = None
         if count > 1:
             first = jax.tree.map(lambda a: a[0], states)
 
             def weight_of(piece: Any, state: Any) -> Any:
                 y, batch, key = piece
-                return self.head(ends, y, self.activations.constrain(batch), key, state)[0].weight
+                return self.head(unstacked, y, self.activations.constrain(batch), key, state)[
+                    0
+                ].weight
 
             whole = whole_weight(weight_of, (y, batch, keys), first)
 
@@ -310,7 +332,7 @@ class Ends:
             if own is not None:
                 state = {**state, "head": own}
 
-            def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+            def derivative(scale: Array, data: Any, params: Params) -> tuple[Any, tuple[Any, ...]]:
                 (y, batch, key, state, whole), (trained, frozen) = data, params
 
                 def loss(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
@@ -326,7 +348,8 @@ class Ends:
                 g, dy = pullback(scale.astype(value.dtype))
                 return g, (dy, *aux)
 
-            data, params = (y, batch, key, state, whole), (trained, frozen)
+            data = (y, batch, key, state, whole)
+            params = (trained, frozen)
             g, (dy, value, metrics, after) = self.plan.derivative(derivative)(scale, data, params)
             g = self._reduced(g)
             if count > 1:
@@ -338,7 +361,7 @@ class Ends:
                 after,
             )
 
-        zeros = self.plan.zero_grads(self.plan.ends) if count > 1 else []
+        zeros = self.plan.zero_grads(self.plan.unstacked) if count > 1 else []
         own = _part(states, "head")
         own = own if count == 1 else jax.tree.map(lambda a: a[0], own)
         (g, own), (value, dy, metrics, after) = self._in_order(
@@ -352,7 +375,13 @@ class Ends:
         )
 
     def embed_grads(
-        self, ends: Any, batch: Any, keys: Any, dx: Any, states: Any, g_ends: list[Array]
+        self,
+        unstacked: Any,
+        batch: Batch,
+        keys: Any,
+        dx: Any,
+        states: Any,
+        g_unstacked: list[Array],
     ) -> list[Array]:
         """Add the embedding's gradients to the head's.
 
@@ -360,17 +389,17 @@ class Ends:
         full step.
 
         Args:
-          ends: the leaves of embedding and head, sharded.
+          unstacked: the leaves of embedding and head, sharded.
           batch: the microbatches.
           keys: their random keys, or None.
           dx: cotangent of the embedding's output.
           states: states of embedding and head before each microbatch.
-          g_ends: gradients of the unstacked leaves so far.
+          g_unstacked: gradients of the unstacked leaves so far.
         """
-        trained, frozen = self._split(ends)
+        trained, frozen = self._split(unstacked)
 
-        def one(dx: Any, batch: Any, key: Any, state: Any) -> tuple[list[Array], None]:
-            def derivative(dx: Any, data: Any, params: Any) -> tuple[Any, None]:
+        def one(dx: Any, batch: Batch, key: Any, state: Any) -> tuple[list[Array], None]:
+            def derivative(dx: Any, data: Any, params: Params) -> tuple[Any, None]:
                 (batch, key, state), (trained, frozen) = data, params
                 embed = lambda p: floating(self.embed(join_frozen(p, frozen), batch, key, state)[0])  # noqa: E731
                 (g,) = jax.vjp(embed, trained)[1](dx)
@@ -382,24 +411,24 @@ class Ends:
         # With several microbatches, each is added to the head's gradients in float32. A single
         # microbatch's gradients are added in their own dtype.
         if self.microbatches.count > 1:
-            g_ends = self.microbatches.fold(one, g_ends, dx, batch, keys, states)[0]
+            g_unstacked = self.microbatches.fold(one, g_unstacked, dx, batch, keys, states)[0]
             return (
-                self.plan.reduced(g_ends, self.plan.ends)
+                self.plan.reduced(g_unstacked, self.plan.unstacked)
                 if self.plan.layout.reduces_once
-                else g_ends
+                else g_unstacked
             )
-        return [a + b for a, b in zip(g_ends, one(dx, batch, keys, states)[0], strict=True)]
+        return [a + b for a, b in zip(g_unstacked, one(dx, batch, keys, states)[0], strict=True)]
 
-    def _reduced(self, grads: Any) -> list[Array]:
+    def _reduced(self, grads: Grads) -> list[Array]:
         """Return gradients of the leaves, placed where they are summed."""
-        return self.plan.summed_at(jax.tree.leaves(grads), self.plan.ends)
+        return self.plan.summed_at(jax.tree.leaves(grads), self.plan.unstacked)
 
 
-def _without_blocks(params: Any) -> Any:
+def _without_blocks(params: Params) -> Any:
     return {name: tree for name, tree in params.items() if name != BLOCKS}
 
 
-def ends_state(model_state: Any) -> Any:
+def embed_head_state(model_state: ModelState) -> Any:
     """Return the part of a model's state that belongs to embedding and head, or None."""
     return None if model_state is None else _without_blocks(model_state)
 
