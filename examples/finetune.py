@@ -559,9 +559,11 @@ def run(
             state = first_state(ckpt, program, make, data, Batches.go_to)
             if record is not None:  # only now, so a run that cannot resume changes nothing
                 record.keep()
+        seen.begin(int(state.step) + 1)
         if inputs.held_out is not None and not state.step:
             with seen.pause():
-                seen.print(f"step     0  validation {validate(state):.3f}")
+                seen.log(0, {"validation/loss": validate(state)})
+                seen.print(f"step     0  validation {seen.figures['validation/loss']:.3f}")
         state, is_over = train_loop.train(
             options,
             steps,
@@ -603,7 +605,7 @@ def sample(
     decode, ends = inputs.tokenizer.decode, end_tokens(options, inputs.tokenizer)
     answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
     for prompt, answer in zip(inputs.prompts, answers, strict=True):
-        seen.print(f"\n--- sample ---\n{decode(prompt)}{decode(answer)}")
+        seen.sample(decode(answer), decode(prompt))
 
 
 def end_tokens(options: Options, tokenizer: Any) -> set[int]:

@@ -290,6 +290,7 @@ def run(
                 inputs.data,
                 go_to,
             )
+        seen.begin(int(state.step) + 1)
 
         def validate(state: zj.TrainState) -> float:
             return float(np.mean([float(program.eval(state, batch)) for batch in inputs.held_out]))
@@ -298,7 +299,7 @@ def run(
             options, options.steps, program, state, inputs.data, ckpt, seen, inputs.trace, validate
         )
         if options.sample_bytes and not is_over:
-            seen.print(f"\n--- sample ---\n{options.prompt}{sample(options, c, program, state)}")
+            seen.sample(sample(options, c, program, state), options.prompt)
     return is_over
 
 

@@ -22,7 +22,7 @@ import tyro
 import zerojax as zj
 from zerojax.memory import MemoryReport
 from zerojax.planner import changed
-from zerojax.reporting import modules_of
+from zerojax.reporting import import_writers
 from zerojax.runtime import AllProcesses
 
 TRACED_STEPS = 3
@@ -137,6 +137,13 @@ def default_logdir(options: LoopOptions) -> str:
     return os.path.join(options.runs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
+def name_run(options: LoopOptions) -> str | None:
+    """Return the name of the run's checkpoints if it logs among them; None: the log's name."""
+    if options.checkpoint_dir is None or options.logdir != default_logdir(options):
+        return None
+    return os.path.basename(os.path.abspath(options.checkpoint_dir))
+
+
 @contextlib.contextmanager
 def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterator[None]:
     """End the script with the error's message and status 2 if its options are rejected.
@@ -202,7 +209,7 @@ def check_loop(options: LoopOptions) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {folder} is a file, but a folder is needed"
             )
-    modules_of(options.report_to)
+    import_writers(options.report_to)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -331,7 +338,8 @@ def open_run(
         memory=memory,
         plan=plan,
         machine=machine_of(options),
-        config={name: value for name, value in vars(options).items() if name != "zero"},
+        config=options,
+        name=name_run(options),
         profile=options.profile,
     )
 

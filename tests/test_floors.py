@@ -71,7 +71,9 @@ ROOMS = {
         "given", "chips", "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding",
         "aot", "config", "precision", "hlo", "trees",
     ),
-    "zerojax.reporting": ("given", "planner", "machines", "memory", "program", "runtime", "progress"),
+    "zerojax.reporting": (
+        "given", "environment", "planner", "machines", "memory", "program", "runtime", "progress",
+    ),
     "zerojax.hlo": ("chips", "compat"),
     "zerojax.options": ("arguments", "hlo", "vocabulary"),
     "zerojax.commands": (

@@ -49,6 +49,20 @@ def report_environment(swap_dir: str | None = None) -> str:
     Raises:
       ValueError: `swap_dir` is not a folder.
     """
+    rows = read_environment(swap_dir)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def read_environment(swap_dir: str | None = None) -> list[tuple[str, str]]:
+    """Return (name, value) of each fact of the environment, as `report_environment` shows them.
+
+    Args:
+      swap_dir: an existing folder on the disk that will be swapped to; None leaves the disk out.
+
+    Raises:
+      ValueError: `swap_dir` is not a folder.
+    """
     rows = [("python", f"{platform.python_version()} on {platform.platform()}")]
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -60,8 +74,7 @@ def report_environment(swap_dir: str | None = None) -> str:
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", LIMIT_VARIABLE, HOST_VARIABLE):
         if name in os.environ:
             rows.append((name, os.environ[name]))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return rows
 
 
 def _devices() -> list[tuple[str, str]]:

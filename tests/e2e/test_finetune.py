@@ -120,7 +120,7 @@ def test_validation_loss_falls_on_200_conversations(uncut):
     assert "train: 190 examples in" in printed
     assert "held out: 10 examples in" in printed
     validation = figures(folder, "validation/loss")
-    assert list(validation) == [6, 12, 18, 24]
+    assert list(validation) == [0, 6, 12, 18, 24]
     start = float(printed.split("step     0  validation ")[1].split()[0])
     assert 5 < start < 6.5  # with 259 tokens, log(259) is 5.56
     assert validation[6] < start - 1

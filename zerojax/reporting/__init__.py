@@ -3,4 +3,4 @@
 from zerojax.reporting.display import bars as bars
 from zerojax.reporting.run import Run as Run
 from zerojax.reporting.speed import peak_flops as peak_flops
-from zerojax.reporting.writers import modules_of as modules_of
+from zerojax.reporting.writers import import_writers as import_writers

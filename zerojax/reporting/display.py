@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from zerojax.progress import Advance, shown_by
-from zerojax.reporting.writers import module_of
+from zerojax.reporting.writers import import_module
 
 EXTRA = "zerojax[report]"
 
@@ -27,7 +27,8 @@ class Display:
         Raises:
           ModuleNotFoundError: rich is not installed.
         """
-        console, progress = module_of("rich.console", EXTRA), module_of("rich.progress", EXTRA)
+        console = import_module("rich.console", EXTRA)
+        progress = import_module("rich.progress", EXTRA)
         is_terminal = sys.stdout.isatty()
         self.console = console.Console(
             quiet=is_quiet, highlight=False, width=None if is_terminal else 140
@@ -37,10 +38,15 @@ class Display:
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
         )
-        words = progress.TextColumn("{task.description}")
-        hidden = is_quiet or not (is_terminal if has_bars is None else has_bars)
+        description = progress.TextColumn("{task.description}")
+        if has_bars is None:
+            has_bars = is_terminal
         self._progress = progress.Progress(
-            *columns, words, console=self.console, disable=hidden, transient=True
+            *columns,
+            description,
+            console=self.console,
+            disable=is_quiet or not has_bars,
+            transient=True,
         )
         self._steps: int | None = None
         self._stack = contextlib.ExitStack()
@@ -71,8 +77,10 @@ class Display:
         self._progress.update(self._steps, completed=step, description=line)
 
     def print(self, text: str) -> None:
-        """Print a line verbatim."""
-        self.console.print(text, markup=False)
+        """Print a line verbatim, with escapes for characters that the terminal cannot show."""
+        encoding = self.console.encoding
+        printable = text.encode(encoding, errors="backslashreplace").decode(encoding)
+        self.console.print(printable, markup=False)
 
 
 @contextlib.contextmanager

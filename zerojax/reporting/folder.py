@@ -3,6 +3,7 @@
     runs/gpt/.zerojax-run.lock       flocked by the writing process; holds its process number
     runs/gpt/metrics.jsonl           figures, one line per step
     runs/gpt/metrics.dropped.jsonl   lines that a later run replaced
+    runs/gpt/sessions.json           start, duration and end of each process of the run
     runs/gpt/report.html             the page
 
 Without the lock, two runs that share a folder would overwrite each other's figures, and a resuming
@@ -22,6 +23,7 @@ from host_offload.disk import NotRegularError, open_regular
 LOCK = ".zerojax-run.lock"
 METRICS = "metrics.jsonl"
 DROPPED = "metrics.dropped.jsonl"
+SESSIONS = "sessions.json"
 PAGE = "report.html"
 UNFINISHED = ".tmp"
 """Suffix of a file that is about to replace another one."""
@@ -70,20 +72,26 @@ class RunFolder:
                 error.strerror,
             )
 
+    def has_figures(self) -> bool:
+        """Return whether the folder has figures or a page of an earlier run."""
+        return any(os.path.exists(self.file(name)) for name in (METRICS, PAGE))
+
     def file(self, name: str) -> str:
         """Return the path of a file in the folder."""
         return os.path.join(self.path, name)
 
     def close(self) -> None:
         """Release the lock on the folder."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is not None:
             with contextlib.suppress(OSError):  # only the process number was written
                 os.close(lock)
 
     def _check_files(self) -> None:
-        names = (METRICS, DROPPED, PAGE, METRICS + UNFINISHED, PAGE + UNFINISHED)
-        for name in names:
+        replaced = (METRICS, SESSIONS, PAGE)
+        unfinished = [name + UNFINISHED for name in replaced]
+        for name in (*replaced, *unfinished, DROPPED):
             with contextlib.suppress(FileNotFoundError):
                 os.close(open_file(self.file(name), os.O_RDONLY))
 
@@ -108,9 +116,8 @@ class RunFolder:
                 self.path,
             )
             return None
-        with contextlib.suppress(
-            OSError
-        ):  # the disk is full: the number only makes the message above clearer
+        # On a full disk the number is missing; it only makes the message above clearer.
+        with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         os.register_at_fork(after_in_child=lambda: self._forget(fd))
@@ -140,12 +147,12 @@ def open_file(path: str, flags: int) -> int:
         raise NotRegularError(f"{path}: {error}") from error
 
 
-def replace_file(path: str, parts: Iterable[bytes]) -> None:
+def replace_file(path: str, contents: Iterable[bytes]) -> None:
     """Replace a file by a rename, so that the old or the new file exists after a kill at any time.
 
     Args:
       path: path of the file.
-      parts: new contents, in pieces.
+      contents: new contents, in pieces.
 
     Raises:
       OSError: the file could not be written, for example on a full disk; the old file remains.
@@ -154,7 +161,7 @@ def replace_file(path: str, parts: Iterable[bytes]) -> None:
     fd = open_file(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         with open(fd, "wb") as file:
-            file.writelines(parts)
+            file.writelines(contents)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

@@ -16,7 +16,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from host_offload.fields import Field, parse_json
 from zerojax.reporting.folder import DROPPED, METRICS, RunFolder, open_file, replace_file
@@ -24,11 +26,43 @@ from zerojax.reporting.folder import DROPPED, METRICS, RunFolder, open_file, rep
 logger = logging.getLogger("zerojax")
 
 
+class Point(NamedTuple):
+    """The value of a figure at a step."""
+
+    step: int
+    value: float
+
+
+class Series:
+    """The values of one figure, in the order of writing; 16 bytes per point."""
+
+    def __init__(self, points: Iterable[tuple[int, float]] = ()) -> None:
+        """Make a series of points (step, value)."""
+        self._steps = array("q")
+        self._values = array("d")
+        for step, value in points:
+            self.append(step, value)
+
+    def append(self, step: int, value: float) -> None:
+        """Add a point."""
+        self._steps.append(step)
+        self._values.append(value)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> Point:
+        return Point(self._steps[index], self._values[index])
+
+    def __iter__(self) -> Iterator[Point]:
+        return (self[index] for index in range(len(self)))
+
+
 class History:
     """The figures of a run and of the runs that it resumes.
 
     Attributes:
-      series: {name: (steps, values)}, in the order of writing.
+      series: values of each figure, by its name.
     """
 
     def __init__(self, folder: RunFolder, first: int) -> None:
@@ -38,7 +72,7 @@ class History:
           folder: folder of the run.
           first: number of the next step.
         """
-        self.series: dict[str, tuple[list[int], list[float]]] = {}
+        self.series: dict[str, Series] = {}
         self._path = folder.file(METRICS)
         self._dropped_path = folder.file(DROPPED)
         self._fd: int | None = None
@@ -59,7 +93,7 @@ class History:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add the figures of a step."""
         self._remember(step, figures)
-        self._pending.append(_line_of(step, figures))
+        self._pending.append(_format_line(step, figures))
         self._write_pending()
 
     def close(self, failed: bool) -> None:
@@ -70,25 +104,23 @@ class History:
             logger.warning(
                 "%s lacks %d lines, which could not be written", self._path, len(self._pending)
             )
-        fd, self._fd = self._fd, None
+        fd = self._fd
+        self._fd = None
         if fd is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # a network file system reports errors here that were already logged
+            # A network file system reports errors here that were already logged.
+            with contextlib.suppress(OSError):
                 os.close(fd)
 
     def _remember(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            steps, values = self.series.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(value)
+            self.series.setdefault(name, Series()).append(step, value)
 
     def _read(self, first: int) -> None:
         """Sort the lines of the file into kept and dropped lines."""
         damaged: list[int] = []
         last = 0
-        for number, line in enumerate(_lines(self._path), 1):
-            record = _record_of(line)
+        for number, line in enumerate(_read_lines(self._path), 1):
+            record = _parse_line(line)
             if record is None:
                 damaged.append(number)
                 self._dropped.append(line)
@@ -97,13 +129,16 @@ class History:
             else:
                 self._remember(record.step, record.figures)
                 if _has_literals(line, record.figures):
-                    line = _line_of(record.step, record.figures)
+                    line = _format_line(record.step, record.figures)
                     self._is_changed = True
                 self._kept.append(line)
                 last = max(last, record.step)
         if damaged:
             logger.warning(
-                "%s cannot be read at line %s: moved to %s", self._path, _shown(damaged), DROPPED
+                "%s cannot be read at line %s: moved to %s",
+                self._path,
+                _format_numbers(damaged),
+                DROPPED,
             )
         if self._kept and last < first - 1:
             logger.warning("%s has no figures of steps %d to %d", self._path, last + 1, first - 1)
@@ -111,7 +146,7 @@ class History:
     def _open(self) -> None:
         """Remove the dropped lines from the file, and open it."""
         if self._dropped:
-            _append(self._dropped_path, self._dropped)
+            _append_lines(self._dropped_path, self._dropped)
             self._dropped.clear()
             self._is_changed = True
         if self._is_changed:
@@ -129,9 +164,9 @@ class History:
             if self._fd is None:
                 self._open()
             assert self._fd is not None
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._fd, data[done:], self._size + done)
+            num_written = 0
+            while num_written < len(data):
+                num_written += os.pwrite(self._fd, data[num_written:], self._size + num_written)
         except OSError as error:
             self._warn(error)
             if self._fd is not None:
@@ -161,7 +196,7 @@ class _Record:
     figures: dict[str, float]
 
 
-def _lines(path: str) -> list[bytes]:
+def _read_lines(path: str) -> list[bytes]:
     """Return the lines of a file with their line ends, or an empty list if there is no file."""
     try:
         fd = open_file(path, os.O_RDONLY)
@@ -171,14 +206,14 @@ def _lines(path: str) -> list[bytes]:
         return file.readlines()
 
 
-def _record_of(line: bytes) -> _Record | None:
+def _parse_line(line: bytes) -> _Record | None:
     """Return the record of a line, or None if the line is not a record."""
     if not line.endswith(b"\n"):  # the run was killed while it wrote the line
         return None
     try:
         fields = Field(parse_json(line))
         step = fields["step"].integer()
-        figures = {name: _figure(field) for name, field in fields.fields() if name != "step"}
+        figures = {name: _parse_figure(field) for name, field in fields.fields() if name != "step"}
     except (ValueError, OverflowError):
         return None
     return _Record(step, figures)
@@ -190,12 +225,12 @@ def _has_literals(line: bytes, figures: Mapping[str, float]) -> bool:
     return count != line.count(b"null")
 
 
-def _line_of(step: int, figures: Mapping[str, float]) -> bytes:
+def _format_line(step: int, figures: Mapping[str, float]) -> bytes:
     values = {name: value if math.isfinite(value) else None for name, value in figures.items()}
     return json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
 
 
-def _figure(field: Field) -> float:
+def _parse_figure(field: Field) -> float:
     value = field.value
     if value is None:
         return math.nan
@@ -204,19 +239,19 @@ def _figure(field: Field) -> float:
     return float(value)
 
 
-def _append(path: str, lines: list[bytes]) -> None:
+def _append_lines(path: str, lines: list[bytes]) -> None:
     fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with open(fd, "wb") as file:
-        file.writelines(_ended(line) for line in lines)
+        file.writelines(_terminate(line) for line in lines)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _ended(line: bytes) -> bytes:
+def _terminate(line: bytes) -> bytes:
     return line if line.endswith(b"\n") else line + b"\n"
 
 
-def _shown(numbers: list[int]) -> str:
+def _format_numbers(numbers: list[int]) -> str:
     most = 5
     text = ", ".join(map(str, numbers[:most]))
     return f"{text} and {len(numbers) - most} more" if len(numbers) > most else text

@@ -14,6 +14,7 @@
             if step % 100 == 0:
                 with run.pause():                     # this time does not count as step time
                     run.log(step, {"validation/loss": validate(state)})
+        run.sample(generate(state, "def "), prompt="def ")
 
 Reading a metric's value waits for its step, and the device would then wait for the next program. On
 an accelerator the values of a step are therefore fetched when the next step has been started: one
@@ -24,42 +25,48 @@ Consecutive skipped steps, and batches with a fault, are reported on a line of t
 report.
 
 The folder holds `report.html`, which is written at each pause (at most once a minute) and at the
-end, even after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, with one line of figures per step; and
-TensorBoard's events. Only process 0 writes and prints. The folder is locked while the run writes
-to it. A full disk costs figures and a warning, but never ends the training.
+end, even after an error, Ctrl-C or SIGTERM; `metrics.jsonl`, with one line of figures per step;
+`sessions.json`, with the start, duration and end of each process of the run; and TensorBoard's
+events. Only process 0 writes and prints. The folder is locked while the run writes to it. A full
+disk costs figures and a warning, but never ends the training.
 """
 
 import contextlib
-import dataclasses
-import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, Self, SupportsFloat
 
 import jax
 
 from zerojax.given import as_path, whole_number
 from zerojax.machines import Machine
 from zerojax.memory import MemoryReport
-from zerojax.planner import Plan, StepWatch, changed
+from zerojax.planner import Plan, StepWatch
 from zerojax.program import Program, SkippedSteps
-from zerojax.reporting.about import capacity_of, hardware_of, peaks_of, versions
+from zerojax.reporting.about import describe_machine, measure_capacity, measure_peaks
 from zerojax.reporting.display import Display
-from zerojax.reporting.folder import PAGE, RunFolder, set_aside
-from zerojax.reporting.history import History
-from zerojax.reporting.page import Report, write_page
+from zerojax.reporting.page import Report, Sample
+from zerojax.reporting.profiler import Profiler
+from zerojax.reporting.recorder import Recorder
+from zerojax.reporting.sessions import RUNNING, format_start
+from zerojax.reporting.settings import flatten_settings
 from zerojax.reporting.speed import Speed, describe, peak_flops
-from zerojax.reporting.writers import Guarded, TensorBoard, Wandb, Writer, modules_of
-from zerojax.runtime import AllProcesses
+from zerojax.reporting.summary import (
+    Failure,
+    build_facts,
+    describe_end,
+    describe_failure,
+    find_problems,
+)
+from zerojax.reporting.writers import import_writers
+from zerojax.runtime import AllProcesses, raise_on_sigterm
 
 _PAGE_SECONDS = 60.0
-_PROFILE_AFTER = 2
-"""Number of steps before the profiled ones; the first one compiles."""
-logger = logging.getLogger("zerojax")
+_MOST_NOTICES = 20
+"""Most notices of skipped steps on the page: the first ones."""
 
 
 class Run:
@@ -78,7 +85,7 @@ class Run:
         *,
         program: Program,
         report_to: Sequence[str] = ("tensorboard",),
-        schedule: Callable[[int], Any] | None = None,
+        schedule: Callable[[int], SupportsFloat] | None = None,
         steps: int | None = None,
         tokens: int | None = None,
         flops_per_token: float | None = None,
@@ -91,7 +98,7 @@ class Run:
         bars: bool | None = None,
         late: bool | None = None,
     ) -> None:
-        """Make a run; entering it locks its folder, and its first step writes files.
+        """Make a run; entering it locks its folder, and `begin` or its first step writes files.
 
         Args:
           logdir: folder of the run's files, for this run alone; it is made when the run is entered.
@@ -111,7 +118,7 @@ class Run:
           plan: plan to compare the steps with.
           machine: machine whose disks' endurance is known; the plan's by default.
           config: options of the run, for the report: a mapping or a dataclass of numbers, texts and
-            None, possibly nested.
+            None, possibly nested. The report lists a dataclass's defaults separately.
           name: name of the run; the folder's name by default.
           profile: number of steps to trace by `jax.profiler`, from the third one on, into the
             folder, for TensorBoard or XProf.
@@ -123,9 +130,6 @@ class Run:
           ValueError: `report_to` has an unknown name, or a number is below its minimum.
           ModuleNotFoundError: a package is missing; the message names what to install.
         """
-        steps = None if steps is None else whole_number("steps", steps, 0)
-        tokens = None if tokens is None else whole_number("tokens", tokens, 1)
-        profile = 0 if profile is None else whole_number("profile", profile, 0)
         folder = as_path(logdir)
         if folder is None:
             raise ValueError(
@@ -136,41 +140,50 @@ class Run:
         self.figures: dict[str, float] = {}
         self.watch = StepWatch(plan, machine=machine)
         self.ended = ""
-        self._modules = modules_of(report_to)
-        self._schedule, self._steps, self._memory, self._profile = schedule, steps, memory, profile
-        self._program, self._mesh = program, program.mesh
-        self._config = _flat(config)
-        self._is_first = jax.process_index() == 0
+        self._program = program
+        self._mesh = program.mesh
+        self._schedule = schedule
+        self._memory = memory
+        self._num_steps = None if steps is None else whole_number("steps", steps, 0)
+        self._profiler = Profiler(self.logdir, whole_number("profile", profile or 0, 0))
+        self._speed = Speed(
+            tokens=None if tokens is None else whole_number("tokens", tokens, 1),
+            flops_per_token=flops_per_token,
+            peak=peak_flops(self._mesh, program.config.precision),
+            devices=len(self._mesh.local_devices),
+        )
+        self._config = config
+        self._settings = flatten_settings(config)
+        is_first_process = jax.process_index() == 0
+        self._recorder = Recorder(self.logdir, import_writers(report_to), is_first_process)
+        self._display = Display(is_quiet=not is_first_process, has_bars=bars)
         is_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._lag = int(not is_cpu if late is None else late)
-        peak = peak_flops(self._mesh, program.config.precision)
-        count = len(self._mesh.local_devices)
-        self._speed = Speed(
-            tokens=tokens, flops_per_token=flops_per_token, peak=peak, devices=count
-        )
+        self._skipped = SkippedSteps(program.config)
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
-        self._skipped, self._said = SkippedSteps(program.config), ""
-        self._started = 0
-        self._is_profiling = False
-        self._folder: RunFolder | None = None
-        self._history: History | None = None
-        self._writers: list[Writer] = []
-        self._display = Display(is_quiet=not self._is_first, has_bars=bars)
-        self._capacity: dict[str, float | None] = {}
+        self._num_started = 0
+        self._last_step = 0
+        self._notices: list[str] = []
+        self._samples: list[Sample] = []
+        self._failure: Failure | None = None
         self._page_written = 0.0
-        self._received: list[int] = []
+        self._machine: dict[str, str] = {}
+        self._capacity: dict[str, float | None] = {}
+        self._signals: list[int] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Lock the folder and start the display."""
         # Measure before the program makes its files, or the disk would seem smaller.
-        self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
+        self._capacity = measure_capacity(self._mesh, self._program.config.swap_dir)
+        if self._recorder.is_active:
+            self._machine = describe_machine(self._mesh)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._close_folder)
+            stack.callback(self._recorder.release)
             AllProcesses(self._mesh, f"opening logdir={self.logdir!r}", ValueError).do(
-                self._open_folder
+                lambda: self._recorder.open(self.name, self._settings)
             )
-            stack.enter_context(_sigterm_raises(self._received))
+            stack.enter_context(raise_on_sigterm(self._signals))
             stack.enter_context(self._display)
             self._stack = stack.pop_all()
         return self
@@ -186,17 +199,39 @@ class Run:
             if error is None:
                 self.flush()
             else:
-                self.ended = self.ended or f"{type(error).__name__}: {error}"
-                with contextlib.suppress(
-                    Exception
-                ):  # the failed step has no values, and its error is already propagating
+                # The failed step has no values, and its error is already propagating.
+                with contextlib.suppress(Exception):
                     self.flush()
-            self._end_profile()
-            for writer in self._writers:
-                writer.close(failed=error is not None)
-            self._write_page(self.ended or "ended as planned")
+                self.ended = self.ended or self._explain(error)
+            self._profiler.stop(self.print)
+            # A run that ends before its first step leaves an earlier run's page as it is.
+            if not self._recorder.is_begun and self._recorder.is_unused:
+                self._begin(1)
+            self._recorder.close_writers(failed=error is not None)
+            self._write_page(self.ended or describe_end(self._last_step, self._num_steps))
 
     # --- called by the training loop --------------------------------------------------------------
+
+    def begin(self, step: int = 1) -> None:
+        """Say which step comes first, and write a page that shows the run as running.
+
+        Without this call, the first call of `step` or `log` begins the run. A run that resumes
+        needs it only if no steps may remain.
+
+        Args:
+          step: number of the next step: 1 for a new run, whose folder is cleared, more for a run
+            that resumes.
+
+        Raises:
+          ValueError: `step` is not a positive whole number, or the run has already begun.
+        """
+        step = whole_number("step", step, 1)
+        if self._recorder.is_begun:
+            raise ValueError(
+                f"step={step}: the run has already begun, at step {self._recorder.first_step}"
+            )
+        self._begin(step)
+        self._write_page(RUNNING)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of a started step, and fetch the values of the step before.
@@ -208,32 +243,38 @@ class Run:
           metrics: metrics returned by `program.step`.
         """
         step = whole_number("step", step, 0)
-        if self._received:  # other code caught the SystemExit that was raised at the signal
-            raise SystemExit(128 + self._received[0])
-        self._started += 1
+        if self._signals:  # other code caught the SystemExit that was raised at the signal
+            raise SystemExit(128 + self._signals[0])
+        self._num_started += 1
         self._pending.append((step, metrics))
         while len(self._pending) > self._lag:
             self._take()
-        if (
-            self._profile
-            and self._is_first
-            and self._started in (_PROFILE_AFTER, _PROFILE_AFTER + self._profile)
-        ):
-            self.flush()  # so that a trace has complete steps
-            self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
+        if self._recorder.is_active:
+            self._profiler.step(self._num_started, self.flush, self.print)
 
-    def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take figures in a `pause` that belong to no step.
+    def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
+        """Take figures in a `pause`, such as {"validation/loss": 2.5}.
 
         Args:
-          step: number of the last step.
-          figures: numbers by name, such as {"validation/loss": 2.5}.
+          step: number of steps so far; 0 before the first one.
+          figures: values by name.
 
         Raises:
           ValueError: `step` is not a whole number.
         """
         step = whole_number("step", step, 0)
-        self._record(step, {name: float(value) for name, value in figures.items()})
+        values = {name: float(value) for name, value in figures.items()}
+        self._record(step, values, next_step=step + 1)
+
+    def sample(self, text: str, prompt: str = "") -> None:
+        """Print a text that the model generated, and show it in the report.
+
+        Args:
+          text: generated text, without the prompt.
+          prompt: beginning of the text, which the model was given.
+        """
+        self._samples.append(Sample(prompt, text))
+        self.print(f"\n--- sample ---\n{prompt}{text}")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -243,10 +284,9 @@ class Run:
             yield
         finally:
             self.watch.pause()
-            if self._speed.since is not None:
-                if time.monotonic() - self._page_written > _PAGE_SECONDS:
-                    self._write_page("running")
-                self._speed.restart(time.monotonic())
+            if time.monotonic() - self._page_written > _PAGE_SECONDS:
+                self._write_page(RUNNING)
+            self._speed.restart(time.monotonic())
 
     def flush(self) -> None:
         """Fetch the values of all started steps."""
@@ -263,10 +303,19 @@ class Run:
 
     @property
     def line(self) -> str:
-        """The last figures in one line."""
-        return describe(self.figures)
+        """The last figures in one line; rates are those of the last interval between pauses."""
+        return describe(self.figures | self._speed.measure_interval())
 
     # --- implementation ---------------------------------------------------------------------------
+
+    def _explain(self, error: BaseException) -> str:
+        """Return how an error ended the run, and keep it for the page unless a signal raised it."""
+        if self._signals:
+            return f"stopped by {signal.Signals(self._signals[0]).name}"
+        if isinstance(error, KeyboardInterrupt):
+            return "stopped by Ctrl-C"
+        self._failure = describe_failure(error)
+        return f"failed: {self._failure.message}"
 
     def _take(self) -> None:
         """Fetch the values of the oldest step, which waits for it."""
@@ -274,173 +323,61 @@ class Run:
         fetched = jax.device_get(dict(metrics))
         values = {f"train/{name}": float(value) for name, value in fetched.items()}
         self.watch.step(metrics)
-        if self._schedule is not None and not any(
-            name.startswith("train/learning_rate") for name in values
-        ):
-            skipped = int(values.get("train/skipped_steps", 0))
-            values["train/learning_rate"] = self._rate(max(0, step - 1 - skipped))
-        is_first = self._speed.since is None
-        self._record(step, values | self._speed.add(metrics, time.monotonic()))
-        if is_first:
+        has_rate = any(name.startswith("train/learning_rate") for name in values)
+        if self._schedule is not None and not has_rate:
+            num_skipped = int(values.get("train/skipped_steps", 0))
+            values["train/learning_rate"] = self._compute_rate(max(0, step - 1 - num_skipped))
+        is_compiled = not self._speed.is_started
+        rates = self._speed.add(step, fetched, time.monotonic())
+        self._record(step, values | rates, next_step=step)
+        self._last_step = step
+        if is_compiled:
             self.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
-        if (said := self._skipped.add(fetched)) is not None:
-            self._said = f"step {step}: {said}"
-            self.print(self._said)
-        self._display.step(step, self._steps, self.line)
+        notice = self._skipped.add(fetched)
+        if notice is not None:
+            self.print(f"step {step}: {notice}")
+            if len(self._notices) < _MOST_NOTICES:
+                self._notices.append(f"Step {step:,}: {notice}")
+        self._display.step(step, self._num_steps, self.line)
 
-    def _rate(self, updates: int) -> float:
+    def _compute_rate(self, updates: int) -> float:
         """Return the schedule's value, computed on a CPU so that no device waits for it."""
         assert self._schedule is not None
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return float(self._schedule(updates))
 
-    def _record(self, step: int, figures: Mapping[str, float]) -> None:
+    def _record(self, step: int, figures: Mapping[str, float], next_step: int) -> None:
         self.figures.update(figures)
-        if not self._is_first:
-            return
-        if self._history is None:
-            self._history = self._open_history(step)
-        for writer in self._writers:
-            writer.write(step, figures)
+        if not self._recorder.is_begun:
+            self._begin(next_step)
+        self._recorder.write(step, figures)
 
-    def _open_folder(self) -> None:
-        """Lock the folder in process 0, and open the writers that must be able to fail early."""
-        if not self._is_first:
-            return
-        self._folder = RunFolder(self.logdir)
-        if (module := self._modules.get("wandb")) is not None:
-            self._writers.append(
-                Guarded("wandb", Wandb(module, self.logdir, self.name, self._config))
-            )
-
-    def _close_folder(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
-
-    def _open_history(self, first: int) -> History:
-        """Open the files whose content depends on the step at which the run begins."""
-        if self._folder is None:
-            raise RuntimeError(
-                "a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)"
-            )
-        if first == 1:
-            set_aside(self._folder.file(PAGE))
-        history = History(self._folder, first)
-        self._writers.append(history)
-        if "tensorboard" in self._modules:
-            self._writers.append(
-                Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first))
-            )
-        return history
-
-    def _begin_profile(self) -> None:
-        jax.profiler.start_trace(self.logdir)
-        self._is_profiling = True
-
-    def _end_profile(self) -> None:
-        if not self._is_profiling:
-            return
-        self._is_profiling = False
-        try:
-            jax.profiler.stop_trace()
-        except Exception as error:  # such as a full disk, as JAX or its profiler reports it
-            logger.warning("the profile could not be written to %s: %s", self.logdir, error)
-            return
-        self.print(
-            f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package "
-            "xprof"
-        )
+    def _begin(self, first_step: int) -> None:
+        self._recorder.begin(first_step)
+        if self._recorder.is_begun:
+            self._last_step = first_step - 1
 
     def _write_page(self, state: str) -> None:
-        if self._history is None:
+        if not self._recorder.is_begun:
             return
         self._page_written = time.monotonic()
-        steps, _ = self._history.series.get("train/loss", ((0,), ()))
-        of = f" of {self._steps:,}" if self._steps else ""
-        summary = {"state": state, "steps": f"{steps[-1]:,}{of}", "last figures": self.line}
-        if "validation/loss" in self.figures:
-            summary["validation loss"] = f"{self.figures['validation/loss']:.4f}"
-        if self.watch.written_a_day:
-            days = (
-                ""
-                if self.watch.disk_days is None
-                else f", {self.watch.disk_days:,.0f} days to its TBW"
-            )
-            summary["disk"] = f"{self.watch.written_a_day / 1e12:.3g} TB a day{days}"
-        if self._said:
-            summary["skipped steps"] = self._said
+        sessions = self._recorder.list_sessions(self._last_step, state)
+        series = self._recorder.series
         memory = self._memory
+        facts = build_facts(series, sessions, self._num_steps, self._speed, self.watch, memory)
         report = Report(
             name=self.name,
-            summary=summary | ({} if memory is None else {"parameters": f"{memory.num_params:,}"}),
-            series=self._history.series,
+            facts=facts | measure_peaks(self._mesh.local_devices),
+            problems=find_problems(series, self._notices, self._failure),
+            trace="" if self._failure is None else self._failure.trace,
+            series=series,
             tiers=None if memory is None else memory.tiers,
             capacity=self._capacity,
-            tables={
-                "Hardware": hardware_of(self._mesh) | peaks_of(self._mesh.local_devices),
-                "Versions": versions(),
-                "ZeroConfig, but for defaults": _flat(changed(self._program.config)),
-                "Options": self._config,
-            },
+            samples=self._samples,
+            sessions=sessions,
+            options=flatten_settings(self._config, omitted=(type(self._program.config),)),
+            config=flatten_settings(self._program.config),
+            machine=self._machine,
+            written=format_start(time.time()),
         )
-        assert self._folder is not None
-        path = self._folder.file(PAGE)
-        try:
-            write_page(path, report)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", path, error)
-
-
-def _flat(config: Any) -> dict[str, str]:
-    """Return options as texts; nested options get dotted names.
-
-    Raises:
-      ValueError: the options are neither a mapping nor a dataclass.
-    """
-    if config is None:
-        return {}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if not isinstance(config, Mapping):
-        raise ValueError(f"config={config!r}: a mapping or a dataclass is needed")
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        is_nested = isinstance(value, Mapping) or (
-            dataclasses.is_dataclass(value) and not isinstance(value, type)
-        )
-        found |= (
-            {f"{name}.{below}": text for below, text in _flat(value).items()}
-            if is_nested
-            else {str(name): str(value)}
-        )
-    return found
-
-
-@contextlib.contextmanager
-def _sigterm_raises(received: list[int]) -> Iterator[None]:
-    """Make SIGTERM raise SystemExit(143) instead of killing the process, and add it to `received`.
-
-    Python's garbage collector, for example, swallows exceptions raised while it runs, so the next
-    step checks `received`.
-
-    An existing handler, such as `zj.Preemption`'s, stays. In a run of several processes the handler
-    is JAX's, which Python does not see.
-    """
-    is_free = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if not is_free or jax.process_count() > 1:
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        received.append(number)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._recorder.write_page(report)

@@ -1,11 +1,12 @@
-"""Rates of a run's steps, measured since the last pause.
+"""Rates of a run's steps: of each step, and of the last interval.
 
     tokens/s   steps * tokens per step / seconds
     MFU        FLOPs of the model per second / the vendor's peak of all devices
     stall      seconds that devices waited for the disk / (devices of this process * seconds)
 
-The first step compiles, and work between steps, such as a validation, is not step time: after both,
-a new window begins.
+An interval ends at a pause, or after `LONGEST` steps. Rates are therefore never means over the
+whole run, which would hide that a run has become slower. The first step compiles, and work between
+steps, such as a validation, is not step time: neither is part of an interval.
 """
 
 import dataclasses
@@ -15,6 +16,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from zerojax.machines import machine, machine_of
+
+LONGEST = 100
+"""Most steps of an interval."""
 
 
 def peak_flops(mesh: Mesh, precision: str) -> float | None:
@@ -27,73 +31,139 @@ def peak_flops(mesh: Mesh, precision: str) -> float | None:
     return peak and peak * mesh.size
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Consecutive steps, and what they did.
+
+    Attributes:
+      first_step: number of the first step.
+      last_step: number of the last step.
+      num_steps: number of steps.
+      seconds: seconds of these steps.
+      swap_bytes: bytes read from and written to the disk.
+      stall_seconds: seconds that devices waited for the disk, summed over devices.
+    """
+
+    first_step: int
+    last_step: int
+    num_steps: int
+    seconds: float
+    swap_bytes: float
+    stall_seconds: float
+
+    def extend(self, other: "Interval") -> "Interval":
+        """Return the interval with a later one added to it."""
+        return Interval(
+            first_step=self.first_step,
+            last_step=other.last_step,
+            num_steps=self.num_steps + other.num_steps,
+            seconds=self.seconds + other.seconds,
+            swap_bytes=self.swap_bytes + other.swap_bytes,
+            stall_seconds=self.stall_seconds + other.stall_seconds,
+        )
+
+
 @dataclasses.dataclass(kw_only=True)
 class Speed:
-    """Rates of the steps in a window of time.
+    """Rates of steps.
 
     Attributes:
       tokens: tokens per step, over all processes; None if unknown.
       flops_per_token: FLOPs of the model per token, without recomputation; None if unknown.
       peak: peak FLOP/s of all devices; None if unknown.
       devices: number of devices of this process.
-      since: start of the window in seconds; None before the first step has ended.
+      interval: the current interval, or the last one while there is no step after it; None before
+        the second step.
     """
 
     tokens: int | None = None
     flops_per_token: float | None = None
     peak: float | None = None
     devices: int = 1
-    since: float | None = None
-    _steps: int = 0
-    _swapped: float = 0.0
-    _stall: float = 0.0
+    interval: Interval | None = None
+    _step_start: float | None = None
+    _is_closed: bool = False
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the first step has ended."""
+        return self._step_start is not None
 
     def restart(self, now: float) -> None:
-        """Begin a new window."""
-        self.since, self._steps, self._swapped, self._stall = now, 0, 0.0, 0.0
+        """End the interval, and exclude the time before `now` from the next step."""
+        if self.is_started:
+            self._step_start = now
+        self._is_closed = True
 
-    def add(self, metrics: Mapping[str, Any], now: float) -> dict[str, float]:
-        """Count a finished step, and return the figures of the window by name.
+    def add(self, step: int, metrics: Mapping[str, Any], now: float) -> dict[str, float]:
+        """Count a finished step, and return its own rates by name.
 
-        The first step, which compiled, returns none. `now` is in seconds.
+        The first step, which compiled, has none. `now` is in seconds.
         """
-        if self.since is None:
-            self.restart(now)
+        start = self._step_start
+        self._step_start = now
+        if start is None:
             return {}
-        self._steps += 1
+        swap_bytes = 0.0
         if "swap_stall_seconds" in metrics:
-            self._swapped += float(metrics["swap_read_bytes"]) + float(metrics["swap_write_bytes"])
-            self._stall += float(metrics["swap_stall_seconds"])
-        seconds = max(now - self.since, 1e-9)
-        figures = {"speed/seconds_per_step": seconds / self._steps}
-        if self._swapped:
-            figures["speed/stall"] = self._stall / (self.devices * seconds)
-            figures["speed/swap_bytes_per_second"] = self._swapped / seconds
-        if self.tokens is not None:
-            rate = figures["speed/tokens_per_second"] = self._steps * self.tokens / seconds
-            if self.flops_per_token is not None:
-                figures["speed/model_flops_per_second"] = rate * self.flops_per_token
-                if self.peak is not None:
-                    figures["speed/mfu"] = rate * self.flops_per_token / self.peak
-        return figures
+            swap_bytes = float(metrics["swap_read_bytes"]) + float(metrics["swap_write_bytes"])
+        own = Interval(
+            first_step=step,
+            last_step=step,
+            num_steps=1,
+            seconds=max(now - start, 1e-9),
+            swap_bytes=swap_bytes,
+            stall_seconds=float(metrics.get("swap_stall_seconds", 0.0)),
+        )
+        is_new = self._is_closed or self.interval is None or self.interval.num_steps >= LONGEST
+        if is_new or self.interval is None:
+            self.interval = own
+        else:
+            self.interval = self.interval.extend(own)
+        self._is_closed = False
+        return self._measure(own)
+
+    def measure_interval(self) -> dict[str, float]:
+        """Return the rates of the last interval by name; none before the second step."""
+        return {} if self.interval is None else self._measure(self.interval)
+
+    def _measure(self, interval: Interval) -> dict[str, float]:
+        rates = {"speed/seconds_per_step": interval.seconds / interval.num_steps}
+        if interval.swap_bytes:
+            device_seconds = self.devices * interval.seconds
+            rates["speed/stall"] = interval.stall_seconds / device_seconds
+            rates["speed/swap_bytes_per_second"] = interval.swap_bytes / interval.seconds
+        if self.tokens is None:
+            return rates
+        tokens_per_second = interval.num_steps * self.tokens / interval.seconds
+        rates["speed/tokens_per_second"] = tokens_per_second
+        if self.flops_per_token is None:
+            return rates
+        flops_per_second = tokens_per_second * self.flops_per_token
+        rates["speed/model_flops_per_second"] = flops_per_second
+        if self.peak is not None:
+            rates["speed/mfu"] = flops_per_second / self.peak
+        return rates
 
 
 def describe(figures: Mapping[str, float]) -> str:
     """Return the figures as one line of progress."""
-    parts = [f"loss {figures['train/loss']:.3f}"] if "train/loss" in figures else []
+    words = []
+    if "train/loss" in figures:
+        words.append(f"loss {figures['train/loss']:.3f}")
     if "train/grad_norm" in figures:
-        parts.append(f"norm {figures['train/grad_norm']:.2f}")
+        words.append(f"norm {figures['train/grad_norm']:.2f}")
     if "speed/tokens_per_second" in figures:
-        parts.append(f"{figures['speed/tokens_per_second']:,.0f} tokens/s")
+        words.append(f"{figures['speed/tokens_per_second']:,.0f} tokens/s")
     elif "speed/seconds_per_step" in figures:
-        parts.append(f"{figures['speed/seconds_per_step']:.3g} s a step")
+        words.append(f"{figures['speed/seconds_per_step']:.3g} s a step")
     if "speed/model_flops_per_second" in figures:
-        parts.append(f"{figures['speed/model_flops_per_second'] / 1e9:,.1f} GFLOP/s")
+        words.append(f"{figures['speed/model_flops_per_second'] / 1e9:,.1f} GFLOP/s")
     if "speed/mfu" in figures:
-        parts.append(f"MFU {100 * figures['speed/mfu']:.1f} %")
+        words.append(f"MFU {100 * figures['speed/mfu']:.1f} %")
     if "speed/stall" in figures:
-        parts.append(f"stall {100 * figures['speed/stall']:.0f} %")
-        parts.append(f"{figures['speed/swap_bytes_per_second'] / 1e9:.2f} GB/s swapped")
+        words.append(f"stall {100 * figures['speed/stall']:.0f} %")
+        words.append(f"{figures['speed/swap_bytes_per_second'] / 1e9:.2f} GB/s swapped")
     if figures.get("train/skipped_steps"):
-        parts.append(f"skipped {figures['train/skipped_steps']:.0f}")
-    return "  ".join(parts)
+        words.append(f"skipped {figures['train/skipped_steps']:.0f}")
+    return "  ".join(words)

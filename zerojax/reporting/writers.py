@@ -12,14 +12,24 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 logger = logging.getLogger("zerojax")
 
-_PACKAGES = {"tensorboard": ("tensorboardX", "zerojax[report]"), "wandb": ("wandb", "wandb")}
-"""(module, package to install with pip), by name in `report_to`."""
+
+class Package(NamedTuple):
+    """An optional package: its module, and what to install with pip."""
+
+    module: str
+    requirement: str
 
 
+_PACKAGES = {
+    "tensorboard": Package("tensorboardX", "zerojax[report]"),
+    "wandb": Package("wandb", "wandb"),
+}
+"""Packages by name in `report_to`."""
 _FLUSH_SECONDS = 10.0
 _RETRY_SECONDS = 60.0
 
@@ -36,7 +46,7 @@ class Writer(Protocol):
         ...
 
 
-def module_of(name: str, package: str) -> Any:
+def import_module(name: str, requirement: str) -> ModuleType:
     """Import and return a module of an optional package.
 
     Raises:
@@ -49,11 +59,11 @@ def module_of(name: str, package: str) -> Any:
         if error.name not in (top, name):
             raise  # the module exists, but lacks one of its own dependencies
         raise ModuleNotFoundError(
-            f"zj.Run needs {top}: pip install '{package}'", name=top
+            f"zj.Run needs {top}: pip install '{requirement}'", name=top
         ) from error
 
 
-def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
+def import_writers(report_to: Sequence[str]) -> dict[str, ModuleType]:
     """Return {name: module} for the names of `report_to`.
 
     Raises:
@@ -65,7 +75,7 @@ def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
             f"report_to={report_to!r}: a tuple of {', '.join(map(repr, _PACKAGES))} is needed; () "
             "is none"
         )
-    return {name: module_of(*_PACKAGES[name]) for name in report_to}
+    return {name: import_module(*_PACKAGES[name]) for name in report_to}
 
 
 class Guarded:
@@ -108,9 +118,8 @@ class Guarded:
                 self._writer = self._open()
             if self._writer is not None:
                 use(self._writer)
-        except (
-            Exception
-        ) as error:  # any error of another package: the training is worth more than its figures
+        # Any error of another package: the training is worth more than its figures.
+        except Exception as error:
             logger.warning(
                 "%s takes no figures: %s: %s; the run continues without it",
                 self._key,
@@ -127,7 +136,8 @@ class Guarded:
         return self._reopen()
 
     def _abandon(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             with contextlib.suppress(Exception):
                 writer.close(failed=True)
@@ -148,16 +158,16 @@ class TensorBoard:
           logdir: folder of the run.
           first: number of the next step.
         """
-        package = _PACKAGES["tensorboard"][1]
-        self._summary = module_of("tensorboardX.summary", package)
-        self._protocol = module_of("tensorboardX.proto.event_pb2", package)
+        package = _PACKAGES["tensorboard"].requirement
+        self._summary = import_module("tensorboardX.summary", package)
+        self._protocol = import_module("tensorboardX.proto.event_pb2", package)
         # TensorBoard reads the files of a folder in the order of their names; the last number
         # distinguishes two files of the same second.
         name = (
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
             f"{time.monotonic_ns()}"
         )
-        self._records = module_of("tensorboardX.record_writer", package).RecordWriter(
+        self._records = import_module("tensorboardX.record_writer", package).RecordWriter(
             os.path.join(logdir, name)
         )
         self._add(file_version="brain.Event:2")
@@ -192,7 +202,9 @@ class Wandb:
     there, whose step numbers continue; set WANDB_RUN_ID and WANDB_RESUME to continue the same run.
     """
 
-    def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: ModuleType, logdir: str, name: str, config: Mapping[str, str]
+    ) -> None:
         """Start a run; WANDB_PROJECT and WANDB_NAME override its project and name."""
         project = os.environ.get("WANDB_PROJECT", "zerojax")
         self._run = module.init(

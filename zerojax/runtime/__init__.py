@@ -12,3 +12,4 @@ from zerojax.runtime.processes import BackgroundBarrier as BackgroundBarrier
 from zerojax.runtime.swap import RecordKey as RecordKey
 from zerojax.runtime.swap import SwapSession as SwapSession
 from zerojax.runtime.switching import quick_switches as quick_switches
+from zerojax.runtime.termination import raise_on_sigterm as raise_on_sigterm
