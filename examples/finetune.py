@@ -68,7 +68,7 @@ from zerojax.data import (
     tokenize,
 )
 from zerojax.hf import config_of, files_beside, fingerprint, model_of
-from zerojax.hf import end_tokens as end_tokens_of
+from zerojax.hf import end_tokens as read_end_tokens
 from zerojax.planner import flops_per_token
 from zerojax.reporting import bars
 from zerojax.weights import open_weights
@@ -230,11 +230,14 @@ def check(options: Options) -> None:
     if not os.path.isdir(options.model):
         raise ValueError(f"--model {options.model}: not a folder; nothing is downloaded")
     try:
-        lora_of(options)
+        build_lora(options)
     except ValueError as error:
-        given = " ".join(options.lora_targets)  # as on the command line
-        told = str(error).replace(f"targets={tuple(options.lora_targets)!r}", f"targets={given}")
-        raise ValueError(re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", told)) from error
+        targets = " ".join(options.lora_targets)  # as on the command line
+        message = str(error).replace(
+            f"targets={tuple(options.lora_targets)!r}", f"targets={targets}"
+        )
+        message = re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", message)
+        raise ValueError(message) from error
     sizes = config_of(options.model)
     if options.mlp_tiles and sizes.intermediate % options.mlp_tiles:
         raise ValueError(
@@ -247,7 +250,7 @@ def check(options: Options) -> None:
         )
     open_weights(options.model)
     try:
-        end_tokens_of(options.model)
+        read_end_tokens(options.model)
     except ValueError as error:
         raise ValueError(f"--model {options.model}: {error}") from error
     if options.export is not None and (not options.lora_rank or options.merge_lora):
@@ -264,16 +267,16 @@ def template_options(options: Options) -> dict[str, Any]:
       ValueError: the option is not a JSON object.
     """
     try:
-        found = json.loads(options.template_options)
+        arguments = json.loads(options.template_options)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"--template-options {options.template_options}: not JSON: {error}"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise ValueError(
             f"--template-options {options.template_options}: a JSON object is needed, such as {{}}"
         )
-    return found
+    return arguments
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ def prepare(options: Options) -> Inputs:
         tokenizer = load_tokenizer(options.model, chat_template=options.chat_template)
     except ValueError as error:
         raise ValueError(f"--model {error}") from error
-    given = template_options(options)
+    arguments = template_options(options)
 
     def read(path: str, split: str | None, validation: str = "") -> Examples:
         try:
@@ -317,7 +320,7 @@ def prepare(options: Options) -> Inputs:
                 split=split,
                 form=options.form,
                 each_answer=options.each_answer,
-                template_options=given,
+                template_options=arguments,
             )
         except ValueError as error:
             words = str(error).replace("split=", f"--{validation}split ")
@@ -337,7 +340,7 @@ def prepare(options: Options) -> Inputs:
             raise ValueError(f"--held-out {options.held_out}: {error}") from error
     both = [train] if held_out is None else [train, held_out]
     vocab = config_of(options.model).vocab
-    prompts = [prompt_of(tokenizer, text, given) for text in options.prompt] or [
+    prompts = [encode_prompt(tokenizer, text, arguments) for text in options.prompt] or [
         first_prompt(both[-1])
     ]
     if not all(prompts):
@@ -376,7 +379,7 @@ def build(
     """
     model = model_of(
         options.model,
-        lora=lora_of(options),
+        lora=build_lora(options),
         mlp_tiles=options.mlp_tiles,
         loss_tiles=options.loss_tiles,
     )
@@ -401,7 +404,7 @@ def peak_rate(options: Options) -> float:
     )
 
 
-def lora_of(options: Options) -> zj.Lora | None:
+def build_lora(options: Options) -> zj.Lora | None:
     """Return the adapters that the options ask for, or None."""
     if not options.lora_rank:
         return None
@@ -436,14 +439,16 @@ ROWS = (
 )
 
 
-def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer | None) -> RunRecord:
+def open_record(
+    options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer | None
+) -> RunRecord:
     """Compare the model and the options with the recorded ones, if the run resumes.
 
     Raises:
       ValueError: they would change the run; the message names them.
     """
     record = RunRecord(options.checkpoint_dir, ckpt is not None and bool(ckpt.all_steps()), mesh)
-    lora, zero = lora_of(options), options.zero
+    lora, zero = build_lora(options), options.zero
     refuses = {
         "the weights of --model": fingerprint(options.model),
         "config.json of --model": config_of(options.model).computes(),
@@ -488,21 +493,21 @@ def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
 
 def main() -> None:
     """Fine-tune as the command line says."""
-    with train_loop.told_alone("finetune.py", Options):
+    with train_loop.errors_without_traceback("finetune.py", Options):
         options = parse()
         check(options)
         mesh = start(options)
         ckpt = open_checkpoints(options)
-        record = record_of(options, mesh, ckpt)
+        record = open_record(options, mesh, ckpt)
         with bars():
             inputs = prepare(options)
-        told = begin(options, inputs, record)
+        notes = begin(options, inputs, record)
         program, plan = build(options, mesh, num_steps(options, inputs.rows))
     with (
         program,
         ckpt or contextlib.nullcontext(),
     ):  # the context removes the files on disk at the end, and after an error
-        is_over = run(options, program, inputs, ckpt, plan, record, told)
+        is_over = run(options, program, inputs, ckpt, plan, record, notes)
     if is_over:
         sys.exit(options.stopped_status)
 
@@ -514,16 +519,16 @@ def run(
     ckpt: zj.Checkpointer | None = None,
     plan: zj.Plan | None = None,
     record: RunRecord | None = None,
-    told: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> bool:
     """Train, validate, sample and export; return whether a signal ended the run."""
     steps = num_steps(options, inputs.rows)
     memory = program.memory(abstract_batch(options))
-    with train_loop.told_alone("finetune.py", Options):
+    with train_loop.errors_without_traceback("finetune.py", Options):
         trace = swap_trace(options, program)
         train_loop.local_batch_size(options)
         data = batches(inputs.rows, options.batch_size, options.seed)
-        seen = open_run(
+        report = open_run(
             options,
             program,
             memory,
@@ -541,29 +546,29 @@ def run(
         held_out = batches_once(inputs.held_out, options.batch_size, count=options.eval_batches)
         return zj.perplexity(program, state, held_out).loss
 
-    with seen:
-        for line in [*([] if plan is None else [str(plan)]), *told]:
-            seen.print(line)
-        seen.print(f"train: {described(inputs.rows)}")
+    with report:
+        for line in [*([] if plan is None else [str(plan)]), *notes]:
+            report.print(line)
+        report.print(f"train: {described(inputs.rows)}")
         if inputs.held_out is not None:
-            seen.print(f"held out: {described(inputs.held_out)}")
-        lora = lora_of(options)
+            report.print(f"held out: {described(inputs.held_out)}")
+        lora = build_lora(options)
         trained = (
             "all of them trained"
             if lora is None
             else f"and adapters of rank {lora.rank} for {', '.join(lora.targets)}"
         )
-        seen.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
-        print_sizes(program, memory, seen)
-        with train_loop.told_alone("finetune.py", Options):
+        report.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
+        print_sizes(program, memory, report)
+        with train_loop.errors_without_traceback("finetune.py", Options):
             state = first_state(ckpt, program, make, data, Batches.go_to)
             if record is not None:  # only now, so a run that cannot resume changes nothing
                 record.keep()
-        seen.begin(int(state.step) + 1)
+        report.begin(int(state.step) + 1)
         if inputs.held_out is not None and not state.step:
-            with seen.pause():
-                seen.log(0, {"validation/loss": validate(state)})
-                seen.print(f"step     0  validation {seen.figures['validation/loss']:.3f}")
+            with report.pause():
+                report.log(0, {"validation/loss": validate(state)})
+                report.print(f"step     0  validation {report.figures['validation/loss']:.3f}")
         state, is_over = train_loop.train(
             options,
             steps,
@@ -571,15 +576,15 @@ def run(
             state,
             data,
             ckpt,
-            seen,
+            report,
             trace,
             validate if inputs.held_out is not None else None,
         )
         if not is_over:
-            with train_loop.told_alone("finetune.py", Options):
-                export(options, seen)
+            with train_loop.errors_without_traceback("finetune.py", Options):
+                export(options, report)
             if options.sample_tokens:
-                sample(options, program, state, inputs, seen)
+                sample(options, program, state, inputs, report)
     return is_over
 
 
@@ -599,22 +604,22 @@ def described(rows: Rows) -> str:
 
 
 def sample(
-    options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, seen: zj.Run
+    options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, report: zj.Run
 ) -> None:
     """Print each prompt with its continuation by the most likely tokens."""
     decode, ends = inputs.tokenizer.decode, end_tokens(options, inputs.tokenizer)
     answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
     for prompt, answer in zip(inputs.prompts, answers, strict=True):
-        seen.sample(decode(answer), decode(prompt))
+        report.sample(decode(answer), decode(prompt))
 
 
 def end_tokens(options: Options, tokenizer: Any) -> set[int]:
     """Return the tokens that end an answer, from the tokenizer and from generation_config.json."""
-    ends = {*end_tokens_of(options.model), tokenizer.eos_token_id}
+    ends = {*read_end_tokens(options.model), tokenizer.eos_token_id}
     return {token for token in ends if token is not None}
 
 
-def prompt_of(tokenizer: Any, text: str, options: dict[str, Any]) -> list[int]:
+def encode_prompt(tokenizer: Any, text: str, options: dict[str, Any]) -> list[int]:
     """Return a text as tokens; with a chat template, as a user's message."""
     if not tokenizer.chat_template:
         return tokenizer(text)["input_ids"]
@@ -631,7 +636,7 @@ def first_prompt(examples: Examples) -> list[int]:
     return tokens[: first if first > 1 else 8].tolist()
 
 
-def export(options: Options, seen: zj.Run) -> None:
+def export(options: Options, report: zj.Run) -> None:
     """Write the last checkpoint as a folder in the first process; the other processes wait."""
     if options.export is None:
         return
@@ -640,7 +645,7 @@ def export(options: Options, seen: zj.Run) -> None:
         try:
             if options.lora_rank and not options.merge_lora:
                 zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
-                seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
+                report.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
             else:
                 zj.export_hf(
                     options.checkpoint_dir,
@@ -648,15 +653,15 @@ def export(options: Options, seen: zj.Run) -> None:
                     like=options.model,
                     merge_lora=options.merge_lora,
                 )
-                seen.print(
+                report.print(
                     f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained"
                 )
             if options.chat_template is not None:
                 write_template(options.chat_template, options.export)
         except (OSError, ValueError, zj.CheckpointError) as error:
-            told = str(error).replace("as `like`", "as --model")
+            message = str(error).replace("as `like`", "as --model")
             raise ValueError(
-                f"--export {options.export}: {told}. The checkpoints are complete: use "
+                f"--export {options.export}: {message}. The checkpoints are complete: use "
                 "`zerojax export`"
             ) from error
     multihost_utils.sync_global_devices(

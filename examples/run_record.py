@@ -47,9 +47,9 @@ class RunRecord:
             mesh, "comparing the run with that of its checkpoints", ValueError
         )
         self._is_begun = self.path is not None and is_begun
-        self._found: dict[str, Any] | None = None
+        self._recorded: dict[str, Any] | None = None
         self._is_written = False
-        self._here: dict[str, dict[str, Any]] = {"refuses": {}, "tells": {}}
+        self._current: dict[str, dict[str, Any]] = {"refuses": {}, "tells": {}}
         self._together.do(self._read)
 
     def _read(self) -> None:
@@ -57,11 +57,11 @@ class RunRecord:
             return
         try:
             with open(self.path, encoding="utf-8") as file:
-                found = json.load(file)
-            if found["format"] != FORMAT or not all(
-                isinstance(found[kind], dict) for kind in self._here
+                recorded = json.load(file)
+            if recorded["format"] != FORMAT or not all(
+                isinstance(recorded[kind], dict) for kind in self._current
             ):
-                raise ValueError(f"its format is {found['format']!r}, but {FORMAT} is needed")
+                raise ValueError(f"its format is {recorded['format']!r}, but {FORMAT} is needed")
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -69,7 +69,7 @@ class RunRecord:
                 f"{self.path}, which records what the run began with, cannot be read: {error}. "
                 "Remove it to continue without comparing"
             ) from error
-        self._found = found
+        self._recorded = recorded
 
     def check(self, refuses: Mapping[str, Any], tells: Mapping[str, Any]) -> None:
         """Compare the values that define the run and are known so far.
@@ -82,13 +82,13 @@ class RunRecord:
           ValueError: a value in `refuses` changed, or processes have different values; the message
             names them.
         """
-        here = json.loads(json.dumps({"refuses": dict(refuses), "tells": dict(tells)}))
-        for kind, values in here.items():
-            self._here[kind] |= values
+        current = json.loads(json.dumps({"refuses": dict(refuses), "tells": dict(tells)}))
+        for kind, values in current.items():
+            self._current[kind] |= values
         if self.path is not None:
-            self._together.do(lambda: self._compare(here["refuses"]))
+            self._together.do(lambda: self._compare(current["refuses"]))
             number = int(
-                hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:7], 16
+                hashlib.sha256(json.dumps(current, sort_keys=True).encode()).hexdigest()[:7], 16
             )
             if self._together.least(number) != -self._together.least(-number):
                 raise ValueError(
@@ -96,19 +96,20 @@ class RunRecord:
                     f"{', '.join([*refuses, *tells])}"
                 )
 
-    def _compare(self, here: Mapping[str, Any]) -> None:
-        if self._found is None:
+    def _compare(self, current: Mapping[str, Any]) -> None:
+        if self._recorded is None:
             return
-        there = self._found["refuses"]
-        if told := [
-            _difference(name, there[name], value)
-            for name, value in here.items()
-            if name in there and _differs(there[name], value)
-        ]:
+        recorded = self._recorded["refuses"]
+        differences = [
+            _difference(name, recorded[name], value)
+            for name, value in current.items()
+            if name in recorded and _differs(recorded[name], value)
+        ]
+        if differences:
+            folder = os.path.dirname(self.path or "")
             raise ValueError(
-                f"{os.path.dirname(self.path or '')} holds the checkpoints of another run: "
-                f"{'; '.join(told)}. Use the values that it began with, or start a new run in "
-                "another --checkpoint-dir"
+                f"{folder} holds the checkpoints of another run: {'; '.join(differences)}. Use the "
+                "values that it began with, or start a new run in another --checkpoint-dir"
             )
 
     def begin(self) -> list[str]:
@@ -124,14 +125,15 @@ class RunRecord:
     def _begin(self) -> Sequence[str]:
         if self.path is None or jax.process_index():
             return []
-        lines, found = [], self._found or {"refuses": {}, "tells": {}}
+        lines: list[str] = []
+        recorded = self._recorded or {"refuses": {}, "tells": {}}
         unknown = [
             name
-            for kind, values in self._here.items()
+            for kind, values in self._current.items()
             for name in values
-            if name not in found[kind]
+            if name not in recorded[kind]
         ]
-        if self._found is None and self._is_begun:
+        if self._recorded is None and self._is_begun:
             lines = [
                 f"there is no {self.path}, which older versions did not write: nothing was "
                 "compared with the run so far"
@@ -143,19 +145,19 @@ class RunRecord:
             ]
         lines += [
             f"continues with {_option(name)} {_value(value)}, and began with "
-            f"{_value(found['tells'][name])}"
-            for name, value in self._here["tells"].items()
-            if found["tells"].get(name, value) != value
+            f"{_value(recorded['tells'][name])}"
+            for name, value in self._current["tells"].items()
+            if recorded["tells"].get(name, value) != value
         ]
         # Keep existing values: the run began with them.
-        told = {"format": FORMAT} | {
-            kind: values | found[kind] for kind, values in self._here.items()
+        merged = {"format": FORMAT} | {
+            kind: values | recorded[kind] for kind, values in self._current.items()
         }
-        if told != self._found:
+        if merged != self._recorded:
             try:
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
                 with open(self._new, "w", encoding="utf-8") as file:
-                    json.dump(told, file, indent=1)
+                    json.dump(merged, file, indent=1)
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -186,22 +188,24 @@ class RunRecord:
         return f"{self.path}.new"
 
 
-def _differs(there: Any, here: Any) -> bool:
+def _differs(recorded: Any, current: Any) -> bool:
     """Return whether values differ.
 
     Dicts are compared in their common keys only, since another version may record other keys.
     """
-    if isinstance(there, dict) and isinstance(here, dict):
-        return any(there[key] != here[key] for key in there.keys() & here.keys())
-    return there != here
+    if isinstance(recorded, dict) and isinstance(current, dict):
+        return any(recorded[key] != current[key] for key in recorded.keys() & current.keys())
+    return recorded != current
 
 
-def _difference(name: str, there: Any, here: Any) -> str:
+def _difference(name: str, recorded: Any, current: Any) -> str:
     """Return the difference in words; for dicts, only that of the first key that differs."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        key = next(key for key in sorted(there.keys() & here.keys()) if there[key] != here[key])
-        name, there, here = f"{name} {key}", there[key], here[key]
-    return f"{_option(name)} {_value(there)}, and here {_value(here)}"
+    if isinstance(recorded, dict) and isinstance(current, dict):
+        key = next(
+            key for key in sorted(recorded.keys() & current.keys()) if recorded[key] != current[key]
+        )
+        name, recorded, current = f"{name} {key}", recorded[key], current[key]
+    return f"{_option(name)} {_value(recorded)}, and here {_value(current)}"
 
 
 def _option(name: str) -> str:

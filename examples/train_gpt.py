@@ -205,7 +205,7 @@ def whole_params(c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) ->
 
 def main() -> None:
     """Train as the command line says."""
-    with train_loop.told_alone("train_gpt.py", Options):
+    with train_loop.errors_without_traceback("train_gpt.py", Options):
         options = parse()
         train_loop.check_loop(options)
         ckpt = open_checkpoints(options)
@@ -214,7 +214,7 @@ def main() -> None:
         program,
         ckpt or contextlib.nullcontext(),
     ):  # the context removes the files on disk at the end, and after an error
-        with train_loop.told_alone("train_gpt.py", Options):
+        with train_loop.errors_without_traceback("train_gpt.py", Options):
             inputs = prepare(options, c, program)
         is_over = run(options, c, program, inputs, ckpt, plan)
     if is_over:
@@ -264,8 +264,8 @@ def run(
     """Train, validate and sample; return whether a signal ended the run."""
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     memory = program.memory({"tokens": tokens, "targets": tokens})
-    with train_loop.told_alone("train_gpt.py", Options):
-        seen = open_run(
+    with train_loop.errors_without_traceback("train_gpt.py", Options):
+        report = open_run(
             options,
             program,
             memory,
@@ -274,15 +274,15 @@ def run(
             tokens=tokens.size,
             flops_per_token=c.flops_per_token,
         )
-    with seen:
+    with report:
         if plan is not None:
-            seen.print(str(plan))
-        seen.print(
+            report.print(str(plan))
+        report.print(
             f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, "
             f"{inputs.sizes[1]:,} held out"
         )
-        print_sizes(program, memory, seen)
-        with train_loop.told_alone("train_gpt.py", Options):
+        print_sizes(program, memory, report)
+        with train_loop.errors_without_traceback("train_gpt.py", Options):
             state = first_state(
                 ckpt,
                 program,
@@ -290,16 +290,24 @@ def run(
                 inputs.data,
                 go_to,
             )
-        seen.begin(int(state.step) + 1)
+        report.begin(int(state.step) + 1)
 
         def validate(state: zj.TrainState) -> float:
             return float(np.mean([float(program.eval(state, batch)) for batch in inputs.held_out]))
 
         state, is_over = train_loop.train(
-            options, options.steps, program, state, inputs.data, ckpt, seen, inputs.trace, validate
+            options,
+            options.steps,
+            program,
+            state,
+            inputs.data,
+            ckpt,
+            report,
+            inputs.trace,
+            validate,
         )
         if options.sample_bytes and not is_over:
-            seen.sample(sample(options, c, program, state), options.prompt)
+            report.sample(sample(options, c, program, state), options.prompt)
     return is_over
 
 

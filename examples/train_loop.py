@@ -145,7 +145,9 @@ def name_run(options: LoopOptions) -> str | None:
 
 
 @contextlib.contextmanager
-def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterator[None]:
+def errors_without_traceback(
+    script: str, options: type[LoopOptions] = LoopOptions
+) -> Iterator[None]:
     """End the script with the error's message and status 2 if its options are rejected.
 
     Unknown options end it in the same way.
@@ -256,11 +258,11 @@ def check_logdir(options: LoopOptions) -> None:
     if jax.process_index():
         return
     assert options.logdir is not None
-    found = os.path.abspath(options.logdir)
-    while not os.path.lexists(found):
-        found = os.path.dirname(found)
-    if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
-        raise ValueError(f"--logdir {options.logdir}: {found} is not a writable folder")
+    folder = os.path.abspath(options.logdir)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--logdir {options.logdir}: {folder} is not a writable folder")
 
 
 def build_program(
@@ -274,13 +276,13 @@ def build_program(
     """Build the train step; plan the config first if the options ask for it."""
     plan = None
     if options.auto:  # the plan keeps the fields that the options set
-        plan = zj.plan(model, tx, mesh, batch, machine_of(options), fixed=changed(zero))
+        plan = zj.plan(model, tx, mesh, batch, load_machine(options), fixed=changed(zero))
     return zj.build_train_step(
         model, tx, zero if plan is None else plan.config, mesh, batch=batch
     ), plan
 
 
-def machine_of(options: LoopOptions) -> zj.Machine | None:
+def load_machine(options: LoopOptions) -> zj.Machine | None:
     """Return the machine that the options name, or None.
 
     Raises:
@@ -337,24 +339,24 @@ def open_run(
         flops_per_token=flops_per_token,
         memory=memory,
         plan=plan,
-        machine=machine_of(options),
+        machine=load_machine(options),
         config=options,
         name=name_run(options),
         profile=options.profile,
     )
 
 
-def print_sizes(program: zj.Program, memory: MemoryReport, seen: zj.Run) -> None:
+def print_sizes(program: zj.Program, memory: MemoryReport, report: zj.Run) -> None:
     """Print the devices, the config, and the bytes per device in each tier."""
     mesh = program.mesh
-    seen.print(
+    report.print(
         f"{mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}, ZeRO stage "
         f"{program.config.stage}, {program.config.precision}: "
         f"{memory.model_state_bytes / 2**20:.1f} MiB of model states a device"
     )
     if on_disk := sum(memory.tiers["nvme"].values()):
         buffers = memory.tiers["pinned_host"]["buffers"]
-        seen.print(
+        report.print(
             f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of "
             "buffers in host memory"
         )
@@ -436,7 +438,7 @@ def train(
     state: zj.TrainState,
     data: Iterator[Any],
     ckpt: zj.Checkpointer | None,
-    seen: zj.Run,
+    report: zj.Run,
     trace: contextlib.AbstractContextManager[None],
     validate: Callable[[zj.TrainState], float] | None,
 ) -> tuple[zj.TrainState, bool]:
@@ -451,12 +453,12 @@ def train(
       state: state to start from.
       data: batches of this process.
       ckpt: checkpointer that saves the state, or None.
-      seen: run that displays and logs the steps.
+      report: run that displays and logs the steps.
       trace: context of the last steps.
       validate: function that returns the loss of held-out data, or None.
     """
     if state.step:
-        seen.print(f"continues from step {int(state.step)} of {options.checkpoint_dir}")
+        report.print(f"continues from step {int(state.step)} of {options.checkpoint_dir}")
     first, is_over = int(state.step) + 1, False
     with contextlib.ExitStack() as last_steps:
         preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
@@ -465,30 +467,32 @@ def train(
             if step == max(first, steps + 1 - TRACED_STEPS):
                 last_steps.enter_context(trace)
             state, metrics = program.step(state, next(data))
-            seen.step(step, metrics)
+            report.step(step, metrics)
             is_over = preemption is not None and preemption.reached(step)
             if ckpt is not None:
                 ckpt.save(program, state, data=data, force=is_over or step == steps)
             if is_over:
                 break
             if step % options.eval_every == 0 or step == steps:
-                with seen.pause():
-                    line = f"step {step:>5}  {seen.line}"
+                with report.pause():
+                    line = f"step {step:>5}  {report.line}"
                     if validate is not None:
-                        seen.log(step, {"validation/loss": validate(state)})
-                        line += f"  validation {seen.figures['validation/loss']:.3f}"
-                    seen.print(line)
+                        report.log(step, {"validation/loss": validate(state)})
+                        line += f"  validation {report.figures['validation/loss']:.3f}"
+                    report.print(line)
         if ckpt is not None:
             ckpt.wait()  # finish saving before signals can end the process again
-    if seen.watch.written_a_day:
+    if report.watch.written_a_day:
         days = (
-            "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
+            ""
+            if report.watch.disk_days is None
+            else f", {report.watch.disk_days:,.0f} days to its TBW"
         )
-        seen.print(
-            f"the disk takes {seen.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}"
+        report.print(
+            f"the disk takes {report.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}"
         )
-    seen.print(f"report: {os.path.join(options.logdir or '', 'report.html')}")
+    report.print(f"report: {os.path.join(options.logdir or '', 'report.html')}")
     if is_over:
-        seen.ended = f"stopped by a signal after step {int(state.step)}"
-        seen.print(f"{seen.ended}, which is saved: --resume True continues from there")
+        report.ended = f"stopped by a signal after step {int(state.step)}"
+        report.print(f"{report.ended}, which is saved: --resume True continues from there")
     return state, is_over

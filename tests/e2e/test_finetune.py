@@ -93,7 +93,7 @@ def here():
         finetune.check(options)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             ckpt = finetune.open_checkpoints(options)
-            record = finetune.record_of(options, mesh, ckpt)
+            record = finetune.open_record(options, mesh, ckpt)
             inputs = finetune.prepare(options)
             told = finetune.begin(options, inputs, record)
             if not programs:
@@ -268,7 +268,7 @@ def test_an_export_that_fails_is_told_alone(tmp_path, inputs, uncut, capsys):
     )
     with (
         pytest.raises(SystemExit, match="2"),
-        finetune.train_loop.told_alone("finetune.py", finetune.Options),
+        finetune.train_loop.errors_without_traceback("finetune.py", finetune.Options),
     ):
         finetune.export(options, cast(Any, None))
     told = capsys.readouterr().err

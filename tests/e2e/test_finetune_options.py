@@ -51,7 +51,7 @@ def resumed(folder: pathlib.Path, *arguments: str) -> list[str]:
     ckpt = cast(
         Any, types.SimpleNamespace(all_steps=lambda: [3] if (folder / "3").exists() else [])
     )
-    record = finetune.record_of(options, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), ckpt)
+    record = finetune.open_record(options, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), ckpt)
     told = finetune.begin(options, finetune.prepare(options), record)
     record.keep()
     return told
@@ -151,7 +151,10 @@ def test_files_that_an_index_names_are_looked_for_before_all_else(tmp_path, inpu
 
 
 def test_errors_of_the_library_name_options(capsys, inputs):
-    with pytest.raises(SystemExit), finetune.train_loop.told_alone("finetune.py", finetune.Options):
+    with (
+        pytest.raises(SystemExit),
+        finetune.train_loop.errors_without_traceback("finetune.py", finetune.Options),
+    ):
         finetune.parse([*inputs, "--moments", "bfloat16", "--update-on", "host"])
     told = "finetune.py: error: --update-on host needs --opt-state pinned_host or 'nvme', got --opt-state device\n"
     assert capsys.readouterr().err == told
