@@ -95,11 +95,13 @@ def here():
             ckpt = finetune.open_checkpoints(options)
             record = finetune.open_record(options, mesh, ckpt)
             inputs = finetune.prepare(options)
-            told = finetune.begin(options, inputs, record)
+            notes = finetune.begin(options, inputs, record)
             if not programs:
                 programs.append(finetune.build(options, mesh, STEPS)[0])
             with ckpt or contextlib.nullcontext():
-                is_over = finetune.run(options, programs[0], inputs, ckpt, record=record, told=told)
+                is_over = finetune.run(
+                    options, programs[0], inputs, ckpt, record=record, notes=notes
+                )
         return printed.getvalue(), is_over
 
     yield tune

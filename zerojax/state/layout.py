@@ -350,6 +350,7 @@ class Layout:
 def _param_shardings(
     params: Params, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str
 ) -> Any:
+    """Return the sharding of each parameter in a tier; unsharded leaves keep the user's spec."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded), tier),
         params,
@@ -407,10 +408,97 @@ def build_layout(
       ValueError: the model has no trainable parameters or parameters that are not numbers, specs do
         not fit, or the optimizer cannot run sharded.
     """
-    stage = STAGES[config.stage]
-    precision = PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
+    table = _build_table(model, config, mesh, params)
+    optimizer = _trace_optimizer(model, tx, config, mesh, by_layer, table)
+    state = _abstract_state(config, mesh, abstract_key, table, optimizer)
+    model_state = _abstract_model_state(model, mesh, abstract_key)
+    if model_state is not None:
+        state = dataclasses.replace(state, model_state=model_state)
+    device_layers = _device_layers(config, table.leaves)
+    if any(device_layers.values()):
+        state = _split_opt_state(state, table.leaves, optimizer.opt_map, device_layers, mesh)
+    if table.frozen_leaves:
+        state = dataclasses.replace(state, frozen=_abstract_frozen(config, mesh, table))
+    replicated = tuple(table.replicated) if STAGES[config.stage].opt_state else ()
+    _report(replicated, mesh)
+    is_layered = isinstance(model, LayeredModel)
+    if config.delayed_update and is_layered:
+        pending = _pending(table.leaves, optimizer.opt_map, config, mesh)
+        state = dataclasses.replace(state, pending=pending)
+    # Leaves on disk come last, so that `abstract_arrays` has all leaves as if they were in memory.
+    arrays = state
+    disk = None
+    if uses_disk(config):
+        disk = DiskLayout(config, mesh)
+        state = _on_disk(state, optimizer.is_shared, config, mesh)
+    num_layers_of = {}
+    if is_layered:
+        num_layers_of = {stack.name: stack.model.num_layers for stack in list_stacks(model)}
+    return Layout(
+        mesh,
+        config,
+        table.specs,
+        table.leaves,
+        table.groups,
+        optimizer.tx,
+        optimizer.opt_map,
+        optimizer.specs,
+        optimizer.update_jaxpr,
+        optimizer.abstract_weights,
+        arrays,
+        state,
+        jax.tree.map(lambda a: a.sharding, state),
+        replicated,
+        model.num_layers if is_layered else None,
+        device_layers,
+        disk,
+        table.frozen_leaves,
+        table.flags,
+        table.params,
+        table.positions,
+        table.encodings,
+        num_layers_of,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeafTable:
+    """The parameters of a model as stored: in the compute dtype, frozen weights encoded.
+
+    Attributes:
+      params: shapes of all parameters, trainable and frozen.
+      flags: tree of bool, which leaves are frozen; None if none is.
+      specs: spec of each leaf, by path.
+      leaves: the trainable leaves.
+      frozen_leaves: the frozen leaves.
+      positions: position of each leaf in the tree, trainable leaves first.
+      groups: groups of tiles, by index of leaf.
+      encodings: frozen leaves stored in 8 or 4 bits, by path.
+      replicated: leaves that ZeRO cannot shard.
+    """
+
+    params: Params
+    flags: Any
+    specs: dict[str, LeafSpec]
+    leaves: tuple[Leaf, ...]
+    frozen_leaves: tuple[Leaf, ...]
+    positions: tuple[int, ...]
+    groups: tuple[TileGroup, ...]
+    encodings: Mapping[str, Encoding]
+    replicated: Sequence[Replicated]
+
+    @property
+    def trained_params(self) -> Params:
+        """Shapes of the trainable parameters, with None in place of frozen leaves."""
+        return split_frozen(self.flags, self.params)[0]
+
+
+def _build_table(
+    model: Model | LayeredModel, config: ZeroConfig, mesh: Mesh, params: Params
+) -> _LeafTable:
+    """Return the table of a model's leaves, from the shapes of its parameters."""
     flags = frozen_flags(model, params)
     is_frozen = jax.tree.leaves(flags)
     if not any(is_frozen):
@@ -418,65 +506,130 @@ def build_layout(
         _check_frozen_config(config)
     _report_widened(split_frozen(flags, params)[0], config)
     user_specs = model.specs if isinstance(model, Model) else layered_specs(model)
-    first_dims = _first_dims(model, params)
     specs = param_specs(
         params,
         user_specs,
         mesh,
         FSDP,
-        first_dims=first_dims,
+        first_dims=_first_dims(model, params),
         min_shard_bytes=config.min_shard_bytes,
     )
-
-    # Shapes: the optimizer's state is over float32 weights, whatever the compute dtype.
-    compute_dtype = jnp.dtype(precision.compute_dtype)
-    whole = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape, compute_dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
-        ),
-        params,
-    )
+    stored = _in_compute_dtype(params, config)
+    replicated = replicated_leaves(stored, specs)
     groups = tile_groups(model, params, config)
-    as_given = whole
-    given_specs = specs
-    encodings = _encodings(model, config, whole, specs, is_frozen, mesh)
+    encodings = _encodings(model, config, stored, specs, is_frozen, mesh)
     if encodings:
-        given = build_leaves(model, whole, specs, (), is_frozen)
-        whole, specs, is_frozen, groups = _as_they_rest(
-            encodings, given, whole, groups, stage.params
+        decoded_leaves = build_leaves(model, stored, specs, (), is_frozen)
+        stored, specs, is_frozen, groups = _encode_table(
+            encodings, decoded_leaves, stored, groups, STAGES[config.stage].params
         )
-        table = _with_decoded(
-            build_leaves(model, whole, specs, groups, is_frozen), given, encodings
-        )
+        table = build_leaves(model, stored, specs, groups, is_frozen)
+        table = _with_decoded(table, decoded_leaves, encodings)
     else:
-        table = build_leaves(model, whole, specs, groups, is_frozen)
-    # Trainable leaves come first, so that an update counts only them.
-    places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
-    groups = tuple(_trained_first(group, table, places) for group in groups)
-    leaves = tuple(a for a in table if not a.frozen)
-    frozen_leaves = tuple(a for a in table if a.frozen)
-    params, _ = split_frozen(flags, params)
-    compute, frozen = split_frozen(flags, whole)
-    master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-    on_stacks = traced_optimizer(tx, master)
-    if isinstance(model, LayeredModel) or updates_by_parts(
-        config
-    ):  # any optimizer can update the full tree of a Model
-        applied = by_layer(tx, master, on_stacks, [leaf.is_stacked for leaf in leaves])
+        table = build_leaves(model, stored, specs, groups, is_frozen)
+    # Trainable leaves come first, so that an update counts only them. `sorted` is stable.
+    positions = tuple(sorted(range(len(table)), key=lambda position: table[position].frozen))
+    return _LeafTable(
+        params=stored,
+        flags=flags,
+        specs=specs,
+        leaves=tuple(leaf for leaf in table if not leaf.frozen),
+        frozen_leaves=tuple(leaf for leaf in table if leaf.frozen),
+        positions=positions,
+        groups=tuple(_trained_first(group, table, positions) for group in groups),
+        encodings=encodings,
+        replicated=replicated,
+    )
+
+
+def _in_compute_dtype(params: Params, config: ZeroConfig) -> Params:
+    """Return shapes of parameters with floating leaves in the compute dtype."""
+    compute_dtype = jnp.dtype(PRECISIONS[config.precision].compute_dtype)
+
+    def stored(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = compute_dtype if _is_floating(leaf) else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+    return jax.tree.map(stored, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TracedOptimizer:
+    """An optimizer and its state, traced over the float32 weights.
+
+    Attributes:
+      tx: the optimizer, applied layer by layer if it cannot update whole stacks.
+      abstract_weights: shapes of the float32 weights, whatever the compute dtype.
+      opt_state: shapes of the optimizer state.
+      opt_map: which state leaf belongs to which parameter.
+      specs: spec of each leaf of the optimizer state.
+      update_jaxpr: the traced update.
+      is_shared: tree of bool, which leaves of the optimizer state belong to no parameter.
+    """
+
+    tx: optax.GradientTransformation
+    abstract_weights: Params
+    opt_state: OptState
+    opt_map: OptStateMap
+    specs: Any
+    update_jaxpr: Any
+    is_shared: Any
+
+
+def _trace_optimizer(
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    config: ZeroConfig,
+    mesh: Mesh,
+    by_layer: ByLayer,
+    table: _LeafTable,
+) -> _TracedOptimizer:
+    """Trace the optimizer over the trainable float32 weights.
+
+    Raises:
+      ValueError: the optimizer cannot be traced or cannot run sharded.
+    """
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), table.trained_params
+    )
+    traced = traced_optimizer(tx, weights)
+    # Any optimizer can update the full tree of a Model.
+    if isinstance(model, LayeredModel) or updates_by_parts(config):
+        applied = by_layer(tx, weights, traced, [leaf.is_stacked for leaf in table.leaves])
         if applied is not tx:
             tx = applied
-            on_stacks = init_opt_state_shape(tx, master)
-    if isinstance(on_stacks, ValueError):
-        raise on_stacks
-    opt_state, update_jaxpr = on_stacks
-    owned = isinstance(tx, OwnedTransformation)
-    opt_map = OptStateMap(opt_state, tx.owners) if owned else map_opt_state(opt_state, master)
-    specs_of_state = opt_state_specs(opt_map, leaves, mesh, FSDP, config.min_shard_bytes)
-    opt_specs = jax.tree.unflatten(jax.tree.structure(opt_state), specs_of_state)
-    scalar = named(mesh, ())
-    is_shared = jax.tree.unflatten(
-        jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners]
+            traced = init_opt_state_shape(tx, weights)
+    if isinstance(traced, ValueError):
+        raise traced
+    opt_state, update_jaxpr = traced
+    if isinstance(tx, OwnedTransformation):
+        opt_map = OptStateMap(opt_state, tx.owners)
+    else:
+        opt_map = map_opt_state(opt_state, weights)
+    is_shared = [owner is None for owner in opt_map.owners]
+    return _TracedOptimizer(
+        tx=tx,
+        abstract_weights=weights,
+        opt_state=opt_state,
+        opt_map=opt_map,
+        specs=opt_state_specs(opt_map, table.leaves, mesh, FSDP, config.min_shard_bytes),
+        update_jaxpr=update_jaxpr,
+        is_shared=jax.tree.unflatten(jax.tree.structure(opt_state), is_shared),
     )
+
+
+def _abstract_state(
+    config: ZeroConfig,
+    mesh: Mesh,
+    abstract_key: Any,
+    table: _LeafTable,
+    optimizer: _TracedOptimizer,
+) -> TrainState:
+    """Return shapes and shardings of the trainable state, as if nothing was on disk."""
+    stage = STAGES[config.stage]
+    precision = PRECISIONS[config.precision]
+    scalar = named(mesh, ())
+    state_tier = _array_tier(config.opt_state)
 
     def build_state(
         scalar: Any, key: Any, params: Params, master: Any, opt_state: OptState, counter: Any
@@ -491,99 +644,63 @@ def build_layout(
             loss_scale=LossScale(scalar, counter, counter) if precision.scales_loss else None,
         )
 
-    # Scalars of the optimizer state stay on the device in every tier, because the program computes
-    # with them.
+    def state_sharding(spec: LeafSpec, is_shared: bool) -> Any:
+        # Scalars of the optimizer state stay on the device in every tier, because the program
+        # computes with them.
+        tier = "device" if is_shared else state_tier
+        return named(mesh, stored_spec(spec, stage.opt_state), tier)
+
+    params = table.trained_params
+    weights = optimizer.abstract_weights
+    specs = table.specs
+    tree = jax.tree.structure(optimizer.opt_state)
     shardings = build_state(
         scalar,
         scalar,
-        _param_shardings(params, specs, mesh, stage.params, _array_tier(config.params)),
-        _param_shardings(params, specs, mesh, stage.opt_state, _array_tier(config.opt_state)),
+        _param_shardings(weights, specs, mesh, stage.params, _array_tier(config.params)),
+        _param_shardings(weights, specs, mesh, stage.opt_state, state_tier),
         jax.tree.map(
-            lambda s, shared: named(
-                mesh,
-                stored_spec(s, stage.opt_state),
-                "device" if shared else _array_tier(config.opt_state),
-            ),
-            opt_specs,
-            is_shared,
-            is_leaf=lambda s: isinstance(s, LeafSpec),
+            state_sharding,
+            jax.tree.unflatten(tree, optimizer.specs),
+            optimizer.is_shared,
+            is_leaf=lambda spec: isinstance(spec, LeafSpec),
         ),
         scalar,
     )
     f32 = jax.ShapeDtypeStruct((), jnp.float32)
     i32 = jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = build_state(f32, abstract_key, compute, master, opt_state, i32)
-    abstract_state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
-    )
-    model_state = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=scalar),
-        jax.eval_shape(lambda key: init_state(model, key), abstract_key),
-    )
-    if model_state is not None:
-        abstract_state = dataclasses.replace(abstract_state, model_state=model_state)
-        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    # Next, what a config adds: layers of the optimizer state that stay on the device, and a pending
-    # update. Rounded twice, because 0.29 * 100 is 28.999999999999996.
+    shapes = build_state(f32, abstract_key, params, weights, optimizer.opt_state, i32)
+    return jax.tree.map(_with_sharding, shapes, shardings)
+
+
+def _with_sharding(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Return a shape with a sharding."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _abstract_model_state(model: Model | LayeredModel, mesh: Mesh, abstract_key: Any) -> Any:
+    """Return shapes and shardings of the model's own state, which is replicated; None if none."""
+    state = jax.eval_shape(lambda key: init_state(model, key), abstract_key)
+    return jax.tree.map(lambda leaf: _with_sharding(leaf, named(mesh, ())), state)
+
+
+def _device_layers(config: ZeroConfig, leaves: Sequence[Leaf]) -> dict[str, int]:
+    """Return how many layers of each stack keep their optimizer state on the device.
+
+    A stack without trainable leaves has no state and does not appear.
+    """
     share = config.opt_state_device_fraction
-    # A stack without trainable leaves has no state.
-    of_stacks = {leaf.stack: leaf.shape[0] for leaf in leaves if leaf.is_stacked}
-    device_layers = {
-        name: int(round(share * num_layers, 9)) for name, num_layers in of_stacks.items()
-    }
-    if any(device_layers.values()):
-        abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
-        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    if frozen_leaves:
-        tier = _array_tier(frozen_tier(config))
-        at = _param_shardings(frozen, specs, mesh, stage.params, tier)
-        frozen = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), frozen, at
-        )
-        abstract_state, shardings = (
-            dataclasses.replace(t, frozen=f) for t, f in ((abstract_state, frozen), (shardings, at))
-        )
-    replicated = tuple(replicated_leaves(as_given, given_specs)) if stage.opt_state else ()
-    _report(replicated, mesh)
-    num_layers = model.num_layers if isinstance(model, LayeredModel) else None
-    if config.delayed_update and num_layers is not None:
-        pending = _pending(leaves, opt_map, config, mesh)
-        abstract_state = dataclasses.replace(abstract_state, pending=pending)
-        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    # Leaves on disk come last, so that `arrays` has all leaves as if they were in memory.
-    arrays = abstract_state
-    disk = None
-    if uses_disk(config):
-        disk = DiskLayout(config, mesh)
-        abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
-        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    return Layout(
-        mesh,
-        config,
-        specs,
-        leaves,
-        groups,
-        tx,
-        opt_map,
-        specs_of_state,
-        update_jaxpr,
-        master,
-        arrays,
-        abstract_state,
-        shardings,
-        replicated,
-        num_layers,
-        device_layers,
-        disk,
-        frozen_leaves,
-        flags,
-        whole,
-        tuple(places),
-        encodings,
-        {stack.name: stack.model.num_layers for stack in list_stacks(model)}
-        if isinstance(model, LayeredModel)
-        else {},
-    )
+    num_layers = {leaf.stack: leaf.shape[0] for leaf in leaves if leaf.is_stacked}
+    # Rounded twice, because 0.29 * 100 is 28.999999999999996.
+    return {name: int(round(share * count, 9)) for name, count in num_layers.items()}
+
+
+def _abstract_frozen(config: ZeroConfig, mesh: Mesh, table: _LeafTable) -> Params:
+    """Return shapes and shardings of the frozen weights, as if nothing was on disk."""
+    _, frozen = split_frozen(table.flags, table.params)
+    tier = _array_tier(frozen_tier(config))
+    shardings = _param_shardings(frozen, table.specs, mesh, STAGES[config.stage].params, tier)
+    return jax.tree.map(_with_sharding, frozen, shardings)
 
 
 def _check_frozen_config(config: ZeroConfig) -> None:
@@ -634,7 +751,7 @@ def _is_floating(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _as_they_rest(
+def _encode_table(
     encodings: Mapping[str, Encoding],
     given: Sequence[Leaf],
     whole: Any,
