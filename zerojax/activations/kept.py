@@ -142,13 +142,10 @@ def describe(eqn: jex.JaxprEqn) -> str:
         str(eqn.source_info.name_stack),
     ).replace(")", "")
     scope = "/".join(part for part in scopes.split("/") if part and part != "param")
-    name = (
-        "gather_sequence"
-        if is_gather(eqn)
-        else "scatter_sequence"
-        if is_scatter(eqn)
-        else eqn.primitive.name
-    )
+    if is_gather(eqn):
+        name = "gather_sequence"
+    else:
+        name = "scatter_sequence" if is_scatter(eqn) else eqn.primitive.name
     return " ".join([*([scope] if scope else []), name, *operands])
 
 

@@ -187,11 +187,10 @@ class Keeper:
             values = [read(ref, slots) for ref in i.ins]
             # An equation that is taken apart names its results itself: named twice, they would be
             # saved twice.
-            apart = (
-                take_apart(i, partial(bind, i.eqn))
-                if _has_rule(i) and not self.of_data.isdisjoint(i.reads)
-                else None
-            )
+            if _has_rule(i) and not self.of_data.isdisjoint(i.reads):
+                apart = take_apart(i, partial(bind, i.eqn))
+            else:
+                apart = None
             label = PREFIX + describe(i.eqn)
             if apart is not None:
                 slots.update(zip(i.outs, self._named_by_rule(i, apart, values, label), strict=True))

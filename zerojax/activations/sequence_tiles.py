@@ -147,11 +147,10 @@ class Entries:
         k = self._split_dim(i, w)
         dims = {w: k, 1 - w: contract[1 - w][contract[w].index(k)]}
         operands = [self._split(v, dims[n]) for n, v in enumerate(values)]
-        y = (
-            jax.vmap(wide_product)(*operands)
-            if is_wide_product(i.eqn)
-            else self._dot(i.eqn, operands)
-        )
+        if is_wide_product(i.eqn):
+            y = jax.vmap(wide_product)(*operands)
+        else:
+            y = self._dot(i.eqn, operands)
         whole = without_axis(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
         return constrain(y, (TENSOR, *whole), self.mesh)
 

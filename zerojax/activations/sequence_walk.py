@@ -169,11 +169,10 @@ class SequenceInterpreter:
         if name == "fft":
             return self.fft(i, values, splits)
         if i.has_jaxpr or name in _OTHER_PRODUCTS:
-            why = (
-                f"inside of {name}, which is not entered"
-                if i.has_jaxpr
-                else f"{name} is left to the partitioner"
-            )
+            if i.has_jaxpr:
+                why = f"inside of {name}, which is not entered"
+            else:
+                why = f"{name} is left to the partitioner"
             for ref, split in zip(i.ins, splits, strict=True):
                 if (
                     isinstance(ref, int)
@@ -358,11 +357,10 @@ class SequenceInterpreter:
         """Return the spec of a row product's scattered result; None if its sequence is unclear."""
         if len(shape) < 3 or shape[:2] not in self.rule.streams:
             return None
-        split = (
-            split_as_batch(jax.ShapeDtypeStruct(shape, jnp.float32), self.mesh)
-            if split is None
-            else split
-        )
+        if split is None:
+            split = split_as_batch(jax.ShapeDtypeStruct(shape, jnp.float32), self.mesh)
+        else:
+            split = split
         if tensor_dims(split) or (split[1] is not ANY and split[1]):
             return None
         return as_spec((split[0], (TENSOR,), *split[2:]))
@@ -449,11 +447,10 @@ class SequenceInterpreter:
             for n, v in enumerate(values)
         ]
         (out,) = unit.outputs
-        spec = (
-            (None, *as_spec(walk.splits[out] or ()))
-            if isinstance(out, int) and out in walk.scattered
-            else None
-        )
+        if isinstance(out, int) and out in walk.scattered:
+            spec = (None, *as_spec(walk.splits[out] or ()))
+        else:
+            spec = None
         # The result has a dim of entries in front if `is_copied`. A sum of tiles' products is sent
         # in the dtype of a single product.
         if is_copied:
@@ -466,11 +463,10 @@ class SequenceInterpreter:
             y = bind(i.eqn, values)[0]
             if spec is not None:
                 y = scatter_sequence(y, spec, self.mesh)
-        whys = (
-            {"column": "its operand is gathered", "row": "its result is scattered"}
-            if hoisted or spec is not None
-            else {}
-        )
+        if hoisted or spec is not None:
+            whys = {"column": "its operand is gathered", "row": "its result is scattered"}
+        else:
+            whys = {}
         where = {
             "column": "before the loop",
             "row": "after the loop"
@@ -478,11 +474,10 @@ class SequenceInterpreter:
             else "after the loop, and summed in it",
         }
         for product in walk.rule.products:
-            why = (
-                f"{whys[product.kind]} {where[product.kind]} over tiles"
-                if product.kind in whys
-                else product.why
-            )
+            if product.kind in whys:
+                why = f"{whys[product.kind]} {where[product.kind]} over tiles"
+            else:
+                why = product.why
             self.rule.products.append(dataclasses.replace(product, why=why))
         return [y], [tuple(map(parse_axes, spec))] if spec is not None else infer_output_splits(
             i.eqn, splits, self.mesh.shape

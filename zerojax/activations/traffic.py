@@ -280,11 +280,10 @@ class TensorTrafficCounter(Analysis[_Value]):
             axes = parse_axes(eqn.params.get("axes", eqn.params.get("axis_name", ())))
             if kind is not None and TENSOR in axes:
                 # The full array is the result of a gather, and the operand of a reduction.
-                arrays = (
-                    zip(eqn.outvars, outs, strict=True)
-                    if kind == "all_gather"
-                    else zip(eqn.invars, ins, strict=True)
-                )
+                if kind == "all_gather":
+                    arrays = zip(eqn.outvars, outs, strict=True)
+                else:
+                    arrays = zip(eqn.invars, ins, strict=True)
                 num_bytes = sum(self.bytes(v.aval, split or ()) for v, split in arrays)
                 # A permute sends its full operand.
                 factor = {"all_reduce": 2, "permute": self.tensor / (self.tensor - 1)}.get(kind, 1)

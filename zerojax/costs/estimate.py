@@ -255,18 +255,16 @@ def build_kept(
     mode = activations if activations in MODES else CHECKPOINTED
     tier = activations if activations not in MODES else "pinned_host" if offloaded else "device"
     by_name = {value.name: value for value in stack.values}
-    kept = (
-        sum(by_name[name].num_bytes for name in saved if name in by_name)
-        if mode == CHECKPOINTED
-        else 0
-    )
+    if mode == CHECKPOINTED:
+        kept = sum(by_name[name].num_bytes for name in saved if name in by_name)
+    else:
+        kept = 0
     away = sum(by_name[name].num_bytes for name in offloaded if name in by_name)
     # Saved and fetched values are not recomputed.
-    spared = (
-        sum(by_name[name].seconds for name in (*saved, *offloaded) if name in by_name)
-        if mode == CHECKPOINTED
-        else 0.0
-    )
+    if mode == CHECKPOINTED:
+        spared = sum(by_name[name].seconds for name in (*saved, *offloaded) if name in by_name)
+    else:
+        spared = 0.0
     device = stack.kept[mode] + kept
     if activations not in MODES:
         device = device - stack.x_bytes
@@ -353,11 +351,10 @@ class _Estimator:
         self.moves = config.opt_state != "device" and not self.on_host
         self.in_backward = config.update == "in_backward"
         self.reductions = 1 if reduces_once(config) else config.num_microbatches
-        self.reduced = (
-            4
-            if (reduce_dtype and config.reduce_dtype == "float32") or reduces_once(config)
-            else self.b.params
-        )
+        if (reduce_dtype and config.reduce_dtype == "float32") or reduces_once(config):
+            self.reduced = 4
+        else:
+            self.reduced = self.b.params
         self.network = self._network()
 
     def _network(self) -> float:
@@ -458,11 +455,10 @@ class _Estimator:
         last = 0 if self.in_backward else len(runs) - 1  # last run of backward, or of the update
         leaf = self.unstacked_leaf()
         for n, (stack, run, first) in enumerate(runs):
-            unstacked = (
-                [self.unstacked_beside(leaf, stack.elements)]
-                if n == last and leaf.tiers["opt_state"] != "device"
-                else []
-            )
+            if n == last and leaf.tiers["opt_state"] != "device":
+                unstacked = [self.unstacked_beside(leaf, stack.elements)]
+            else:
+                unstacked = []
             schedules[f"{n}" if len(runs) > 1 else ""] = self.schedule(
                 stack, run, first, tiles, unstacked
             )
@@ -502,8 +498,8 @@ class _Estimator:
     def frozen_leaf(self) -> list[UnstackedLeaf]:
         """Return the frozen part of embedding and head, or nothing."""
         size = self.workload.unstacked_frozen_bytes * self.share(self.row.params)
-        return (
-            [
+        if size:
+            return [
                 UnstackedLeaf(
                     "frozen",
                     {"frozen": frozen_tier(self.config)},
@@ -511,9 +507,7 @@ class _Estimator:
                     frozen=True,
                 )
             ]
-            if size
-            else []
-        )
+        return []
 
     def unstacked_beside(self, leaf: UnstackedLeaf, elements: float) -> UnstackedMove:
         """Return the move of embedding and head during late stores of records.
@@ -686,11 +680,10 @@ class _Estimator:
             # New parameters are gathered leaf by leaf, and offloaded optimizer state is loaded and
             # stored leaf by leaf.
             leaf = workload.largest_leaf * (self.b.params if whole else 0.0)
-            moved = (
-                2 * workload.largest_leaf * self.state * self.share(self.row.opt_state)
-                if self.moves
-                else 0.0
-            )
+            if self.moves:
+                moved = 2 * workload.largest_leaf * self.state * self.share(self.row.opt_state)
+            else:
+                moved = 0.0
             return most | {"update": int(leaf + moved) + self._whole_update()}
         for part in steps.parts:
             if part.stack is None:
@@ -795,11 +788,10 @@ class _Estimator:
                     min(2 * (distance + 1), schedule.num_layers) * sizes["opt_state"],
                 )
         workload = self.workload
-        params = (
-            workload.unstacked_elements * self.b.params * self.share(self.row.params)
-            if self.config.params == "nvme"
-            else 0.0
-        )
+        if self.config.params == "nvme":
+            params = workload.unstacked_elements * self.b.params * self.share(self.row.params)
+        else:
+            params = 0.0
         on_disk = self.config.opt_state == "nvme"
         updated = workload.unstacked_elements if workload.is_layered else workload.elements
         state = (
@@ -893,11 +885,9 @@ class _Estimator:
 
     def update(self, elements: float) -> float:
         """Return the seconds in which the device updates `elements` parameters."""
-        return (
-            0.0
-            if self.on_host
-            else elements * self.share(self.row.opt_state) * self.workload.update
-        )
+        if self.on_host:
+            return 0.0
+        return elements * self.share(self.row.opt_state) * self.workload.update
 
     def host_seconds(self, elements: float) -> float:
         """Return the seconds of the host update of `elements` parameters."""
@@ -920,9 +910,10 @@ class _Estimator:
         n = stack.elements
         updated = n if self.workload.is_layered else 0  # `unstacked` updates all of a plain Model
         repeats = 1 if self.streamed else self.config.num_microbatches
-        sent = (
-            stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
-        )
+        if self.grid.tensor > 1:
+            sent = stack.sent.get(run.mode, 0.0) / self._tensor_network()
+        else:
+            sent = 0.0
         gathers = self.row.params
         return LayerWork(
             forward=(stack.forward + sent / 3) / repeats,

@@ -229,9 +229,10 @@ class Sizes:
             return of_gpt
         # Number of saved values of the MLP's width: only its products, or also the values inside
         # its activation function.
-        of_gelu, values = (
-            (6, 6) if how.get("activations") == "everything" else (1, 2 if self.gated else 1)
-        )
+        if how.get("activations") == "everything":
+            of_gelu, values = (6, 6)
+        else:
+            of_gelu, values = (1, 2 if self.gated else 1)
         more = (
             self.qkv_width - 3 * self.hidden + values * self.mlp_width - of_gelu * 4 * self.hidden
         )

@@ -507,9 +507,10 @@ class _StepWalk:
         for tick, ops in part.phase.ticks():
             start = clock.now if tick >= 0 else begin
             take = next((op.number for op in ops if _takes(op, gathers)), None)
-            taken = (
-                start if take is None or take not in arrived else _latest(arrived.pop(take), start)
-            )
+            if take is None or take not in arrived:
+                taken = start
+            else:
+                taken = _latest(arrived.pop(take), start)
             done = taken
             read = start
             called = [op for op in ops if _is_called(op)]

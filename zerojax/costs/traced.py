@@ -436,11 +436,10 @@ class _LayeredTracer(_Tracer):
         embed_head = step.embed_head
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
         key = jax.random.key(0) if self.model.stochastic else None
-        before = (
-            None
-            if state.model_state is None
-            else {k: v for k, v in state.model_state.items() if k != "blocks"}
-        )
+        if state.model_state is None:
+            before = None
+        else:
+            before = {k: v for k, v in state.model_state.items() if k != "blocks"}
 
         def embed(leaves: Any, batch: Batch) -> Any:
             return embed_head.embed_all(embed_head.load(leaves), batch, key, before)

@@ -281,11 +281,10 @@ def korthikanti_layer_bytes(
     sbh = seq * batch * hidden * itemsize / 2
     if activations == "remat":
         return 2 * sbh
-    inner = (
-        0.0
-        if activations == "selective" or fused_attention
-        else 5 * heads * seq / (hidden * tensor)
-    )
+    if activations == "selective" or fused_attention:
+        inner = 0.0
+    else:
+        inner = 5 * heads * seq / (hidden * tensor)
     return sbh * (10 / (tensor if sequence_parallel else 1) + 24 / tensor + inner)
 
 

@@ -179,11 +179,9 @@ class Whole:
     def _operand(self, operand: Any) -> Any:
         if not isinstance(operand, Lazy):
             return operand
-        return (
-            self.sources[operand.sources[0]]
-            if operand.node is None
-            else self.results[operand.node][operand.position]
-        )
+        if operand.node is None:
+            return self.sources[operand.sources[0]]
+        return self.results[operand.node][operand.position]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,11 +314,9 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
         # A broadcast that enlarges the array comes after the gather, which would otherwise send the
         # copies too.
         grows = any(new[d] != (old[old_dims[d]] if d in old_dims else 1) for d in range(len(new)))
-        return (
-            None
-            if grows
-            else tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
-        )
+        if grows:
+            return None
+        return tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
     if name == "reshape" and params.get("dimensions") is None:
         # Dims of 1 may be added or removed. Any other reshape may merge a sharded dim with its
         # neighbour.

@@ -352,9 +352,9 @@ class GatherInterpreter:
             return None
         source = lazy.sources[0]
         # A replicated table's gradient is reduced unsharded, so no rows are sent.
-        return (
-            source if without_axis(source.cotangent, self.rule.axis) != source.cotangent else None
-        )
+        if without_axis(source.cotangent, self.rule.axis) != source.cotangent:
+            return source
+        return None
 
     def unit(self, group: list[int]) -> None:
         """Run the equations of `group` as one rematerialised unit over the parameters they use."""

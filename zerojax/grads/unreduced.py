@@ -472,11 +472,10 @@ class UnreducedGradRewriter(GradRewriter):
             of_rows = self._dim(i, 2)
             of_ids = self._dim(i, 1)
             at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
-            dims = (
-                {1: at, 2: rows[at]}
-                if at >= 0 and at not in numbers.scatter_indices_batching_dims
-                else {}
-            )
+            if at >= 0 and at not in numbers.scatter_indices_batching_dims:
+                dims = {1: at, 2: rows[at]}
+            else:
+                dims = {}
         is_even = all(shapes[operand][dim] % self.rule.count == 0 for operand, dim in dims.items())
         return dims if dims and is_even else None
 

@@ -280,11 +280,10 @@ class Machine:
           ValueError: the rate of 16-bit products, float32 products, memory or the link is unknown.
         """
         figures = self.figures
-        half = (
-            "flops.fp16"
-            if "flops.bf16" not in figures and "flops.fp16" in figures
-            else "flops.bf16"
-        )
+        if "flops.bf16" not in figures and "flops.fp16" in figures:
+            half = "flops.fp16"
+        else:
+            half = "flops.bf16"
         products, single, memory, up, down = self.needs(
             half, "flops.fp32", "memory_rate", "link_up", "link_down"
         )
@@ -357,11 +356,9 @@ def what_is_wrong(name: str, value: Any) -> str | None:
     if name in COUNTS:
         count = as_integer(value)
         fits = count is not None and 1 <= count <= _MOST_COUNT
-        return (
-            None
-            if fits
-            else f"{name} = {_shown(value)}: must be an integer from 1 to {_MOST_COUNT:,}"
-        )
+        if fits:
+            return None
+        return f"{name} = {_shown(value)}: must be an integer from 1 to {_MOST_COUNT:,}"
     if name not in FIGURES:
         top, _, dtype = name.partition(".")
         if top in BY_DTYPE:
@@ -376,19 +373,14 @@ def what_is_wrong(name: str, value: Any) -> str | None:
     if name in _BYTES:
         least = 0 if name == "disk_bytes" else 1
         fits = is_number and value >= least and value == int(value)
-        return (
-            None
-            if fits
-            else f"{name} = {_shown(value)}: must be whole bytes from {least} to {_MOST:g}"
-        )
+        if fits:
+            return None
+        return f"{name} = {_shown(value)}: must be whole bytes from {least} to {_MOST:g}"
     unit = "FLOP" if "." in name else "bytes"
     fits = is_number and value >= _LEAST_RATE
-    return (
-        None
-        if fits
-        else f"{name} = {_shown(value)}: "
-        f"must be {unit} per second, from {_LEAST_RATE:g} to {_MOST:g}"
-    )
+    if fits:
+        return None
+    return f"{name} = {_shown(value)}: must be {unit} per second, from {_LEAST_RATE:g} to {_MOST:g}"
 
 
 def _shown(value: object) -> str:

@@ -171,11 +171,10 @@ def _read(path: str) -> Machine:
         if wrong := what_is_wrong(key, value):
             raise ValueError(f"{places[key]}: {wrong}")
     stem = os.path.splitext(os.path.basename(path))[0]
-    base = (
-        _named(values["base"], f"{places['base']}: base")
-        if "base" in values
-        else Machine(name=stem)
-    )
+    if "base" in values:
+        base = _named(values["base"], f"{places['base']}: base")
+    else:
+        base = Machine(name=stem)
     given = {key: values[key] for key in values if key in FIGURES}
     said = {
         key.removeprefix("source."): text

@@ -47,9 +47,12 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
         stage, copies = (config.stage, shards) if split else (0, shards * replicas)
         elements_sent = collective_elements(elements, stage, copies, count, reductions)
         if streamed and leaf.is_stacked:
-            elements_sent["all_gather"] = (
-                collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
-            )
+            if split:
+                elements_sent["all_gather"] = collective_elements(elements, config.stage, shards)[
+                    "all_gather"
+                ]
+            else:
+                elements_sent["all_gather"] = 0.0
             # Once in forward and once in backward, and again if backward reruns a loop over tiles.
             elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
         if leaf.frozen:  # it is gathered if it is split, and has no gradient

@@ -235,11 +235,9 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
 def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
     """Return the spec of a variable that is the result of a constraint, or None."""
     eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
-    return (
-        _read_constraint(eqn)
-        if eqn is not None and eqn.primitive.name == "sharding_constraint"
-        else None
-    )
+    if eqn is not None and eqn.primitive.name == "sharding_constraint":
+        return _read_constraint(eqn)
+    return None
 
 
 def _read_constraint(eqn: jex.JaxprEqn) -> Spec:

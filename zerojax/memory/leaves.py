@@ -120,9 +120,9 @@ def decoded_bytes(leaf: Leaf, layout: Layout) -> int:
     It is counted for only one of the encoded arrays of a weight.
     """
     of = leaf.decodes
-    return (
-        0 if of is None else local_elements(of.shape, of.spec.base, layout.mesh) * of.dtype.itemsize
-    )
+    if of is None:
+        return 0
+    return local_elements(of.shape, of.spec.base, layout.mesh) * of.dtype.itemsize
 
 
 def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> int:

@@ -59,11 +59,10 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
         bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"]
         + pending["device"]
     )
-    model_state = (
-        {}
-        if state.model_state is None
-        else {"model_state": bytes_by_tier(state.model_state)["device"]}
-    )
+    if state.model_state is None:
+        model_state = {}
+    else:
+        model_state = {"model_state": bytes_by_tier(state.model_state)["device"]}
     streamed = step if isinstance(step, StreamedStep) else None
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)

@@ -122,20 +122,16 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
     """
     config = layout.config
     unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
-    layers = (
-        0
-        if config.update == "in_backward"
-        else grad_elements(layout, blocks=True) * grad_itemsize(layout)
-    )
+    if config.update == "in_backward":
+        layers = 0
+    else:
+        layers = grad_elements(layout, blocks=True) * grad_itemsize(layout)
     tier = config.grads
     if streamed.host is not None:  # callbacks keep the gradients that wait off the device
-        tier = (
-            "device"
-            if not streamed.host.stashes
-            else "nvme"
-            if streamed.host.on_disk
-            else "stashed"
-        )
+        if not streamed.host.stashes:
+            tier = "device"
+        else:
+            tier = "nvme" if streamed.host.on_disk else "stashed"
     host: dict[str, int] = (
         {"grads": layers}
         if tier == "pinned_host"

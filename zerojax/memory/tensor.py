@@ -65,13 +65,10 @@ def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
     for run in layer_ranges(layout):
         # If a tier is named, the layer's input is saved there.
         chosen = run.segment.activations
-        mode = (
-            chosen
-            if chosen == "everything"
-            else "save"
-            if chosen in ("save", "selective")
-            else "remat"
-        )
+        if chosen == "everything":
+            mode = chosen
+        else:
+            mode = "save" if chosen in ("save", "selective") else "remat"
         counts = layers.setdefault(run.stack.name, {})
         counts[mode] = counts.get(mode, 0) + run.num_layers
     return layers

@@ -164,11 +164,10 @@ class AxisNames:
             yield
             return
         mesh = jax.sharding.get_abstract_mesh()
-        seen = (
-            {}
-            if self.mesh_axes is None
-            else {axis: name for name, axis in self.mesh_axes.items() if axis is not None}
-        )
+        if self.mesh_axes is None:
+            seen = {}
+        else:
+            seen = {axis: name for name, axis in self.mesh_axes.items() if axis is not None}
         rules = [
             (name, _seen(axes, mesh.axis_names, seen))
             for name, axes in self.rules or ()
@@ -211,9 +210,9 @@ def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> Abstr
 
 def _names(entry: Any) -> tuple[str, ...]:
     """Return the names of one dim as a tuple."""
-    return (
-        (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, Sequence) else ()
-    )
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry) if isinstance(entry, Sequence) else ()
 
 
 def _entry(axes: Any) -> Any:

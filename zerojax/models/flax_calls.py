@@ -190,12 +190,10 @@ def without_variables(out: Any) -> Any:
         return isinstance(node, nnx.State | nnx.Variable)
 
     def plain(node: Any) -> Any:
-        return (
-            nnx.to_pure_dict(node)
-            if isinstance(node, nnx.State)
-            else node[...]
-            if isinstance(node, nnx.Variable)
-            else node
-        )
+        if isinstance(node, nnx.State):
+            return nnx.to_pure_dict(node)
+        if isinstance(node, nnx.Variable):
+            return node[...]
+        return node
 
     return jax.tree.map(plain, out, is_leaf=is_nnx)

@@ -123,11 +123,10 @@ class LinenPart:
     def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nn.Module:
         """Return the module bound to params and state, with random streams if there is a key."""
         calls = self.calls
-        keys = (
-            None
-            if key is None
-            else {stream: jax.random.fold_in(key, i) for i, stream in enumerate(calls.rngs)}
-        )
+        if key is None:
+            keys = None
+        else:
+            keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(calls.rngs)}
         mutable = [*calls.mutable, *calls.sown] or False
         return self.module.bind(
             {"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable

@@ -38,9 +38,10 @@ class NnxPart:
         self.make = make
         self.names = calls.names
         # If the user asks to train a kind of Variable, its floating arrays are parameters.
-        filters = (
-            calls.trainable if isinstance(calls.trainable, tuple | list) else (calls.trainable,)
-        )
+        if isinstance(calls.trainable, tuple | list):
+            filters = calls.trainable
+        else:
+            filters = (calls.trainable,)
         self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
         graphs = []
         methods = []
@@ -82,11 +83,10 @@ class NnxPart:
             tree, [self._spec(path, variable) for path, variable in flat]
         )
         self.tiles = jax.tree.unflatten(tree, [_read_tiles(v) for _, v in flat])
-        self.frozen = (
-            False
-            if calls.trainable is None
-            else jax.tree.unflatten(tree, self._frozen(flat, calls.trainable))
-        )
+        if calls.trainable is None:
+            self.frozen = False
+        else:
+            self.frozen = jax.tree.unflatten(tree, self._frozen(flat, calls.trainable))
 
     def _frozen(self, flat: Any, trainable: Any) -> list[bool]:
         """Return whether each parameter is frozen, given the parameters with their paths."""
@@ -173,11 +173,9 @@ class NnxPart:
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
         """Return keyword arguments for a call: random streams, if the module takes them."""
-        return (
-            {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))}
-            if self._takes_rngs
-            else {}
-        )
+        if self._takes_rngs:
+            return {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))}
+        return {}
 
     def _streams(self, key: jax.Array | None) -> Any:
         """Return reset random streams: the i-th key depends on (key, i), all counts are 0."""

@@ -83,9 +83,10 @@ class Terms(NamedTuple):
         """
         total = self.total.astype(jnp.float32)
         if self.weight is not None:
-            total = (
-                quotient(total, self.weight) if whole is None else quotient(total * count, whole)
-            )
+            if whole is None:
+                total = quotient(total, self.weight)
+            else:
+                total = quotient(total * count, whole)
         return total if self.added is None else total + self.added.astype(jnp.float32)
 
 
@@ -133,9 +134,10 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
         )
         for name, value in out.metrics.items()
     }
-    weight = (
-        None if out.weight is None else jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
-    )
+    if out.weight is None:
+        weight = None
+    else:
+        weight = jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
     return _without_faults(Loss(out.total, weight, metrics))
 
 
@@ -247,9 +249,10 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
                     f"stacks return metric {name!r} in different shapes, {shapes}: rename it in "
                     "one of them"
                 )
-            metrics[name] = (
-                jax.tree.map(jnp.add, metrics[name], value) if name in metrics else value
-            )
+            if name in metrics:
+                metrics[name] = jax.tree.map(jnp.add, metrics[name], value)
+            else:
+                metrics[name] = value
     return Loss(sum(loss.total.astype(jnp.float32) for loss in given), None, metrics)
 
 

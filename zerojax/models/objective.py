@@ -89,11 +89,10 @@ def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -
         )
     total = out[1].total
     # A block with only metrics adds a plain 0.
-    added = (
-        dataclasses.replace(out[1], total=jnp.float32(total))
-        if isinstance(total, int | float)
-        else out[1]
-    )
+    if isinstance(total, int | float):
+        added = dataclasses.replace(out[1], total=jnp.float32(total))
+    else:
+        added = out[1]
     return BlockOutput(out[0], as_loss(added, "what a block adds to the loss"), state)
 
 
@@ -139,9 +138,9 @@ def in_stack(name: str) -> Iterator[None]:
 
 def call_context(model: LayeredModel, batch: Batch) -> Any:
     """Return what all blocks read of a batch, or None if the model has no context."""
-    return (
-        None if model.context is None else _arrays(model.context(batch), "the context of a model")
-    )
+    if model.context is None:
+        return None
+    return _arrays(model.context(batch), "the context of a model")
 
 
 def _arrays(tree: Tree, what: str) -> Any:
@@ -231,9 +230,9 @@ def build_objective(
         data ...) and the name of its stack; it decides what is saved for backward.
       constrain: function applied to the activations at layer boundaries.
     """
-    return (
-        _layered(model, region, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
-    )
+    if isinstance(model, LayeredModel):
+        return _layered(model, region, constrain)
+    return _unlayered(model)
 
 
 def _unlayered(model: Model) -> Objective:
@@ -256,11 +255,10 @@ def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any
         loss, outer_state = call_head(
             model, params["head"], params["embed"], x, batch, of_head, outer_state
         )
-        after = (
-            None
-            if state is None
-            else {**outer_state, **({} if of_blocks is None else {BLOCKS: of_blocks})}
-        )
+        if state is None:
+            after = None
+        else:
+            after = {**outer_state, **({} if of_blocks is None else {BLOCKS: of_blocks})}
         return with_blocks(loss, added), after
 
     return objective
@@ -329,11 +327,10 @@ def _layers(
         params: Params, batch: Batch, key: Key, state: State
     ) -> tuple[Any, Any, State, State]:
         context = constrain(call_context(model, batch))
-        outer_state = (
-            None
-            if state is None
-            else {name: tree for name, tree in state.items() if name != BLOCKS}
-        )
+        if state is None:
+            outer_state = None
+        else:
+            outer_state = {name: tree for name, tree in state.items() if name != BLOCKS}
         x, outer_state = call_embed(
             model, params["embed"], batch, _derive_key(key, embed_number(model)), outer_state
         )

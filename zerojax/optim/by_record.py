@@ -86,11 +86,9 @@ class RecordUpdate:
           index: index of the unstacked leaf.
           most: maximum number of pieces.
         """
-        return (
-            cut_leaf(self.records, index, most)
-            if isinstance(self.rule, ElementwiseUpdate)
-            else None
-        )
+        if isinstance(self.rule, ElementwiseUpdate):
+            return cut_leaf(self.records, index, most)
+        return None
 
     def num_pieces(self) -> dict[int, int]:
         """Return {index of an unstacked leaf: number of pieces in which the device updates it}.

@@ -101,9 +101,10 @@ class HostRule:
             slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
             for slot, value, kind in zip(self.crossing, values, kinds, strict=True):
                 value = value.astype(kind)
-                slots[slot] = (
-                    jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
-                )
+                if slot in self.fills:
+                    slots[slot] = jnp.broadcast_to(value, self.fills[slot])
+                else:
+                    slots[slot] = value
             evaluate(self.elements, slots)
             return [read(ref, slots) for ref in self.program.outputs]
 

@@ -85,13 +85,10 @@ class HostState:
 
         The weight and the parameter are left out if they are stored on the device.
         """
-        weight = (
-            master[index : index + 1]
-            if master is not None
-            else params[index : index + 1]
-            if self.params_away
-            else []
-        )
+        if master is not None:
+            weight = master[index : index + 1]
+        else:
+            weight = params[index : index + 1] if self.params_away else []
         cast = params[index : index + 1] if self.layout.has_master and self.params_away else []
         return [*weight, *(opt[j] for j in self.layout.opt_map.list_state_leaves((index,))), *cast]
 

@@ -462,9 +462,10 @@ class LateRecord:
         stacks = self._stacks(states)
         found = list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
-            shape = (
-                stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
-            )
+            if n < self.num_own:
+                shape = stack.shape[1:]
+            else:
+                shape = self.pieces[self._leaf_of[n]].shape(stack)
             found.append(
                 jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding)
             )

@@ -107,17 +107,15 @@ def keep_in_bfloat16(
         for j, owner in owners.items():
             of_owner.setdefault(owner, []).append(j)
         for owner, mirrors in of_owner.items():
-            bits = (
-                [None] * len(mirrors)
-                if nearest
-                else random_bits(state.step, grads[owner], [widened[j] for j in mirrors])
-            )
+            if nearest:
+                bits = [None] * len(mirrors)
+            else:
+                bits = random_bits(state.step, grads[owner], [widened[j] for j in mirrors])
             for j, r in zip(mirrors, bits, strict=True):
-                after[j] = (
-                    after[j].astype(jnp.bfloat16)
-                    if r is None
-                    else round_stochastically(after[j], r)
-                )
+                if r is None:
+                    after[j] = after[j].astype(jnp.bfloat16)
+                else:
+                    after[j] = round_stochastically(after[j], r)
         return updates, RoundedState(state.step + 1, jax.tree.unflatten(tree, after))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -597,11 +597,10 @@ class HostUpdate:
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
         # Not jnp.stack: `zerojax.program.call_order` recognizes the layers by these concatenations.
-        told = (
-            jnp.concatenate([value[None].astype(jnp.int32) for value in where])
-            if where
-            else jnp.zeros(0, jnp.int32)
-        )
+        if where:
+            told = jnp.concatenate([value[None].astype(jnp.int32) for value in where])
+        else:
+            told = jnp.zeros(0, jnp.int32)
         return island(positions, token, told, arrays, scalars, list(operands))
 
     def first_token(self, state: TrainState) -> Array:

@@ -51,9 +51,9 @@ def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
       clip_norm: maximum norm after clipping; None does not clip.
     """
     # For a norm of 0 the factor is 1: the infinite quotient is not selected.
-    return (
-        jnp.float32(1) if clip_norm is None else jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
-    )
+    if clip_norm is None:
+        return jnp.float32(1)
+    return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
 
 
 def update_if(

@@ -250,11 +250,10 @@ class Planner:
             if value is None
         ]
         if wrong or not isinstance(mesh, Mesh):
-            shown = (
-                f"lacks {', '.join(wrong)}"
-                if wrong
-                else f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
-            )
+            if wrong:
+                shown = f"lacks {', '.join(wrong)}"
+            else:
+                shown = f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
             raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {shown}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -785,8 +784,6 @@ def _reason(fields: str, text: str) -> str:
     The fields and the remedy are cut from the error's text.
     """
     first = text.split("; ")[0]
-    return (
-        f" {first.removeprefix(fields).lstrip()}"
-        if first.startswith(f"{fields} with")
-        else f": {first}"
-    )
+    if first.startswith(f"{fields} with"):
+        return f" {first.removeprefix(fields).lstrip()}"
+    return f": {first}"

@@ -133,11 +133,10 @@ def what_lacks(lack: Shortfall) -> str:
 
     It has the needed and the available bytes per device.
     """
-    what = (
-        f"{lack.what} needs"
-        if lack.what != BOTH
-        else "device and pinned_host, which share one memory on a CPU, need"
-    )
+    if lack.what != BOTH:
+        what = f"{lack.what} needs"
+    else:
+        what = "device and pinned_host, which share one memory on a CPU, need"
     return (
         f"{what} {format_bytes(lack.needed)} of a device's {format_bytes(lack.had)} "
         f"({lack.needed:,.0f} and {lack.had:,.0f})"

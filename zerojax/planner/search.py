@@ -522,9 +522,9 @@ class Search:
         """Return the bytes of a config's program if it fits, or None."""
         of_config = self.estimate(config, tiles)
         exact = self._of_program(config, tiles)
-        return (
-            exact if exact is not None and self._fits(exact.needed(of_config), of_config) else None
-        )
+        if exact is not None and self._fits(exact.needed(of_config), of_config):
+            return exact
+        return None
 
     def _of_program(self, config: ZeroConfig, tiles: int) -> Exact | None:
         """Return the bytes of the real program, or None if it cannot be built.
@@ -544,9 +544,9 @@ class Search:
     def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Shortfall]:
         """Return what a config lacks by its program's bytes; nothing if no program can be built."""
         exact = None if self.exact is None else self._of_program(config, tiles)
-        return (
-            [] if exact is None else self.limits.missing(exact.needed(self.estimate(config, tiles)))
-        )
+        if exact is None:
+            return []
+        return self.limits.missing(exact.needed(self.estimate(config, tiles)))
 
     def _fits(self, of_tiers: Mapping[str, float], of_config: Estimate) -> bool:
         lacks = self.limits.missing(of_tiers)
@@ -566,11 +566,10 @@ class Search:
         least = self.limits.min_disk_days
         if least is not None and lacks[0].what != DAYS:  # would the disk last if memory sufficed?
             days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
-            lacks = (
-                [*lacks, Shortfall(DAYS, least, days)]
-                if days is not None and days < least
-                else lacks
-            )
+            if days is not None and days < least:
+                lacks = [*lacks, Shortfall(DAYS, least, days)]
+            else:
+                lacks = lacks
             lacks = sorted(lacks, key=lambda lack: -lack.share)
         if nearest is None or lacks[0].share < nearest.lacks[0].share:
             self.tally.nearest = ClosestInfeasible(tuple(lacks), of_config.config, of_config.tiles)

@@ -193,9 +193,10 @@ def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[C
     A smaller fraction leaves more memory for activations.
     """
     for candidate in candidates:
-        fractions = (
-            _FRACTIONS if space.leaves_fraction(candidate.fields) else (candidate.fields[FRACTION],)
-        )
+        if space.leaves_fraction(candidate.fields):
+            fractions = _FRACTIONS
+        else:
+            fractions = (candidate.fields[FRACTION],)
         for fraction in fractions:
             yield candidate._replace(fields={**candidate.fields, FRACTION: fraction})
 

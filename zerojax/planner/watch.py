@@ -146,8 +146,6 @@ class StepWatch:
                 f"the disk: the devices wait for it {stall:.3g} s, "
                 f"not {exposed['read'] + exposed['write']:.3g} s"
             )
-        return (
-            "compute or the link: the devices wait no longer for the disk than planned"
-            if stall
-            else "compute or the link"
-        )
+        if stall:
+            return "compute or the link: the devices wait no longer for the disk than planned"
+        return "compute or the link"

@@ -243,9 +243,10 @@ class IndexEvaluator:
         site = find_site(eqn.params["callback"])
         assert site is not None
         layers = self.layers.setdefault(site, [])
-        layer = (
-            where.values[1] if isinstance(where, _Parts) else None if where is None else where[1:2]
-        )
+        if isinstance(where, _Parts):
+            layer = where.values[1]
+        else:
+            layer = None if where is None else where[1:2]
         if layer is None or isinstance(layer, _Parts):
             self.layers[site] = None
         elif layers is not None:

@@ -238,11 +238,9 @@ class StepCompiler:
             size = batch_size(batch) if rows is None else None
 
             def sharding(a: Any) -> Any:
-                return (
-                    ActivationSpec(mesh).batch(len(a.shape))
-                    if a.shape[:1] == (size,)
-                    else named(mesh, ())
-                )
+                if a.shape[:1] == (size,):
+                    return ActivationSpec(mesh).batch(len(a.shape))
+                return named(mesh, ())
 
             at = jax.tree.map(sharding, jax.eval_shape(function, *args))
             self._applies[key] = jax.jit(function, out_shardings=at, compiler_options=self.options)

@@ -245,11 +245,9 @@ def _below(tree: Tree, path: Sequence[str]) -> Any:
 
 def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
     """Return the stacks of layers and their leaves; empty for a Model."""
-    return (
-        list(zip(list_stacks(model), layout.stacks, strict=True))
-        if isinstance(model, LayeredModel)
-        else []
-    )
+    if isinstance(model, LayeredModel):
+        return list(zip(list_stacks(model), layout.stacks, strict=True))
+    return []
 
 
 def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
@@ -414,11 +412,10 @@ def _fill_frozen(
             return records.weight(i).store(weights[i], room)
 
         # One leaf after another, for the reason given in `StateRecords.put_leaf`.
-        rooms[i] = (
-            one_trip(0, store, rooms[i], records.mesh)
-            if records.weight(i).is_away
-            else store(0, rooms[i])
-        )
+        if records.weight(i).is_away:
+            rooms[i] = one_trip(0, store, rooms[i], records.mesh)
+        else:
+            rooms[i] = store(0, rooms[i])
 
     def write(
         rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]

@@ -213,9 +213,10 @@ class ParamReader:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
                     index = Tile(layer, k, group.num_tiles)
-                    trained = (
-                        self._read_record(states, group.leaves, index, ema) if group.leaves else []
-                    )
+                    if group.leaves:
+                        trained = self._read_record(states, group.leaves, index, ema)
+                    else:
+                        trained = []
                     return trained + read_frozen(state, group.frozen, index)
 
                 # The full layer is needed here, so its tiles are stacked again.

@@ -150,9 +150,10 @@ class Runner:
           SwapError: an earlier program failed.
         """
         # Kernels are bound to the state's memory, so nothing may still be writing it.
-        addresses = (
-            [] if self.host is None else self.host.binding.prepare(jax.block_until_ready(state))
-        )
+        if self.host is None:
+            addresses = []
+        else:
+            addresses = self.host.binding.prepare(jax.block_until_ready(state))
         if self.swap is not None:
             self.swap.begin(state, moves, written)
         return addresses

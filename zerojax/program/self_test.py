@@ -49,11 +49,10 @@ class SelfTest:
 
     def __str__(self) -> str:
         """Return the checks that were made, one per line."""
-        offsets = (
-            "compared by XLA, slice by slice"
-            if self.offsets_verified
-            else "not compared: not supported by this device or jaxlib"
-        )
+        if self.offsets_verified:
+            offsets = "compared by XLA, slice by slice"
+        else:
+            offsets = "not compared: not supported by this device or jaxlib"
         return "\n".join(
             [
                 f"offsets in host memory: {offsets}",

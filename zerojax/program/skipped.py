@@ -62,9 +62,9 @@ class SkippedSteps:
         self._has_fault = self._has_fault or bool(found)
         if self._count == self._most:
             return self._advice(metrics, found)
-        return (
-            f"a step was skipped, and its state is unchanged: {worded(found)}" if is_new else None
-        )
+        if is_new:
+            return f"a step was skipped, and its state is unchanged: {worded(found)}"
+        return None
 
     def _advice(self, metrics: Mapping[str, Any], found: Mapping[str, float]) -> str:
         loss = float(metrics.get("loss", 0))

@@ -110,15 +110,15 @@ class ResidentStep:
             # `build_grads` returns means, so the kernels have nothing to divide by.
             self.host = HostUpdate(update, stashes=False, summed=1)
         self.objective = plain_objective(model, layout)
-        self._stored_objective = (
-            stored_objective(model, layout) if layout.encodings else self.objective
-        )
+        if layout.encodings:
+            self._stored_objective = stored_objective(model, layout)
+        else:
+            self._stored_objective = self.objective
         layers = layout.stack_layers or {"": 1}  # a Model counts as one layer
-        stream = (
-            str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel))
-            if layout.stack_layers
-            else ""
-        )
+        if layout.stack_layers:
+            stream = str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel))
+        else:
+            stream = ""
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
         schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
         self.stacks = {
@@ -148,11 +148,9 @@ class ResidentStep:
     def _update(self) -> Update:
         if self.host is not None:
             return update_on_host(self.host)
-        return (
-            build_update(self.tx, self.layout)
-            if self.update is None
-            else update_by_record(self.update)
-        )
+        if self.update is None:
+            return build_update(self.tx, self.layout)
+        return update_by_record(self.update)
 
     def evaluated(
         self, params: Params, batch: Batch, key: Any, model_state: ModelState
@@ -224,11 +222,9 @@ class ResidentStep:
 
     def _moves(self, phases: tuple[str, ...] | None = None) -> tuple[Move, ...]:
         disk = self.layout.disk
-        return (
-            ()
-            if disk is None
-            else list_moves(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
-        )
+        if disk is None:
+            return ()
+        return list_moves(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
 
     def grads_moves(self) -> tuple[Move, ...]:
         """Return no moves: parameters are on the device, and the optimizer state is not read."""
@@ -277,11 +273,10 @@ def plain_objective(
             return function
         if kept == "remat":
             return jax.checkpoint(function, prevent_cse=False)
-        leaves = (
-            [layout.all_leaves[i] for i in stacks[stack]]
-            if as_stored
-            else layout.decoded_leaves(stacks[stack])
-        )
+        if as_stored:
+            leaves = [layout.all_leaves[i] for i in stacks[stack]]
+        else:
+            leaves = layout.decoded_leaves(stacks[stack])
         return keep_products(
             function, prevent_cse=False, splits=build_splits(layout, leaves, 1), group=stack
         )
@@ -370,11 +365,10 @@ def build_grads(
     derive = unreduced_grads(derive, layout.mesh) if layout.reduces_once else derive
     # Sums over microbatches are on the update's shards, or each device holds its own.
     whole_at = layout.param_shardings(False)
-    own_at = (
-        jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at)
-        if layout.reduces_once
-        else None
-    )
+    if layout.reduces_once:
+        own_at = jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at)
+    else:
+        own_at = None
     sums_at = own_at if layout.reduces_once else grads_at
 
     def of_microbatch(

@@ -323,9 +323,10 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
 
 def first_host(nodes: str) -> str:
     """Return the first host of a Slurm list: "node001" for "node[001-015,020],other"."""
-    name, bracket, rest = (
-        re.split(r"(\[|,)", nodes, maxsplit=1) if re.search(r"[\[,]", nodes) else (nodes, "", "")
-    )
+    if re.search(r"[\[,]", nodes):
+        name, bracket, rest = re.split(r"(\[|,)", nodes, maxsplit=1)
+    else:
+        name, bracket, rest = (nodes, "", "")
     if bracket != "[":
         return name
     numbers, _, after = rest.partition("]")

@@ -587,11 +587,10 @@ def _leave(process: int) -> None:
     if os.getpid() != process or distributed.global_state.client is None:
         return  # a fork of the process, or it has already left the others by itself
     error = getattr(sys, "last_value", None)
-    why = (
-        "ended"
-        if error is None
-        else f"ended with {type(error).__name__} ({str(error)[:_MOST_REASON]})"
-    )
+    if error is None:
+        why = "ended"
+    else:
+        why = f"ended with {type(error).__name__} ({str(error)[:_MOST_REASON]})"
     for peers in _ALL.values():
         peers.leave(why)
     for peers in _ALL.values():

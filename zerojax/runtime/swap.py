@@ -445,11 +445,10 @@ class SwapSession:
         # All devices hold the same number, so only one is asked.
         numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
         if wrong := {int(number[0]) for number in numbers} - {self.swap.generation}:
-            there = (
-                f"number {self.swap.generation}"
-                if self.swap.generation
-                else "none, since a step was interrupted"
-            )
+            if self.swap.generation:
+                there = f"number {self.swap.generation}"
+            else:
+                there = "none, since a step was interrupted"
             raise ValueError(
                 f"this state (number {min(wrong)}) is not the one on disk ({there}): a program has "
                 "only one state there, which its last init or step returned. This state was "

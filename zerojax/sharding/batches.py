@@ -57,11 +57,10 @@ class Rows:
             return a
         rest = a.shape[1:]
         # [parts B' / parts, ...] -> [parts, B / parts, ...] -> [B, ...]
-        rows = (
-            a.reshape(parts, -1, *rest)[:, : self.size // parts].reshape(self.size, *rest)
-            if parts > 1
-            else a[: self.size]
-        )
+        if parts > 1:
+            rows = a.reshape(parts, -1, *rest)[:, : self.size // parts].reshape(self.size, *rest)
+        else:
+            rows = a[: self.size]
         # Uneven: the last devices get fewer rows, or none.
         return jax.lax.with_sharding_constraint(rows, ActivationSpec(mesh).batch(a.ndim))
 
@@ -116,11 +115,9 @@ def place_any_batch(batch: Batch, mesh: Mesh) -> tuple[Any, Rows | None]:
             return _own(leaf)
         rows = leaf[np.minimum(np.arange(padded // _parts(leaf, mesh)), leaf.shape[0] - 1)]
         # Indexing with an array of row numbers already copies.
-        return (
-            rows.astype(device_dtype("a leaf", leaf.dtype), copy=False)
-            if isinstance(leaf, np.ndarray)
-            else rows
-        )
+        if isinstance(leaf, np.ndarray):
+            return rows.astype(device_dtype("a leaf", leaf.dtype), copy=False)
+        return rows
 
     return _place(jax.tree.map(pad, batch), mesh), rows
 
@@ -226,9 +223,9 @@ def _own(leaf: Any) -> Any:
 
     JAX arrays are returned unchanged, since nobody writes to them.
     """
-    return (
-        np.array(leaf, device_dtype("a leaf", leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
-    )
+    if isinstance(leaf, np.ndarray):
+        return np.array(leaf, device_dtype("a leaf", leaf.dtype))
+    return leaf
 
 
 def _brought(leaf: Any, mesh: Mesh) -> Any:

@@ -89,11 +89,10 @@ class DiskLayout:
     def shared_bytes(self, records: DiskRecords) -> int:
         """Return the bytes of the buffers that a kind shares with others, or 0 if none."""
         sizes = [r.num_bytes for r in self.kinds.values() if r.in_turn]
-        size = (
-            shared_bytes(sizes, self.config.prefetch_distance, records.in_place)
-            if records.in_turn
-            else 0
-        )
+        if records.in_turn:
+            size = shared_bytes(sizes, self.config.prefetch_distance, records.in_place)
+        else:
+            size = 0
         # The few records that are larger than the shared buffers have their own buffers.
         return size if records.num_bytes <= size else 0
 

@@ -787,14 +787,13 @@ def _with_decoded(
     waiting = {leaf.path: leaf for leaf in given if leaf.name in encodings}
     leaves = []
     for leaf in table:
-        of = (
-            next(
+        if leaf.frozen:
+            of = next(
                 (waiting.pop(path) for path in list(waiting) if leaf.path[: len(path)] == path),
                 None,
             )
-            if leaf.frozen
-            else None
-        )
+        else:
+            of = None
         leaves.append(leaf if of is None else dataclasses.replace(leaf, decodes=of))
     return tuple(leaves)
 
@@ -932,11 +931,10 @@ def _report_widened(params: Params, config: ZeroConfig) -> None:
         if leaf.dtype.itemsize < 4
     ]
     if narrow:
-        kept = (
-            "float32"
-            if config.precision == "fp32"
-            else f"{PRECISIONS[config.precision].compute_dtype} with float32 masters"
-        )
+        if config.precision == "fp32":
+            kept = "float32"
+        else:
+            kept = f"{PRECISIONS[config.precision].compute_dtype} with float32 masters"
         logger.warning(
             "%d parameter leaves, such as %s, are made in %s, but kept in %s: precision=%r chooses "
             "the dtype, not the model's param_dtype. 16 bits only round the initial weights, so "

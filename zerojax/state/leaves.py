@@ -154,8 +154,6 @@ def stack_name(model: Model | LayeredModel, path: Sequence[Any]) -> str:
 
     It is "" if the model has only one stack, or the leaf is unstacked.
     """
-    return (
-        path[1].key
-        if is_stacked(model, path) and isinstance(model, LayeredModel) and model.stacks
-        else ""
-    )
+    if is_stacked(model, path) and isinstance(model, LayeredModel) and model.stacks:
+        return path[1].key
+    return ""

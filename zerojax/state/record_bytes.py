@@ -57,9 +57,10 @@ def record_bytes(
         )
 
     # Masters are float32, and are stored in one record with the optimizer state.
-    opt_state = (
-        num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
-    )
+    if layout.has_master:
+        opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4)
+    else:
+        opt_state = 0
     if layout.updates_by_record:
         opt_map = layout.opt_map
         for j in opt_map.list_state_leaves(part):
@@ -149,11 +150,9 @@ def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
       records: how the state is stored.
       part: indices of the trainable leaves.
     """
-    return (
-        record_bytes(records, part)["opt_state"]
-        if records.layout.has_master
-        else stored_bytes(records, part)
-    )
+    if records.layout.has_master:
+        return record_bytes(records, part)["opt_state"]
+    return stored_bytes(records, part)
 
 
 def unstacked_leaves(
@@ -180,11 +179,10 @@ def unstacked_leaves(
         weight = records.weight(i)
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
-            name = (
-                str(i)
-                if weight.disk_records is None
-                else weight.disk_records.kind.partition(".")[2]
-            )
+            if weight.disk_records is None:
+                name = str(i)
+            else:
+                name = weight.disk_records.kind.partition(".")[2]
             sizes = {"frozen": size} | _on_disk(records, (), (i,), ())
             leaves.append(UnstackedLeaf(name, {"frozen": find_tier([weight])}, sizes, frozen=True))
             continue

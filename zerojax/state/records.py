@@ -149,18 +149,18 @@ class RecordSpec:
         """
         if isinstance(value, OnDisk):
             return read_layer([self], [value], jnp.int32(0))[0]
-        return (
-            jax.device_put(value, place(self.mesh, self.spec, "device")) if self.is_away else value
-        )
+        if self.is_away:
+            return jax.device_put(value, place(self.mesh, self.spec, "device"))
+        return value
 
     def store(self, value: Array, old: Any = None) -> Any:
         """Move a value from the device to its tier; in the nvme tier, `old` is overwritten."""
         if isinstance(old, OnDisk):
             return write_layer([self], [old], jnp.int32(0), [value])[0]
         value = jax.lax.with_sharding_constraint(value, self.sharding)
-        return (
-            jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
-        )
+        if self.is_away:
+            return jax.device_put(value, place(self.mesh, self.spec, self.tier))
+        return value
 
 
 def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index) -> list[Array]:
@@ -259,9 +259,9 @@ def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
     # An OnDevice index also serves stacks that are not Split, such as gradients: the layer alone is
     # their index.
     layer = index.layer if isinstance(index, OnDevice) else index
-    return (
-        (stack.host, layer - stack.device.shape[0]) if isinstance(stack, Split) else (stack, layer)
-    )
+    if isinstance(stack, Split):
+        return (stack.host, layer - stack.device.shape[0])
+    return (stack, layer)
 
 
 def _on_disk(stack: Any, index: Index) -> OnDisk | None:

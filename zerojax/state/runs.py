@@ -61,9 +61,10 @@ class LayerRange:
         """
         if not self.is_segment:
             return self.stack.name
-        layers = (
-            f"layers {self.first}-{self.stop - 1}" if self.num_layers > 1 else f"layer {self.first}"
-        )
+        if self.num_layers > 1:
+            layers = f"layers {self.first}-{self.stop - 1}"
+        else:
+            layers = f"layer {self.first}"
         return f"{self.stack.name} {layers}".lstrip()
 
     @property

@@ -186,11 +186,10 @@ class StateRecords:
             return
 
         def declare(kind: str, count: int, part: Sequence[int], in_turn: bool = False) -> None:
-            masters = (
-                [self._weight(self.master, i, jnp.float32) for i in part]
-                if self.layout.has_master
-                else []
-            )
+            if self.layout.has_master:
+                masters = [self._weight(self.master, i, jnp.float32) for i in part]
+            else:
+                masters = []
             members = masters + [self._moment(j) for j in self.opt_map.list_state_leaves(part)]
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
@@ -264,13 +263,10 @@ class StateRecords:
         # parameters, which programs fetch. Frozen parameters are never written, so the host does
         # not touch them.
         is_frozen = kind.split(".")[0] == "frozen"
-        used_by = (
-            "program"
-            if is_frozen or not on_host
-            else "both"
-            if kind.startswith("params")
-            else "host"
-        )
+        if is_frozen or not on_host:
+            used_by = "program"
+        else:
+            used_by = "both" if kind.startswith("params") else "host"
         specs = [member.specs[member.index] for member in members]
         disk_records = disk.declare(
             kind,
@@ -294,11 +290,9 @@ class StateRecords:
         Args:
           index: index of the leaf in `Layout.all_leaves`.
         """
-        return (
-            self.params[index]
-            if index < len(self.leaves)
-            else self.frozen[index - len(self.leaves)]
-        )
+        if index < len(self.leaves):
+            return self.params[index]
+        return self.frozen[index - len(self.leaves)]
 
     # --- the state as flat lists ------------------------------------------------------------------
 

@@ -39,17 +39,15 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Params) -> list[b
         number that does not divide the tiles of a leaf.
     """
     is_layered = isinstance(model, LayeredModel)
-    params, what = (
-        (abstract_params[BLOCKS], "parameters of one layer")
-        if is_layered
-        else (abstract_params, "parameters")
-    )
+    if is_layered:
+        params, what = (abstract_params[BLOCKS], "parameters of one layer")
+    else:
+        params, what = (abstract_params, "parameters")
     try:
-        tiles = (
-            of_every_stack(model, model.tiles, False)
-            if isinstance(model, LayeredModel)
-            else model.tiles
-        )
+        if isinstance(model, LayeredModel):
+            tiles = of_every_stack(model, model.tiles, False)
+        else:
+            tiles = model.tiles
         flag_tree = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), tiles, params)
         flags = jax.tree.leaves(flag_tree)
     except (ValueError, TypeError, AttributeError) as e:

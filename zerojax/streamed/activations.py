@@ -225,11 +225,9 @@ class BlockTracer:
         Stacks of tiles are None.
         """
         leaves = self.stack.without_tiles(full)
-        return (
-            jax.tree.leaves(self.block_tree(leaves), is_leaf=lambda node: node is None)
-            if self.layout.encodings
-            else leaves
-        )
+        if self.layout.encodings:
+            return jax.tree.leaves(self.block_tree(leaves), is_leaf=lambda node: node is None)
+        return leaves
 
     def abstract_call(self, x: Any, inputs: LayerInputs, count: int) -> tuple[Any, Any, Any, Given]:
         """Return the shapes of a block's arguments for one microbatch: (params, x, key, given).
@@ -464,11 +462,9 @@ class BlockTracer:
         """
         loops = [tiles for _, tiles in self.stack.loops]
         traced = self.traced_eval
-        return (
-            {}
-            if traced is None
-            else {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
-        )
+        if traced is None:
+            return {}
+        return {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles in a tick of each phase of a step, in order.

@@ -145,11 +145,9 @@ class EmbedHead:
 
         Returns the final carry and the stacked results.
         """
-        return (
-            function(carry, pieces)
-            if self.microbatches.count == 1
-            else jax.lax.scan(function, carry, pieces)
-        )
+        if self.microbatches.count == 1:
+            return function(carry, pieces)
+        return jax.lax.scan(function, carry, pieces)
 
     def abstract_inputs(
         self, abstract_params: Params, abstract_state: Any, abstract_batch: Batch
@@ -412,11 +410,9 @@ class EmbedHead:
         # microbatch's gradients are added in their own dtype.
         if self.microbatches.count > 1:
             g_unstacked = self.microbatches.fold(one, g_unstacked, dx, batch, keys, states)[0]
-            return (
-                self.plan.reduced(g_unstacked, self.plan.unstacked)
-                if self.plan.layout.reduces_once
-                else g_unstacked
-            )
+            if self.plan.layout.reduces_once:
+                return self.plan.reduced(g_unstacked, self.plan.unstacked)
+            return g_unstacked
         return [a + b for a, b in zip(g_unstacked, one(dx, batch, keys, states)[0], strict=True)]
 
     def _reduced(self, grads: Grads) -> list[Array]:

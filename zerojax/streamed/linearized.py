@@ -90,11 +90,10 @@ def linearized(
             trained: list[Any], floats: Any, context: Context
         ) -> tuple[Any, tuple[Any, Loss | None]]:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            seen = (
-                given._replace(context=merged(context, given.context))
-                if traced.of_context
-                else given
-            )
+            if traced.of_context:
+                seen = given._replace(context=merged(context, given.context))
+            else:
+                seen = given
             y, added = block(
                 jax.tree.unflatten(jax.tree.structure(params), whole), merged(floats, x), key, seen
             )

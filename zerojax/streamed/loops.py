@@ -149,11 +149,10 @@ class StackLoops:
         params = self._params(full, microbatches.count)
         # Several microbatches are a loop inside the tick. In the loop's body this work would be
         # repeated for each of them.
-        work = (
-            (next_full if now.takes_record else None, now.landing)
-            if microbatches.count == 1
-            else None
-        )
+        if microbatches.count == 1:
+            work = (next_full if now.takes_record else None, now.landing)
+        else:
+            work = None
 
         def run(x: Any, key: Any, context: Context) -> tuple[Any, Loss | None, list[Array], Any]:
             args = (
@@ -256,9 +255,10 @@ class StackLoops:
             full, next_full = self._turn(full, now, take)
             # With gather_ahead, the record taken holds the next layer's parameters and residuals.
             arrived = record[num_params:]
-            fetched, next_fetched = (
-                (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
-            )
+            if ahead:
+                fetched, next_fetched = (fetched, arrived if now.takes_record else fetched)
+            else:
+                fetched, next_fetched = (arrived, None)
             values = residuals.read(stacks, fetched, now.layer)
             crossing = crossed = None
             if residuals.tiled is None:
@@ -355,14 +355,14 @@ class StackLoops:
         count = self.microbatches.count
         params = self._params(full, count)
         crossed = None if crossing is None else crossing.begin()
-        work = (
-            (next_full if now.takes_record else None, now.landing, crossed) if count == 1 else None
-        )
-        turns = (
-            []
-            if crossing is None
-            else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
-        )
+        if count == 1:
+            work = (next_full if now.takes_record else None, now.landing, crossed)
+        else:
+            work = None
+        if crossing is None:
+            turns = []
+        else:
+            turns = [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
 
         def derive(
             dx: Any, values: list[Array], key: Any, context: Context

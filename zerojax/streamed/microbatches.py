@@ -38,9 +38,9 @@ class Microbatches:
         """Apply `function` to every microbatch: dim 0 of the trees if there are several."""
         # A loop, not a vmap, so that the intermediate values of only one microbatch are live at a
         # time.
-        return (
-            function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
-        )
+        if self.count == 1:
+            return function(*trees)
+        return jax.lax.map(lambda one: function(*one), trees)
 
     def fold(
         self,
@@ -86,28 +86,23 @@ class Microbatches:
         if self.count == 1:
             return batch, key
         # The resident step folds in the same numbers, so both draw the same masks.
-        keys = (
-            None
-            if key is None
-            else jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
-        )
+        if key is None:
+            keys = None
+        else:
+            keys = jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
         return split_microbatches(batch, self.count), keys
 
     def repeated(self, tree: Tree) -> Any:
         """Repeat a tree that is the same for all microbatches along dim 0, if there are several."""
-        return (
-            tree
-            if self.count == 1
-            else jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
-        )
+        if self.count == 1:
+            return tree
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
 
     def derive_keys(self, keys: Any, layer: Array) -> Any:
         """Return the key of one layer for each microbatch."""
-        return (
-            derive_key(keys, layer)
-            if self.count == 1 or keys is None
-            else jax.vmap(lambda key: derive_key(key, layer))(keys)
-        )
+        if self.count == 1 or keys is None:
+            return derive_key(keys, layer)
+        return jax.vmap(lambda key: derive_key(key, layer))(keys)
 
     def constrain(self, x: Any) -> Any:
         """Constrain the activations of all microbatches to the batch's sharding."""

@@ -162,11 +162,10 @@ def run_phase(
             carry, landed = tick(carry, now)
             if landed is not None:
                 # The record was taken out of this slot before.
-                ring = (
-                    landed
-                    if single
-                    else [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
-                )
+                if single:
+                    ring = landed
+                else:
+                    ring = [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
             return carry, ring
 
         carry, ring = run_loop(loop.start, loop.stop, body, (carry, ring), mesh)
@@ -201,9 +200,9 @@ def _fetch_all(
     single = len(layers) == 1
     if adds_order(mesh):
         records = [fetch(jnp.int32(layer) + begin) for layer in layers]
-        return (
-            records[0] if single else [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
-        )
+        if single:
+            return records[0]
+        return [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
 
     def put(n: Array, ring: list[Array], start: int, step: int) -> list[Array]:
         record = fetch(_linear(layers[start], step, start, n, added))

@@ -140,11 +140,9 @@ class StackPlan:
     @property
     def loops(self) -> list[tuple[TileGroup, TileLoops]]:
         """The groups of tile stacks, each with the loops over its tiles."""
-        return (
-            list(zip(self.groups, self.schedule.tiles, strict=True))
-            if isinstance(self.schedule, TiledSchedule)
-            else []
-        )
+        if isinstance(self.schedule, TiledSchedule):
+            return list(zip(self.groups, self.schedule.tiles, strict=True))
+        return []
 
     @property
     def drains_beside_unstacked(self) -> bool:
@@ -215,11 +213,10 @@ class StreamedPlan:
         config = layout.config
         self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
         self.update = update
-        self.unused = (
-            unused_grads(layout.update_jaxpr, len(layout.leaves))
-            if update is None
-            else update.unused
-        )
+        if update is None:
+            self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
+        else:
+            self.unused = update.unused
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.stacked = layout.stacked
@@ -444,11 +441,9 @@ class StreamedPlan:
         is_loop = lambda eqn: marked(eqn) is not None  # noqa: E731
         if self.layout.reduces_in_float32:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
-        return (
-            unreduced_grads(derivative, self.mesh, is_loop)
-            if self.layout.reduces_once
-            else derivative
-        )
+        if self.layout.reduces_once:
+            return unreduced_grads(derivative, self.mesh, is_loop)
+        return derivative
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""

@@ -226,11 +226,10 @@ def build_facts(records: StateRecords, run: LayerRange) -> RunFacts:
     # Values that the user's names keep in host memory are fetched with their layer, like a layer's
     # input in host memory. If the input is off the device anyway, its tier decides how the bytes
     # are counted.
-    kept = (
-        "pinned_host"
-        if segment.offloaded_names and segment.activations in MODES
-        else segment.activations
-    )
+    if segment.offloaded_names and segment.activations in MODES:
+        kept = "pinned_host"
+    else:
+        kept = segment.activations
     return RunFacts(
         num_layers=run.num_layers,
         first_layer=run.first,

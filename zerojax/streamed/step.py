@@ -487,13 +487,11 @@ def build_policy(plan: StreamedPlan, tx: optax.GradientTransformation) -> Update
     if plan.update is None:
         return UpdateWholeTree(plan, tx)
     if plan.host is None:
-        return (
-            UpdateInBackward(plan, plan.update) if in_backward else UpdateByLayer(plan, plan.update)
-        )
+        if in_backward:
+            return UpdateInBackward(plan, plan.update)
+        return UpdateByLayer(plan, plan.update)
     if plan.config.delayed_update:
         return Delayed(plan, plan.update, plan.host)
-    return (
-        HostUpdateInBackward(plan, plan.update, plan.host)
-        if in_backward
-        else OnHost(plan, plan.update, plan.host)
-    )
+    if in_backward:
+        return HostUpdateInBackward(plan, plan.update, plan.host)
+    return OnHost(plan, plan.update, plan.host)

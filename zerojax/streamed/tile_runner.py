@@ -72,11 +72,9 @@ class TileRunner:
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
         """Run a loop; return its result, or the wanted cotangents of its operands."""
         group, loops = self.stack.loops[call.group]
-        return (
-            self._derive(call, group, loops, use)
-            if call.is_backward and use is not None
-            else [self._forward(call, group, loops)]
-        )
+        if call.is_backward and use is not None:
+            return self._derive(call, group, loops, use)
+        return [self._forward(call, group, loops)]
 
     def _forward(self, call: TileLoopCall, group: TileGroup, loops: TileLoops) -> Array:
         loop = call.loop
@@ -117,11 +115,10 @@ class TileRunner:
             operand = call.operands[p]
             assert operand is not None
             # An operand that depends on no data has no microbatch dim, but its cotangent has one.
-            shape = (
-                operand[0].shape
-                if microbatches.count == 1 or operand[1]
-                else (microbatches.count, *operand[0].shape)
-            )
+            if microbatches.count == 1 or operand[1]:
+                shape = operand[0].shape
+            else:
+                shape = (microbatches.count, *operand[0].shape)
             return jnp.zeros(shape, dtype)
 
         # Cotangents of untiled parameters become part of gradients.
@@ -134,11 +131,10 @@ class TileRunner:
         slices = [zeros(p, jnp.float32 if in_float32[p] else _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
         # A cotangent that depends on no data is the same for each microbatch.
-        dy = (
-            call.dy[0]
-            if call.dy[1] or microbatches.count == 1
-            else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
-        )
+        if call.dy[1] or microbatches.count == 1:
+            dy = call.dy[0]
+        else:
+            dy = jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             (sums, slices), carried = carry
@@ -182,11 +178,10 @@ class TileRunner:
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
                 put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
                 slices = [put(s, d) for s, d in zip(slices, d_slices, strict=True)]
-                total = (
-                    [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)]
-                    if microbatches.count > 1
-                    else dw
-                )
+                if microbatches.count > 1:
+                    total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)]
+                else:
+                    total = dw
                 return total, (sums, slices)
 
             # With several microbatches, dim 0 of all these arrays counts them: a scan takes the

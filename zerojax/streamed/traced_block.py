@@ -149,9 +149,10 @@ class TracedBlock:
 
         def run(trained: list[Any], floats: Any, context: Context) -> Any:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            seen = (
-                given._replace(context=merged(context, given.context)) if self.of_context else given
-            )
+            if self.of_context:
+                seen = given._replace(context=merged(context, given.context))
+            else:
+                seen = given
             slots = self._run(whole, merged(floats, x), key, seen, by_slot)
             y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
             return floating(y), None if added is None else added.total.astype(jnp.float32)
@@ -191,11 +192,10 @@ class TracedBlock:
             # A loop over tiles stays one equation, even in the derivative, so that `TiledBlock` can
             # cut the trace there.
             number = numbers.get(first)
-            outs = (
-                bind(i.eqn, values)
-                if number is None
-                else [self.loops[first].derivable(number, values)]
-            )
+            if number is None:
+                outs = bind(i.eqn, values)
+            else:
+                outs = [self.loops[first].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):
                 if residuals is None or slot not in residuals:
                     slots[slot] = value

@@ -111,11 +111,9 @@ class TileLoop:
         part = self.run(values)
         if self.summed and self.num_out == 1:
             return y + part.astype(y.dtype)[None]
-        return (
-            y.at[self.place(tile)].add(part)
-            if self.summed
-            else jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
-        )
+        if self.summed:
+            return y.at[self.place(tile)].add(part)
+        return jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
 
     def cotangent(self, dy: Array, tile: Array) -> Array:
         """Return the cotangent of one tile's result."""

@@ -102,11 +102,10 @@ class TiledDense(nnx.Module):
             kernel, in_tiles, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles)
         )
         self.spec = annotation(kernel)
-        self.bias = (
-            _bias(bias_init(rngs.params(), (out_features,), param_dtype))
-            if use_bias
-            else nnx.data(None)
-        )
+        if use_bias:
+            self.bias = _bias(bias_init(rngs.params(), (out_features,), param_dtype))
+        else:
+            self.bias = nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         """Return x W + b: x[..., D] -> [..., F]."""
@@ -130,11 +129,9 @@ def annotation(param: Any) -> tuple[str | None, ...] | None:
 
 
 def _bias(param: Any) -> nnx.Param[Array]:
-    return (
-        nnx.Param(param.raw_value, **param.metadata)
-        if isinstance(param, nnx.VariableMetadata)
-        else nnx.Param(param)
-    )
+    if isinstance(param, nnx.VariableMetadata):
+        return nnx.Param(param.raw_value, **param.metadata)
+    return nnx.Param(param)
 
 
 class TiledMLP(nnx.Module):
@@ -217,11 +214,10 @@ class TiledMLP(nnx.Module):
         self.gate, self.gate_bias = column() if gated else (nnx.data(None), nnx.data(None))
         down = down_init(rngs.params(), (hidden, features), param_dtype)
         self.down = _param(down, tiles, lambda w: tile_kernel(w, in_tiles=tiles))
-        self.down_bias = (
-            _bias(down_bias_init(rngs.params(), (features,), param_dtype))
-            if use_bias
-            else nnx.data(None)
-        )
+        if use_bias:
+            self.down_bias = _bias(down_bias_init(rngs.params(), (features,), param_dtype))
+        else:
+            self.down_bias = nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         """Return the MLP's result: x[..., S, D] -> [..., S, D]."""

@@ -295,11 +295,9 @@ def tiled_mlp(
 
         def make(name: str) -> Array:
             product = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
-            return (
-                product
-                if f"{name}_bias" not in tile
-                else product + tile[f"{name}_bias"].astype(x.dtype)
-            )
+            if f"{name}_bias" not in tile:
+                return product
+            return product + tile[f"{name}_bias"].astype(x.dtype)
 
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
         return wide_product(hidden, tile["down"].astype(x.dtype))

@@ -209,11 +209,9 @@ class Delayed(OnHost):
         """Return the stacks of parameters that backward updates."""
         # The stacks that are being written. If backward read the stacks from before the step, XLA
         # would keep a copy of them.
-        return (
-            [carried.params[i] for i in self.plan.stacked]
-            if carried.params
-            else super().params(state, carried)
-        )
+        if carried.params:
+            return [carried.params[i] for i in self.plan.stacked]
+        return super().params(state, carried)
 
     def use(
         self, state: TrainState, carried: GradStacks, record: RecordGrads

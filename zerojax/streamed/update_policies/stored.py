@@ -383,9 +383,10 @@ class UpdateByLayer(StoredGrads):
         crossed = crossing.cross()
         states = crossing.finish_states(crossed)
         (opt, _) = crossing.loaded(crossed)
-        old = (
-            self.records.read_params(states, late.part, now.layer) if states.master is None else []
-        )
+        if states.master is None:
+            old = self.records.read_params(states, late.part, now.layer)
+        else:
+            old = []
         return states, old + opt
 
 
@@ -436,11 +437,10 @@ class _Ring:
             record = record[num:]
         elif states.master is None:
             old = self.records.read_params(states, part, here)
-        opt = (
-            record
-            if self.opt_ahead and not now.on_device
-            else self.records.read_opt(states, part, here)
-        )
+        if self.opt_ahead and not now.on_device:
+            opt = record
+        else:
+            opt = self.records.read_opt(states, part, here)
         return grads, old + opt
 
 
