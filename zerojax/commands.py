@@ -216,13 +216,11 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
       itemsize: bytes of one activation element.
     """
     s = shape
-    split = (
-        ", the stream split"
-        if s.sequence_parallel
-        else ", what is kept split"
-        if s.partition_activations
-        else ""
-    )
+    split = ""
+    if s.sequence_parallel:
+        split = ", the stream split"
+    elif s.partition_activations:
+        split = ", what is kept split"
     rows = [
         f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, "
         f"tensor {s.tensor}{split}",

@@ -223,7 +223,9 @@ class Split:
 
 def parse_axes(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(spec: PartitionSpec, dim: int) -> tuple[str, ...]:

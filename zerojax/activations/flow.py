@@ -88,18 +88,19 @@ def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
     )
     if is_open and not any(entry is not ANY and entry for entry in split):
         return None
-    return tuple(
-        None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry
-        for entry in split
-    )
+    return as_spec(split)
 
 
 def as_spec(split: Split) -> Spec:
     """Return a split as a spec in which ANY counts as unsplit."""
-    return tuple(
-        None if entry is ANY or not entry else entry[0] if len(entry) == 1 else tuple(entry)
-        for entry in split
-    )
+    return tuple(map(_spec_entry, split))
+
+
+def _spec_entry(axes: Any) -> Any:
+    """Return the axes that split a dim as an entry of a spec; ANY counts as unsplit."""
+    if axes is ANY or not axes:
+        return None
+    return axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def tensor_dims(split: Split) -> list[int]:

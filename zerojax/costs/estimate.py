@@ -253,7 +253,9 @@ def build_kept(
       offloaded: names of the values offloaded to host memory.
     """
     mode = activations if activations in MODES else CHECKPOINTED
-    tier = activations if activations not in MODES else "pinned_host" if offloaded else "device"
+    tier = "pinned_host" if offloaded else "device"
+    if activations not in MODES:
+        tier = activations
     by_name = {value.name: value for value in stack.values}
     if mode == CHECKPOINTED:
         kept = sum(by_name[name].num_bytes for name in saved if name in by_name)

@@ -380,14 +380,16 @@ class UnreducedGradRewriter(GradRewriter):
         rows = self.rule.rows if not self.data.isdisjoint(i.reads) else 0
         guessed = [self.rule.given(getattr(v.aval, "shape", ()), rows) for v in i.eqn.outvars]
         return [
-            guess
-            if self.rule.dim(guess) >= 0
-            and (split is None or (self.rule.dim(split) < 0 and split[0] is ANY))
-            else (ANY,) * len(guess)
-            if split is None
-            else split
+            self._known_or_guessed(split, guess)
             for split, guess in zip(found, guessed, strict=True)
         ]
+
+    def _known_or_guessed(self, split: Split | None, guess: Split) -> Split:
+        """Return a split, or the guess that its rows are in dim 0 if the split is open."""
+        is_open = split is None or (self.rule.dim(split) < 0 and split[0] is ANY)
+        if is_open and self.rule.dim(guess) >= 0:
+            return guess
+        return (ANY,) * len(guess) if split is None else split
 
     def _dim(self, i: Instruction, operand: int) -> int:
         return self.rule.dim(self._split(i.ins[operand], i.eqn.invars[operand]))
@@ -471,7 +473,9 @@ class UnreducedGradRewriter(GradRewriter):
             # batching dims are not summed.
             of_rows = self._dim(i, 2)
             of_ids = self._dim(i, 1)
-            at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
+            at = of_ids if of_ids < len(rows) else -1
+            if of_rows in rows:
+                at = rows.index(of_rows)
             if at >= 0 and at not in numbers.scatter_indices_batching_dims:
                 dims = {1: at, 2: rows[at]}
             else:

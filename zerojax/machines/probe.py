@@ -170,7 +170,8 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     devices = jax.local_devices()
     is_cpu = devices[0].platform == "cpu"
     kind = devices[0].device_kind
-    sizes = _SIZES["cpu" if is_cpu else "gpu"] if sizes is None else sizes
+    if sizes is None:
+        sizes = _SIZES["cpu" if is_cpu else "gpu"]
     mesh = make_mesh(devices=devices)
     when = (
         f"measured by zerojax probe {datetime.date.today()} on {platform.node()}, "
@@ -227,7 +228,7 @@ def probe_memories(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, st
     if limit is None and host is not None:
         limit = host // len(devices)
         of = f"host_bytes / {len(devices)}: devices of a CPU share the host's memory"
-    pinned = host if pool is None else pool if host is None else min(pool, host)
+    pinned = min((size for size in (pool, host) if size is not None), default=None)
     figures = {"device_bytes": limit, "host_bytes": host, "pinned_bytes": pinned}
     source = {
         "device_bytes": of,

@@ -132,13 +132,11 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
             tier = "device"
         else:
             tier = "nvme" if streamed.host.on_disk else "stashed"
-    host: dict[str, int] = (
-        {"grads": layers}
-        if tier == "pinned_host"
-        else {"stashed": layers}
-        if tier == "stashed"
-        else {}
-    )
+    host: dict[str, int] = {}
+    if tier == "pinned_host":
+        host["grads"] = layers
+    elif tier == "stashed":
+        host["stashed"] = layers
     if config.delayed_update:  # every leaf's gradient, and new parameters next to the old ones
         host |= {
             "stashed": layers + unstacked,

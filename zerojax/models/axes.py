@@ -218,4 +218,6 @@ def _names(entry: Any) -> tuple[str, ...]:
 def _entry(axes: Any) -> Any:
     """Return axes as an entry of a PartitionSpec: None, one axis, or several axes."""
     axes = _names(axes)
-    return None if not axes else axes[0] if len(axes) == 1 else axes
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else axes

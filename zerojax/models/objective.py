@@ -352,7 +352,8 @@ def _layers(
                     stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks
                 )
             added.append(loss)
-        of_blocks = None if of_blocks is None else after if model.stacks else after[""]
+        if of_blocks is not None:
+            of_blocks = after if model.stacks else after[""]
         return x, together(added), outer_state, of_blocks
 
     return layers

@@ -99,7 +99,9 @@ class Box:
     def name(self) -> str:
         """Labels and layers of the box, as text."""
         first, last = self.layers
-        layers = "" if first < 0 else f" {first}" if first == last else f" {first} to {last}"
+        layers = f" {first}" if first == last else f" {first} to {last}"
+        if first < 0:
+            layers = ""
         return "; ".join(self.labels) + layers
 
 

@@ -238,7 +238,9 @@ def _callbacks(config: ZeroConfig) -> str:
     """Return the kind of a step's callbacks, as `simulate` takes it."""
     on_disk = "nvme" in (config.params, config.grads, config.opt_state, config.frozen)
     if config.update_on == "host":
-        return "nvme_update" if on_disk else "delayed" if config.delayed_update else "update"
+        if on_disk:
+            return "nvme_update"
+        return "delayed" if config.delayed_update else "update"
     return "nvme" if on_disk else "plain"
 
 

@@ -306,12 +306,15 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
     if not nodes and of_job and (num_nodes == of_all or of_all == "1"):
         nodes = of_job
     job = _number(env, "SLURM_JOB_ID")
+    address = "localhost" if num_nodes == "1" else None
+    if nodes:
+        address = first_host(nodes)
     return _Launched(
         "Slurm",
         _set(env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", *of_step),
         count=count,
         process=process,
-        address=first_host(nodes) if nodes else "localhost" if num_nodes == "1" else None,
+        address=address,
         needs=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"),
         repair=(
             "start with srun, which sets it, or set JAX_COORDINATOR_ADDRESS to host:port of task 0"

@@ -101,10 +101,9 @@ def leaf_spec(
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
     # The ZeRO axis is last within its dim, so removing it leaves the user's own split.
     entry = (*parse_axes(base[split_dim]), axis)
-    sharded = tuple(
-        (entry if len(entry) > 1 else axis) if d == split_dim else s for d, s in enumerate(base)
-    )
-    return LeafSpec(base, sharded, None)
+    sharded = [*base]
+    sharded[split_dim] = entry if len(entry) > 1 else axis
+    return LeafSpec(base, tuple(sharded), None)
 
 
 def param_specs(

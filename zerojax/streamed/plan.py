@@ -344,7 +344,9 @@ class StreamedPlan:
         if peak > budget:
             # `gather_ahead` alone may be what makes the step stream.
             is_needed = not streams(dataclasses.replace(config, gather_ahead=False))
-            choices = (True,) if ahead and is_needed else (True, False) if ahead else (False,)
+            choices = (False,)
+            if ahead:
+                choices = (True,) if is_needed else (True, False)
             counted = "with this batch's saved activations off the device, " if kept else ""
             raise ValueError(
                 f"device_budget_bytes={budget}: {counted}prefetch_distance={distance} with "
