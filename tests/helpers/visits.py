@@ -26,6 +26,9 @@ from typing import Any
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 """Names of the browser's program, in the order in which they are tried."""
 
+WIDTHS = (1280, 390)
+"""Widths of a laptop's window and of a phone, in pixels."""
+
 _SEEN = """async () => {
   const faults = [];
   const say = (element) => {

@@ -4,12 +4,10 @@ import contextlib
 import functools
 import os
 import pathlib
+from typing import NoReturn
 
 import pytest
 import visits
-
-WIDTHS = (1280, 390)
-"""Widths of a laptop's window and of a phone, in pixels."""
 
 
 def pytest_generate_tests(metafunc):
@@ -21,7 +19,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("site_page", names or ["no page"])
 
 
-def absent(what: str):
+def absent(what: str) -> NoReturn:
     """Skip the test because something is missing; in CI, which installs it, fail."""
     if os.environ.get("CI"):
         pytest.fail(f"CI installs it, but {what}")

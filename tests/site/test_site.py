@@ -1,7 +1,7 @@
 """Every page of the built site, in a browser, on a laptop's and a phone's width."""
 
 import pytest
-from conftest import WIDTHS
+from visits import WIDTHS
 
 
 @pytest.mark.parametrize("width", WIDTHS)
