@@ -15,6 +15,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+PACKAGES = ("zerojax", "host_offload", "pallas_kernels")
 
 project = "zerojax"
 author = "the zerojax authors"
@@ -32,6 +33,10 @@ default_role = "code"
 
 html_theme = "sphinx_book_theme"
 html_title = "zerojax"
+html_favicon = "_static/favicon.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_context = {"default_mode": "auto"}  # the theme logs an error on the console without it
 html_theme_options = {
     "use_download_button": True,
     "show_toc_level": 2,
@@ -48,7 +53,8 @@ nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures with types of JAX are longer than the text they stand on
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_preserve_defaults = True  # `families=FAMILIES`, not the table itself
+autodoc_default_options = {"members": True}  # any value of "show-inheritance" shows `Bases: object`
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
@@ -101,7 +107,37 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     lines[:] = text
 
 
+def shorten_types(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Shorten the types of attributes, which napoleon takes from annotations, after it ran."""
+    for at, line in enumerate(lines):
+        if line.startswith(":vartype "):
+            line = line.replace("jax.jaxlib._jax.Array", "jax.Array")
+            lines[at] = re.sub(r"\b(collections\.abc|typing)\.(?=[A-Z])", "", line)
+
+
+def name_defaults(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str
+) -> tuple[str | None, str]:
+    """Name functions and classes that are defaults of fields; Linen's own fields are left out."""
+    if signature is not None:
+        signature = re.sub(r", parent=<[^>]*>, name=None", "", signature)
+        pattern = r"<(?:function|class) '?([\w.]+?)(?:\.<locals>\.\w+)?'?>"
+        signature = re.sub(pattern, r"\1", signature)
+    return signature, returns
+
+
+def skip_foreign(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out functions of other packages that are defaults of a class's fields."""
+    package = (getattr(obj, "__module__", None) or "").split(".")[0]
+    if callable(obj) and package and package not in PACKAGES:
+        return True
+    return None  # autodoc's own choice
+
+
 def setup(app: Any) -> None:
-    """Connect the two functions to Sphinx."""
+    """Connect the functions to Sphinx."""
     app.connect("source-read", link_files)
     app.connect("autodoc-process-docstring", as_rst, priority=400)
+    app.connect("autodoc-process-docstring", shorten_types, priority=600)  # after napoleon
+    app.connect("autodoc-process-signature", name_defaults)
+    app.connect("autodoc-skip-member", skip_foreign)

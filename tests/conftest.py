@@ -86,6 +86,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--tenth", action="store_true", help="run a tenth of the tests, always the same"
     )
+    parser.addoption(
+        "--site", metavar="DIR", help="folder of the built site, for the tests in tests/site"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are evaluated, and groups are added to names
