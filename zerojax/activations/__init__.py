@@ -1,6 +1,5 @@
 """Choose a layer's saved activations, and follow how values are split over the mesh."""
 
-from zerojax.activations.apart import SplitVjp as SplitVjp
 from zerojax.activations.flow import ANY as ANY
 from zerojax.activations.flow import Split as Split
 from zerojax.activations.flow import flow as flow
@@ -21,5 +20,6 @@ from zerojax.activations.sequence_ops import is_scatter as is_scatter
 from zerojax.activations.sequence_parallel import SequenceParallelism as SequenceParallelism
 from zerojax.activations.sequence_parallel import sequence_parallel as sequence_parallel
 from zerojax.activations.sequence_walk import BlockProduct as BlockProduct
+from zerojax.activations.split_vjp import SplitVjp as SplitVjp
 from zerojax.activations.traffic import sent_over_tensor as sent_over_tensor
 from zerojax.vocabulary import MODES as MODES

@@ -2,7 +2,7 @@
 
 The function is traced, and each value to save is named. A `jax.checkpoint` has a policy that saves
 these names. Loops are entered, so that each iteration saves the same values as a layer; an equation
-with a derivative of its own runs forward once (`zerojax.activations.apart`).
+with a derivative of its own runs forward once (`zerojax.activations.split_vjp`).
 
 The values of a layer are counted in the order of its program, up to a loop or a branch, whose inner
 order is unknown. From these counts follow the numbers of the values that backward reads, which are
@@ -23,9 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.linear_cross_entropy.vjp import LSE
-from zerojax.activations.apart import SplitVjp, is_openable, take_apart
 from zerojax.activations.flow import flow
 from zerojax.activations.kept import candidates, depending, describe, is_cheap
+from zerojax.activations.split_vjp import SplitVjp, is_splittable, split_custom_vjp
 from zerojax.jaxprs import (
     ENTERED,
     INLINED,
@@ -188,7 +188,7 @@ class Keeper:
             # An equation that is taken apart names its results itself: named twice, they would be
             # saved twice.
             if _has_rule(i) and not self.of_data.isdisjoint(i.reads):
-                apart = take_apart(i, partial(bind, i.eqn))
+                apart = split_custom_vjp(i, partial(bind, i.eqn))
             else:
                 apart = None
             label = PREFIX + describe(i.eqn)
@@ -262,7 +262,7 @@ def _named(value: Any, label: str) -> Any:
 
 def _has_rule(i: Instruction) -> bool:
     """Return whether an equation's own rule or checkpoint chooses its saved values."""
-    return is_openable(i) and i.eqn.primitive.name not in _ENTERED
+    return is_splittable(i) and i.eqn.primitive.name not in _ENTERED
 
 
 _ENTERED = ENTERED["keep_products"] - INLINED
@@ -317,8 +317,8 @@ def open_equations(
     for i in program.instructions:
         of_data = keeper.depend_on_data(i)
         one = None
-        if is_openable(i) and any(of_data) and stay.isdisjoint(i.outs):
-            one = take_apart(i, partial(_differentiable, i, of_data))
+        if is_splittable(i) and any(of_data) and stay.isdisjoint(i.outs):
+            one = split_custom_vjp(i, partial(_differentiable, i, of_data))
         if one is not None:
             slots = {next(fresh): aval for aval in one.kept}
             apart[i.outs[0]], kept = one, kept | slots

@@ -34,7 +34,7 @@ unreduced_grads) are already traced, so the rules of custom derivatives are ordi
 
 1. Only its reductions: the final sums over the batch's axes are left out.
 2. One unit: its operands are gathered, and its derivative rule is kept.
-3. Taken apart (`zerojax.activations.apart`): its forward runs once, and its own choice of
+3. Taken apart (`zerojax.activations.split_vjp`): its forward runs once, and its own choice of
    residuals is kept.
 4. Only if it is a single product (`zerojax.jaxprs.find_product`).
 """

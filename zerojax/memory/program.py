@@ -89,8 +89,10 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
     }
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     if parts := [] if step.host is None else step.host.parts():
-        slots["slots"] = slots.get("slots", 0) + sum(part.slot_bytes for part in parts)
-        buffers["buffers"] = buffers.get("buffers", 0) + sum(part.host_bytes for part in parts)
+        slots["slots"] = slots.get("slots", 0) + sum(leaf_ids.slot_bytes for leaf_ids in parts)
+        buffers["buffers"] = buffers.get("buffers", 0) + sum(
+            leaf_ids.host_bytes for leaf_ids in parts
+        )
     over_tensor = tensor_collectives(layout, step.model, abstract_batch)
     if streamed is not None and (gathered := bytes_gathered(streamed, abstract_batch)):
         over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered

@@ -77,7 +77,7 @@ class HostRule:
         self.before = [i for i in live if varies.isdisjoint(i.outs)]
         # The program's scalars that the kernel reads; each is sent once.
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
-        self.crossing = tuple(
+        self.transfer = tuple(
             dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies)
         )
         dtypes = {
@@ -90,16 +90,16 @@ class HostRule:
         # An array whose elements are all equal is sent as one number, and the kernel broadcasts it.
         self.fills = {
             slot: shapes[slot].shape
-            for slot in self.crossing
+            for slot in self.transfer
             if slot in shapes and shapes[slot].shape
         }
-        abstract_values = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
+        abstract_values = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.transfer]
         # All scalars are sent as float32, and the kernel casts each back to its dtype in the rule.
-        kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
+        kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.transfer]
 
         def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:
             slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
-            for slot, value, kind in zip(self.crossing, values, kinds, strict=True):
+            for slot, value, kind in zip(self.transfer, values, kinds, strict=True):
                 value = value.astype(kind)
                 if slot in self.fills:
                     slots[slot] = jnp.broadcast_to(value, self.fills[slot])
@@ -125,5 +125,5 @@ class HostRule:
             jnp.ravel(slots[slot])[0].astype(jnp.float32)
             if jnp.size(slots[slot])
             else jnp.float32(0)
-            for slot in self.crossing
+            for slot in self.transfer
         ]

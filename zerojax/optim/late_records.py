@@ -302,24 +302,24 @@ class DuplexTransfer:
 
     def cross(self) -> DuplexResult:
         """Take all turns, one after the other, without overlapping computation."""
-        crossed = self.begin()
+        transferred = self.begin()
         for number in range(1, self.num_turns):
-            crossed = self.turn(number, jax.lax.optimization_barrier(crossed))
-        return crossed
+            transferred = self.turn(number, jax.lax.optimization_barrier(transferred))
+        return transferred
 
-    def turn(self, number: int, crossed: DuplexResult) -> DuplexResult:
+    def turn(self, number: int, transferred: DuplexResult) -> DuplexResult:
         """Start a turn. The loads and stores of the turns before it must be done."""
         record = self.record
         now = self.now
         up = self.groups[number]
         down = self.groups[(number + self.num_turns // 2) % self.num_turns]
-        loaded = record.load(crossed.states, up, now)
-        states = crossed.states
+        loaded = record.load(transferred.states, up, now)
+        states = transferred.states
         if now.stored is not None:
             num = len(self.pending) if now.stores_pieces else record.num_own
             states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
         return DuplexResult(
-            states, crossed.loaded | loaded, self._start_stores(number, crossed.unstacked)
+            states, transferred.loaded | loaded, self._start_stores(number, transferred.unstacked)
         )
 
     def _start_stores(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
@@ -338,19 +338,19 @@ class DuplexTransfer:
                 stored[i].append(spec.store(value))
         return stored
 
-    def finish_states(self, crossed: DuplexResult) -> FlatState:
+    def finish_states(self, transferred: DuplexResult) -> FlatState:
         """Return the state after all turns."""
-        return with_unstacked(self.record.records, crossed.states, crossed.unstacked)
+        return with_unstacked(self.record.records, transferred.states, transferred.unstacked)
 
-    def loaded(self, crossed: DuplexResult) -> tuple[list[Array], list[Array]]:
+    def loaded(self, transferred: DuplexResult) -> tuple[list[Array], list[Array]]:
         """Return the loaded arrays of the updated layer, and loaded parameters of a later layer."""
         record = self.record
-        arrays = [crossed.loaded[n] for n in sorted(crossed.loaded) if n < record.num_own]
+        arrays = [transferred.loaded[n] for n in sorted(transferred.loaded) if n < record.num_own]
         return arrays[: record.num_opt], arrays[record.num_opt :]
 
-    def loaded_piece(self, crossed: DuplexResult, leaf: int) -> list[Array]:
+    def loaded_piece(self, transferred: DuplexResult, leaf: int) -> list[Array]:
         """Return the loaded arrays of a piece: master (if any), optimizer state, parameter."""
-        return [crossed.loaded[n] for n in self.record.places[leaf] if n in crossed.loaded]
+        return [transferred.loaded[n] for n in self.record.places[leaf] if n in transferred.loaded]
 
 
 class LateRecord:
@@ -362,7 +362,7 @@ class LateRecord:
 
     Attributes:
       records: where the state is stored.
-      part: indices of the layer's leaves.
+      leaf_ids: indices of the layer's leaves.
       pieces: how each unstacked leaf is cut, by leaf index; the state holds these leaves as
         `Pieces.split` returns them.
       lowest: the layer whose tick updates piece 0.
@@ -374,17 +374,17 @@ class LateRecord:
     def __init__(
         self,
         records: StateRecords,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         pieces: Mapping[int, Pieces] | None = None,
         lowest: int = 0,
     ) -> None:
         """Lay out the arrays of a layer and of the pieces."""
         self.records = records
-        self.part = part
+        self.leaf_ids = leaf_ids
         self.pieces = pieces or {}
         self.lowest = lowest
-        self._specs = record_specs(records, part)
-        self.num_opt = len(records.opt_records(part))
+        self._specs = record_specs(records, leaf_ids)
+        self.num_opt = len(records.opt_records(leaf_ids))
         self.num_own = len(self._specs)
         self.places = dict[int, range]()
         self._leaf_of = dict[int, int]()
@@ -433,11 +433,11 @@ class LateRecord:
                 (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
         params = list(states.params)
         for i, stack in zip(
-            _away(self.records, self.part), stacks[self.num_opt : self.num_own], strict=True
+            _away(self.records, self.leaf_ids), stacks[self.num_opt : self.num_own], strict=True
         ):
             params[i] = stack
         states = self.records.replace(
-            dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt]
+            dataclasses.replace(states, params=params), self.leaf_ids, stacks[: self.num_opt]
         )
         return with_unstacked(
             self.records,
@@ -494,17 +494,20 @@ class LateRecord:
         of_pieces = [
             stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))
         ]
-        return [*record_stacks(self.records, states, self.part), *of_pieces]
+        return [*record_stacks(self.records, states, self.leaf_ids), *of_pieces]
 
 
-def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
+def record_specs(records: StateRecords, leaf_ids: Sequence[int]) -> list[RecordSpec]:
     """Return the specs of a record's arrays: masters, optimizer state, offloaded parameters."""
-    return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
+    return [*records.opt_records(leaf_ids), *(records.params[i] for i in _away(records, leaf_ids))]
 
 
-def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Any]:
+def record_stacks(records: StateRecords, states: FlatState, leaf_ids: Sequence[int]) -> list[Any]:
     """Return the stacks of a record's arrays, in the order of `record_specs`."""
-    return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
+    return [
+        *records.opt_states(states, leaf_ids),
+        *(states.params[i] for i in _away(records, leaf_ids)),
+    ]
 
 
 def with_unstacked(
@@ -537,14 +540,14 @@ def without_unstacked(
     )
 
 
-def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
-    return [i for i in part if records.params[i].is_away]
+def _away(records: StateRecords, leaf_ids: Sequence[int]) -> list[int]:
+    return [i for i in leaf_ids if records.params[i].is_away]
 
 
 def kept_for_later(
     records: StateRecords,
     states: FlatState,
-    part: Sequence[int],
+    leaf_ids: Sequence[int],
     layer: Array,
     weights: list[Array],
     opt: list[Array],
@@ -553,17 +556,19 @@ def kept_for_later(
 
     Parameters stored on the device are written to the state right away.
     """
-    params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
-    if not any(records.params[i].is_away for i in part):  # on the device they are written in place
-        states = records.write_params(states, part, layer, params)
+    params = [records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
+    if not any(
+        records.params[i].is_away for i in leaf_ids
+    ):  # on the device they are written in place
+        states = records.write_params(states, leaf_ids, layer, params)
         params = []
     return states, [*(weights if states.master is not None else ()), *opt, *params]
 
 
 def update_piece(
     record: "LateRecord",
-    crossing: "DuplexTransfer",
-    crossed: "DuplexResult",
+    transfer: "DuplexTransfer",
+    transferred: "DuplexResult",
     index: int,
     grad: Array,
     move: Move,
@@ -573,8 +578,8 @@ def update_piece(
 
     Args:
       record: arrays that the tick loads.
-      crossing: the tick's loads and stores; all turns have been taken.
-      crossed: arrays that the turns loaded.
+      transfer: the tick's loads and stores; all turns have been taken.
+      transferred: arrays that the turns loaded.
       index: index of the leaf.
       grad: gradient of the leaf, as `Pieces.split` returns it.
       move: the optimizer's update of some rows.
@@ -585,8 +590,8 @@ def update_piece(
     """
     records = record.records
     pieces = record.pieces[index]
-    piece = record.piece(crossing.now.layer)
-    loaded = crossing.loaded_piece(crossed, index)
+    piece = record.piece(transfer.now.layer)
+    loaded = transfer.loaded_piece(transferred, index)
     spec = records.params[index]
     num_opt = len(records.opt_records((index,)))
     has_master = states.master is not None
@@ -635,10 +640,10 @@ def update_in_pieces(
     def tick(piece: Array, carry: Any, stored: bool = True) -> Any:
         states, pending, begin = carry
         now = _PieceTick(piece, piece - 1 if stored else None)
-        crossing = DuplexTransfer(record, num_groups, now, pending, states)
-        crossed = crossing.cross()
+        transfer = DuplexTransfer(record, num_groups, now, pending, states)
+        transferred = transfer.cross()
         states, updated = update_piece(
-            record, crossing, crossed, index, grads, move, crossing.finish_states(crossed)
+            record, transfer, transferred, index, grads, move, transfer.finish_states(transferred)
         )
         return states, [*pending[1:], updated], begin
 

@@ -155,7 +155,7 @@ def _whole_init(
     def init(key: jax.Array) -> TrainState:
         if isinstance(model, LayeredModel):
             # Encoded one layer at a time: all layers' float32 weights never exist together.
-            params = init_layered(model, key, lambda part, tree: layout.encode(tree, *part))
+            params = init_layered(model, key, lambda path, tree: layout.encode(tree, *path))
         else:
             params = layout.encode(model.init(key))
         trained, frozen = split_frozen(layout.flags, params)
@@ -215,7 +215,9 @@ def _init_by_records(
             # the weights of a Model are stored on the device
             assert isinstance(model, LayeredModel)
             trained = init_layered(
-                model, key, lambda part, tree: split_frozen(_below(layout.flags, part), tree)[0]
+                model,
+                key,
+                lambda path, tree: split_frozen(_below(layout.flags, path), tree)[0],
             )
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
@@ -258,7 +260,7 @@ def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[
         # The same split as in `init_params`; the second key is for the layers.
         k_embed, _, k_head = jax.random.split(key, 3)
         params = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
-        params = {part: layout.encode(tree, part) for part, tree in params.items()}
+        params = {name: layout.encode(tree, name) for name, tree in params.items()}
     indices = [i for i in layout.in_tree if not layout.all_leaves[i].is_stacked]
     return _by_index(layout, indices, params)
 
@@ -307,8 +309,12 @@ def _fill_blocks(
     """
     records = update.records
 
-    def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array]) -> FlatState:
-        return records.write_layer(states, part, index, values, update.first_states(part, values))
+    def put(
+        states: FlatState, leaf_ids: Sequence[int], index: Index, values: list[Array]
+    ) -> FlatState:
+        return records.write_layer(
+            states, leaf_ids, index, values, update.first_states(leaf_ids, values)
+        )
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(layer: Array, states: FlatState) -> FlatState:
@@ -364,7 +370,7 @@ def _tile_values(
     leaves: Mapping[int, Array],
     key: Array,
     index: Tile,
-    part: Sequence[int],
+    leaf_ids: Sequence[int],
 ) -> list[Array]:
     """Return a tile of some leaves.
 
@@ -375,14 +381,14 @@ def _tile_values(
       leaves: leaves of the full layer, by index.
       key: random key of the layer.
       index: layer and tile.
-      part: indices of the leaves to return.
+      leaf_ids: indices of the leaves to return.
     """
     on_cpu = records.mesh.devices.flat[0].platform == "cpu"
     # Tied to the tile: otherwise the layer does not depend on the loop, and XLA makes all of it
     # before the loop.
     key = key if on_cpu else jax.lax.optimization_barrier((key, index.tile))[0]
     whole = leaves if on_cpu else _block_leaves(stack, of_stack, records.layout, key)
-    return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in part]
+    return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in leaf_ids]
 
 
 def _fill_frozen(
@@ -418,10 +424,12 @@ def _fill_frozen(
             rooms[i] = store(0, rooms[i])
 
     def write(
-        rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]
+        rooms: dict[int, Any], leaf_ids: Sequence[int], index: Index, values: Sequence[Array]
     ) -> dict[int, Any]:
-        stacks = write_layer([records.weight(i) for i in part], pick(rooms, part), index, values)
-        return rooms | dict(zip(part, stacks, strict=True))
+        stacks = write_layer(
+            [records.weight(i) for i in leaf_ids], pick(rooms, leaf_ids), index, values
+        )
+        return rooms | dict(zip(leaf_ids, stacks, strict=True))
 
     def tick(
         layer: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves
@@ -441,7 +449,7 @@ def _fill_frozen(
         return rooms
 
     for stack, of_stack in _stacks(model, layout):
-        frozen_leaves = [i for part in of_stack.frozen_parts for i in part]
+        frozen_leaves = [i for leaf_ids in of_stack.frozen_parts for i in leaf_ids]
         body = functools.partial(tick, stack=stack, of_stack=of_stack)
         if frozen_leaves:
             rooms |= run_loop(

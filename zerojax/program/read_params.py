@@ -118,16 +118,16 @@ class ParamReader:
         return ema_of_each(self.layout)
 
     def _read_record(
-        self, states: FlatState, part: Sequence[int], index: Index, ema: bool
+        self, states: FlatState, leaf_ids: Sequence[int], index: Index, ema: bool
     ) -> list[jax.Array]:
         """Return one record's float32 weights, or their averages, on the device."""
-        if not ema or not part:
-            return self.records.read_weights(states, part, index)
+        if not ema or not leaf_ids:
+            return self.records.read_weights(states, leaf_ids, index)
         # Masters and optimizer state are one record. Its unused parts are only read from disk.
-        read = self.records.read_opt(states, part, index)
-        mirrors = self.layout.opt_map.list_state_leaves(part)
+        read = self.records.read_opt(states, leaf_ids, index)
+        mirrors = self.layout.opt_map.list_state_leaves(leaf_ids)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
-        return [by_state[self._averages[i]] for i in part]
+        return [by_state[self._averages[i]] for i in leaf_ids]
 
     @cached_property
     def _indices(self) -> Any:
@@ -190,11 +190,14 @@ class ParamReader:
         records = self.records
         layout = self.layout
 
-        def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
+        def read_frozen(
+            state: TrainState, leaf_ids: Sequence[int], index: Index
+        ) -> list[jax.Array]:
             frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
-            stacks = [frozen[i - len(layout.leaves)] for i in part]
+            stacks = [frozen[i - len(layout.leaves)] for i in leaf_ids]
             return [
-                _widened(a) for a in read_layer([records.weight(i) for i in part], stacks, index)
+                _widened(a)
+                for a in read_layer([records.weight(i) for i in leaf_ids], stacks, index)
             ]
 
         def read(
@@ -308,14 +311,14 @@ class ParamReader:
             after = dict(zip(layout.stacked, stacks, strict=True))
 
             def write(
-                after: dict[int, Any], part: Sequence[int], source: Index, target: Index
+                after: dict[int, Any], leaf_ids: Sequence[int], source: Index, target: Index
             ) -> dict[int, Any]:
-                values = self._read_record(states, part, source, ema=True)
-                values = [records.cast(i, value) for i, value in zip(part, values, strict=True)]
+                values = self._read_record(states, leaf_ids, source, ema=True)
+                values = [records.cast(i, value) for i, value in zip(leaf_ids, values, strict=True)]
                 written = write_layer(
-                    pick(records.params, part), [after[i] for i in part], target, values
+                    pick(records.params, leaf_ids), [after[i] for i in leaf_ids], target, values
                 )
-                return after | dict(zip(part, written, strict=True))
+                return after | dict(zip(leaf_ids, written, strict=True))
 
             after = write(after, of_stack.blocks, OnDevice(layer) if on_device else layer, layer)
             for group in of_stack.groups:

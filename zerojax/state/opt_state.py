@@ -50,9 +50,9 @@ class OptStateMap:
         """
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
-    def list_state_leaves(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the state leaves that belong to the parameters `part`, in order."""
-        params = set(part)
+    def list_state_leaves(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the indices of the state leaves of some parameter leaves, in order."""
+        params = set(leaf_ids)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)
 
     def owner(self, index: int) -> int:

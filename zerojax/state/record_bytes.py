@@ -22,7 +22,7 @@ from zerojax.state.state_records import StateRecords
 
 def record_bytes(
     records: StateRecords,
-    part: Sequence[int],
+    leaf_ids: Sequence[int],
     frozen: Sequence[int] = (),
     grads_on_disk: RecordSpec | None = None,
 ) -> dict[str, int]:
@@ -32,7 +32,7 @@ def record_bytes(
 
     Args:
       records: how the state is stored.
-      part: indices of the trainable leaves of the records.
+      leaf_ids: indices of the trainable leaves of the records.
       frozen: indices of the frozen leaves of the records.
       grads_on_disk: how one of the gradients is stored, if it is on disk.
 
@@ -45,9 +45,11 @@ def record_bytes(
     on_device = layout.config.params == "device"
 
     def num_bytes(
-        part: Sequence[int], select_spec: Callable[[LeafSpec], Spec], itemsize: int | None = None
+        leaf_ids: Sequence[int],
+        select_spec: Callable[[LeafSpec], Spec],
+        itemsize: int | None = None,
     ) -> int:
-        leaves = [layout.all_leaves[i] for i in part]
+        leaves = [layout.all_leaves[i] for i in leaf_ids]
         elements = [
             local_elements(leaf.record_shape, select_spec(leaf.spec)[leaf.lead :], mesh)
             for leaf in leaves
@@ -58,12 +60,12 @@ def record_bytes(
 
     # Masters are float32, and are stored in one record with the optimizer state.
     if layout.has_master:
-        opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4)
+        opt_state = num_bytes(leaf_ids, lambda s: stored_spec(s, stage.opt_state), 4)
     else:
         opt_state = 0
     if layout.updates_by_record:
         opt_map = layout.opt_map
-        for j in opt_map.list_state_leaves(part):
+        for j in opt_map.list_state_leaves(leaf_ids):
             # The shape of one record: a state leaf has the leading dims of the parameter that it
             # mirrors.
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
@@ -71,18 +73,18 @@ def record_bytes(
                 local_elements(shape, records.opt_record(j).spec, mesh)
                 * opt_map.leaves[j].dtype.itemsize
             )
-    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
-    whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
+    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (leaf_ids, frozen))
+    whole_grads = num_bytes(leaf_ids, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
     # Encoded weights are unsharded twice: as gathered, and decoded.
     for leaf in (layout.all_leaves[i].decodes for i in frozen):
         if leaf is not None:
             elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
             whole_frozen += elements * leaf.dtype.itemsize
     shards, frozen_shards = (
-        num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen)
+        num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (leaf_ids, frozen)
     )
     of_state = lambda s: stored_spec(s, stage.opt_state)  # noqa: E731
-    grads = sum(num_bytes([i], of_state, layout.grad_dtype(i).itemsize) for i in part)
+    grads = sum(num_bytes([i], of_state, layout.grad_dtype(i).itemsize) for i in leaf_ids)
     sizes = {
         "params": shards,
         "gathered": whole + whole_frozen if is_gathered(records) else 0,
@@ -90,21 +92,26 @@ def record_bytes(
         "grads": grads,
         "opt_state": opt_state,
         "handed": grads,
-        "weights": num_bytes(part, of_state, 4) if on_device and not layout.has_master else 0,
-        "made": num_bytes(part, of_state) if on_device else 0,
+        "weights": num_bytes(leaf_ids, of_state, 4) if on_device and not layout.has_master else 0,
+        "made": num_bytes(leaf_ids, of_state) if on_device else 0,
     }
     sizes |= {"frozen": frozen_shards} if layout.frozen else {}
-    return sizes | _on_disk(records, part, frozen, [] if grads_on_disk is None else [grads_on_disk])
+    return sizes | _on_disk(
+        records, leaf_ids, frozen, [] if grads_on_disk is None else [grads_on_disk]
+    )
 
 
 def _on_disk(
-    records: StateRecords, part: Sequence[int], frozen: Sequence[int], grads: Sequence[RecordSpec]
+    records: StateRecords,
+    leaf_ids: Sequence[int],
+    frozen: Sequence[int],
+    grads: Sequence[RecordSpec],
 ) -> dict[str, int]:
     """Return the bytes of the records' files on disk, by "<kind>_on_disk", without absent kinds."""
     leaves_by_kind = {
-        "params": [records.params[i] for i in part],
+        "params": [records.params[i] for i in leaf_ids],
         "frozen": [records.weight(i) for i in frozen],
-        "opt_state": records.opt_records(part),
+        "opt_state": records.opt_records(leaf_ids),
         "grads": grads,
     }
     sizes = dict[str, int]()
@@ -128,31 +135,31 @@ def is_gathered(records: StateRecords) -> bool:
     )
 
 
-def stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
+def stored_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:
     """Return the bytes per device that an update of one record stores off the device.
 
     Args:
       records: how the state is stored.
-      part: indices of the trainable leaves.
+      leaf_ids: indices of the trainable leaves.
     """
-    sizes = record_bytes(records, part)
+    sizes = record_bytes(records, leaf_ids)
     return sizes["opt_state"] + (
-        sizes["params"] if any(records.params[i].is_away for i in part) else 0
+        sizes["params"] if any(records.params[i].is_away for i in leaf_ids) else 0
     )
 
 
-def loaded_bytes(records: StateRecords, part: Sequence[int]) -> int:
+def loaded_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:
     """Return the bytes per device that an update of one record loads.
 
     Parameters are loaded only if they are their own masters.
 
     Args:
       records: how the state is stored.
-      part: indices of the trainable leaves.
+      leaf_ids: indices of the trainable leaves.
     """
     if records.layout.has_master:
-        return record_bytes(records, part)["opt_state"]
-    return stored_bytes(records, part)
+        return record_bytes(records, leaf_ids)["opt_state"]
+    return stored_bytes(records, leaf_ids)
 
 
 def unstacked_leaves(

@@ -260,10 +260,10 @@ class StackLoops:
             else:
                 fetched, next_fetched = (arrived, None)
             values = residuals.read(stacks, fetched, now.layer)
-            crossing = crossed = None
+            transfer = transferred = None
             if residuals.tiled is None:
                 if stores_late:
-                    crossing = sink.crossing(
+                    transfer = sink.transfer(
                         carried, now, stack.blocks, unstacked if now.stores_unstacked else {}
                     )
                 if (
@@ -271,9 +271,9 @@ class StackLoops:
                 ):  # the trainable parameters cross with the record that is updated
                     now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
                 derived = self._derive_block(
-                    residuals, full, values, inputs, dx, d_added, now, next_full, crossing
+                    residuals, full, values, inputs, dx, d_added, now, next_full, transfer
                 )
-                grads, dx, of_context, next_full, landing, crossed = derived
+                grads, dx, of_context, next_full, landing, transferred = derived
             else:
                 tiles = TileRunner(plan, stack, self.microbatches, begin, now, params, carried)
                 use = partial(sink.use, state)
@@ -288,7 +288,7 @@ class StackLoops:
             carried, landing = sink.use(
                 state,
                 carried,
-                RecordGrads(now, stack.blocks, grads, trained, landing, crossing, crossed),
+                RecordGrads(now, stack.blocks, grads, trained, landing, transfer, transferred),
             )
             return (dx, d_context, next_full, next_fetched, carried), landing
 
@@ -343,7 +343,7 @@ class StackLoops:
         d_added: Any,
         now: Tick,
         next_full: Any,
-        crossing: DuplexTransfer | None,
+        transfer: DuplexTransfer | None,
     ) -> tuple[list[Array], Any, Any, Any, Any, DuplexResult | None]:
         """Derive one layer, overlapped with the next layer's gather and all transfers.
 
@@ -354,15 +354,15 @@ class StackLoops:
         stack = self.stack
         count = self.microbatches.count
         params = self._params(full, count)
-        crossed = None if crossing is None else crossing.begin()
+        transferred = None if transfer is None else transfer.begin()
         if count == 1:
-            work = (next_full if now.takes_record else None, now.landing, crossed)
+            work = (next_full if now.takes_record else None, now.landing, transferred)
         else:
             work = None
-        if crossing is None:
+        if transfer is None:
             turns = []
         else:
-            turns = [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
+            turns = [partial(_turn, transfer, n) for n in range(1, transfer.num_turns)]
 
         def derive(
             dx: Any, values: list[Array], key: Any, context: Context
@@ -385,8 +385,8 @@ class StackLoops:
             )
 
         def between(turn: Turn, total: list[Array]) -> list[Array]:
-            nonlocal crossed
-            total, (_, _, crossed) = turn(total, (None, None, crossed))
+            nonlocal transferred
+            total, (_, _, transferred) = turn(total, (None, None, transferred))
             return total
 
         total = plan.zero_grads(stack.blocks) if count > 1 else []
@@ -395,7 +395,7 @@ class StackLoops:
             derive, total, *trees, between=[partial(between, turn) for turn in turns]
         )
         next_full, landing = _after(work, done, next_full, now)
-        crossed = crossed if work is None else done[2]
+        transferred = transferred if work is None else done[2]
         if plan.layout.reduces_once:
             grads = plan.reduced(grads, stack.blocks)
         # Consumers of the gradients wait for dx, so that the gradients are reduced during the
@@ -404,7 +404,7 @@ class StackLoops:
         # otherwise the work overlapped with the microbatches' loop would start after it
         if count > 1:
             grads, next_full, landing = jax.lax.optimization_barrier((grads, next_full, landing))
-        return grads, dx, d_context, next_full, landing, crossed
+        return grads, dx, d_context, next_full, landing, transferred
 
     def _derive_tiles(
         self,
@@ -458,17 +458,17 @@ class StackLoops:
         return full, (self.plan.gather(take(), self.stack.layer) if now.takes_record else full)
 
 
-def _turn(crossing: DuplexTransfer, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
+def _turn(transfer: DuplexTransfer, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
     """Move one group of arrays across the host link before a product.
 
     The last turn also waits for the next layer's gather and the record in flight.
     """
-    next_full, landing, crossed = work
-    if number < crossing.num_turns - 1:
-        operands, crossed = jax.lax.optimization_barrier((operands, crossed))
+    next_full, landing, transferred = work
+    if number < transfer.num_turns - 1:
+        operands, transferred = jax.lax.optimization_barrier((operands, transferred))
     else:
-        operands, (next_full, landing, crossed) = jax.lax.optimization_barrier((operands, work))
-    return operands, (next_full, landing, crossing.turn(number, crossed))
+        operands, (next_full, landing, transferred) = jax.lax.optimization_barrier((operands, work))
+    return operands, (next_full, landing, transfer.turn(number, transferred))
 
 
 def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:

@@ -64,9 +64,9 @@ class HostUpdateInBackward(UpdateInBackward):
     ) -> tuple[UpdatedState, Any]:
         """Pass one layer's gradients to the host, which updates the layer."""
         assert carried.scalars is not None
-        squares = carried.squares + self.plan.squares(record.grads, record.part, state)
+        squares = carried.squares + self.plan.squares(record.grads, record.leaf_ids, state)
         # Cut the shard out of the gathered layer instead of reading it again.
-        old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
+        old = self.plan.on_shards(record.params, record.leaf_ids) if self.host.needs_weights else []
         grads = record.grads
         landing = record.landing
         if (
@@ -75,7 +75,7 @@ class HostUpdateInBackward(UpdateInBackward):
             grads, landing = jax.lax.optimization_barrier((grads, landing))
         states, token, handed = self.host.update_layer(
             carried.states,
-            record.part,
+            record.leaf_ids,
             record.now.layer,
             grads,
             old,
@@ -126,7 +126,9 @@ class OnHost(StoredGrads):
         if self.host.stashes:
             return dataclasses.replace(
                 carried,
-                token=self.host.stash(record.part, record.now.layer, record.grads, carried.token),
+                token=self.host.stash(
+                    record.leaf_ids, record.now.layer, record.grads, carried.token
+                ),
             )
         return super().store(carried, record)
 
@@ -168,14 +170,14 @@ class OnHost(StoredGrads):
             loss_scale(state),
         )
 
-        def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
+        def tick(leaf_ids: Sequence[int], carry: Any, now: Tick) -> Any:
             states, token, handed = carry
             # Stashed gradients wait in host memory or on disk, where the kernels find them by
             # layer.
-            grads = [] if host.stashes else self.read_grads(result.carried, part, now.layer)
-            old = records.read_params(states, part, now.layer) if host.needs_weights else []
+            grads = [] if host.stashes else self.read_grads(result.carried, leaf_ids, now.layer)
+            old = records.read_params(states, leaf_ids, now.layer) if host.needs_weights else []
             return host.update_layer(
-                states, part, now.layer, grads, old, ok, scalars, token, handed
+                states, leaf_ids, now.layer, grads, old, ok, scalars, token, handed
             ), now.landing
 
         states, token, handed = self.of_layers(
@@ -223,7 +225,7 @@ class Delayed(OnHost):
         assert state.pending is not None
         # This runs after the gradients are stashed, and so after the layer's last use.
         params, token = self.host.install(
-            carried.params, record.part, record.now.layer, state.pending, carried.token
+            carried.params, record.leaf_ids, record.now.layer, state.pending, carried.token
         )
         return dataclasses.replace(carried, params=params, token=token), landing
 

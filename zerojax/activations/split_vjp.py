@@ -92,7 +92,7 @@ class SplitVjp:
         return call(list(operands), *jax.lax.stop_gradient((list(outs), list(kept))))
 
 
-def is_openable(i: Instruction) -> bool:
+def is_splittable(i: Instruction) -> bool:
     """Return whether an equation's derivative would run it again unless it is taken apart."""
     # A while loop has no reverse-mode derivative, and a custom_jvp is differentiated equation by
     # equation.
@@ -104,7 +104,7 @@ def is_openable(i: Instruction) -> bool:
     )
 
 
-def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> SplitVjp | None:
+def split_custom_vjp(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> SplitVjp | None:
     """Take an equation apart; return None if it has no derivative.
 
     Args:
