@@ -12,7 +12,10 @@ import re
 from typing import Any, Literal
 
 from host_offload.tiers import TIERS
-from zerojax.given import (
+from zerojax.precision import PRECISIONS, LossScaling
+from zerojax.sharding import STAGES
+from zerojax.trees import Batch
+from zerojax.user_values import (
     as_flag,
     as_integer,
     as_number,
@@ -22,9 +25,6 @@ from zerojax.given import (
     shown,
     whole_number,
 )
-from zerojax.precision import PRECISIONS, LossScaling
-from zerojax.sharding import STAGES
-from zerojax.trees import Batch
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["everything", "save", "selective", "remat", "pinned_host", "nvme"]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.given import as_integer, as_number, in_float32, shown
+from zerojax.user_values import as_integer, as_number, in_float32, shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

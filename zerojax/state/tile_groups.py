@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig, streams, whole_layers
-from zerojax.given import as_flag, as_integer
 from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
 from zerojax.state.leaves import TileGroup, is_stacked, stack_name
 from zerojax.trees import Params
+from zerojax.user_values import as_flag, as_integer
 
 logger = logging.getLogger("zerojax")
 
