@@ -559,7 +559,7 @@ class _StreamWalk:
         if moves:
             return self._move(moves, lane, after)
         if (computation, i.result) not in self._cost_of:
-            self._cost_of[computation, i.result] = self._costs.of(computation, i)
+            self._cost_of[computation, i.result] = self._costs.price(computation, i)
         cost = self._cost_of[computation, i.result]
         self._flops += cost.flops
         if cost.target:
