@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zerojax.config import ZeroConfig, streams, whole_layers
+from zerojax.config import ZeroConfig, streams, untiled_setting
 from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
 from zerojax.state.leaves import TileGroup, is_stacked, stack_name
 from zerojax.trees import Params
@@ -100,7 +100,7 @@ def tile_groups(
         return ()
     if not streams(config):
         return ()
-    if (why := whole_layers(config)) is not None:
+    if (why := untiled_setting(config)) is not None:
         logger.info(
             "%s moves full layers: stacks of tiles are fetched and gathered with the rest of their "
             "layer",
