@@ -203,7 +203,7 @@ def _join_chunk(
     stop: Any,
     largest: jax.Array,
     total: jax.Array,
-    of_label: jax.Array,
+    label_logit: jax.Array,
     plain: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Return the statistics joined with logits z; columns from `stop` on do not exist."""
@@ -218,8 +218,8 @@ def _join_chunk(
     before = largest
     largest = jnp.maximum(largest, inside.max(1))
     total = total * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)
-    of_label = of_label + jnp.where(column == spread(label), z, 0.0).sum(1)
+    label_logit = label_logit + jnp.where(column == spread(label), z, 0.0).sum(1)
     # Only label smoothing reads the sum of logits.
     if form.label_smoothing:
         plain = plain + jnp.where(there, z, 0.0).sum(1)
-    return largest, total, of_label, plain
+    return largest, total, label_logit, plain
