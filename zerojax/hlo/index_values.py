@@ -132,11 +132,8 @@ class Frame:
 
     def arrays(self, name: str) -> list[Array]:
         """Return the arrays of a result."""
-        return (
-            parse_arrays(self.computation.instructions[name].shape)
-            if name in self.computation.instructions
-            else []
-        )
+        instruction = self.computation.instructions.get(name)
+        return [] if instruction is None else parse_arrays(instruction.shape)
 
     def iterations(self, loop: int) -> np.ndarray | None:
         """Return the iteration numbers 0, 1, .. of an enclosing loop, on the loop's axis.
