@@ -53,7 +53,7 @@ from train_loop import (
 
 import zerojax as zj
 from zerojax import memory
-from zerojax.config import streams, whole_layers
+from zerojax.config import streams, untiled_setting
 from zerojax.tiling import choose_num_tiles
 
 
@@ -175,7 +175,7 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
     streamed = options.model == "layered" and streams(options.zero)
     if (
         options.zero.stage < 3
-        or (streamed and whole_layers(options.zero))
+        or (streamed and untiled_setting(options.zero))
         or not memory.tiled_mlp_pays(**sizes)
     ):
         return 0

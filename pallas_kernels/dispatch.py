@@ -78,23 +78,25 @@ def find_target(*arrays: Any) -> Target:
     """Return the device that a program with these arrays as arguments is traced for."""
     if is_interpreted():  # 2 blocks that run one after the other, so that each has several tiles
         return Target("CPU", "interpreter", num_cores=2, is_hopper=True)
-    meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [
-        jax.sharding.get_abstract_mesh()
-    ]
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    meshes.append(jax.sharding.get_abstract_mesh())
     for mesh in meshes:
-        if (device := mesh.abstract_device) is not None:
+        device = mesh.abstract_device
+        if device is not None:
             return Target(
-                device.device_kind,
-                device.platform,
-                device.num_cores or 1,
-                bool(HOPPER.search(device.device_kind)),
+                kind=device.device_kind,
+                platform=device.platform,
+                num_cores=device.num_cores or 1,
+                is_hopper=HOPPER.search(device.device_kind) is not None,
             )
     # The default device may also be the name of a platform.
     default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
-    capability = getattr(device, "compute_capability", None)
     return Target(
-        device.device_kind, device.platform, getattr(device, "core_count", 1), capability == "9.0"
+        kind=device.device_kind,
+        platform=device.platform,
+        num_cores=getattr(device, "core_count", 1),
+        is_hopper=getattr(device, "compute_capability", None) == "9.0",
     )
 
 
@@ -124,16 +126,18 @@ def resolve(
                 f"{op}: implementation={implementation!r} is unknown: choose from "
                 f"{', '.join(refusals)}, or None"
             )
-        if reason := refusals[implementation]:
-            others = ", ".join(name for name, refusal in refusals.items() if refusal is None)
+        reason = refusals[implementation]
+        if reason:
+            choices = ", ".join(name for name, refusal in refusals.items() if refusal is None)
             raise NotImplementedError(
-                f"{op}: implementation={implementation!r} cannot serve: {reason}; choose {others} "
+                f"{op}: implementation={implementation!r} cannot serve: {reason}; choose {choices} "
                 "or None"
             )
         return implementation
     reasons = []
     for name, refusal in refusals.items():
-        if reason := refusal or passed_over.get(name):
+        reason = refusal or passed_over.get(name)
+        if reason:
             reasons.append(f"not {name}: {reason}")
             continue
         log_choice(op, name, "; ".join(reasons))

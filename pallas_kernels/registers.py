@@ -35,9 +35,8 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
 def store(ref: Any, value: jax.Array) -> None:
     """Write a value of any layout to a view of memory."""
-    unvectorised: Any = getattr(
-        plgpu, "store", None
-    )  # added in jax 0.12, where an assignment is vectorised or an error
+    # Added in jax 0.12, where an assignment is vectorised or an error.
+    unvectorised: Any = getattr(plgpu, "store", None)
     if unvectorised is None:
         ref[...] = value
     else:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic_gpu as plgpu
 
 SHARED_BYTES = 226 << 10  # of the 227 KiB per block; the remainder holds barriers
-TILE_ROWS = (
-    8  # rows of a swizzled tile; JAX only copies arrays whose number of rows is a multiple of it
-)
+# Rows of a swizzled tile; JAX only copies arrays whose number of rows is a multiple of it.
+TILE_ROWS = 8
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, width: int | None = None) -> Any:

@@ -155,7 +155,8 @@ def encoded_bytes(layout: Layout, shape: Sequence[int]) -> int:
     Raises:
       ValueError: the shape does not fit the layout.
     """
-    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract_encoded(layout, shape)))
+    arrays = jax.tree.leaves(abstract_encoded(layout, shape))
+    return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
 def encode(w: jax.Array, layout: Layout, implementation: Implementation | None = None) -> Encoded:
@@ -176,22 +177,23 @@ def encode(w: jax.Array, layout: Layout, implementation: Implementation | None =
     """
     if layout.moved is not None:
         w = jnp.moveaxis(w, layout.moved, -1)
-    outer = w.ndim - len(layout.inner) - 1
-    if outer < 0 or w.shape[outer + 1 :] != layout.inner:
+    num_outer = w.ndim - len(layout.inner) - 1
+    if num_outer < 0 or w.shape[num_outer + 1 :] != layout.inner:
         raise ValueError(
             f"encode: w is {list(w.shape)}, and its layout merges the dims {list(layout.inner)} "
             "with one before them"
         )
-    (r, c), block = layout.group, BLOCKS[layout.format]
-    rows = w.shape[outer - 1] if outer else 1
-    size = math.prod(w.shape[outer:])
+    r, c = layout.group
+    block = BLOCKS[layout.format]
+    rows = w.shape[num_outer - 1] if num_outer else 1
+    size = math.prod(w.shape[num_outer:])
     if size % (block * c) or rows % r:
         raise ValueError(
             f"encode: w is {list(w.shape)}, {rows} rows of {size} elements, and its layout has "
             f"groups of {r} rows and {c} blocks of {block}: make the layout for the shards that w "
             "is split into"
         )
-    w = w.reshape(*w.shape[:outer], size)
+    w = w.reshape(*w.shape[:num_outer], size)
     if layout.format == "int8":
         return Encoded(quantize(w, jnp.int8, block, implementation=implementation), layout)
     return Encoded(quantize_nf4(w, layout.group, implementation), layout)
@@ -219,11 +221,10 @@ def decode(
     """
     q = jax.lax.stop_gradient(encoded.q)
     layout = encoded.layout
-    w = (
-        dequantize(q, dtype, implementation)
-        if isinstance(q, Quantized)
-        else dequantize_nf4(q, dtype, implementation)
-    )
+    if isinstance(q, Quantized):
+        w = dequantize(q, dtype, implementation)
+    else:
+        w = dequantize_nf4(q, dtype, implementation)
     inner = math.prod(layout.inner)
     w = w.reshape(*w.shape[:-1], w.shape[-1] // inner, *layout.inner)
     return w if layout.moved is None else jnp.moveaxis(w, -1, layout.moved)
@@ -246,23 +247,23 @@ def _layout(format: Format, shape: tuple[int, ...], shards: tuple[int, ...]) -> 
     if math.prod(shape) < block:
         return f"a leaf {list(shape)} has {math.prod(shape)} elements, less than a block of {block}"
 
-    def layout(outer: Sequence[int], size: int, **how: Any) -> Layout:
-        rows = outer[-1] if outer else 1
-        return Layout(
-            format=format,
-            group=choose_group(rows, size // block) if format == "nf4" else (1, 1),
-            **how,
-        )
+    def scale_group(outer: Sequence[int], size: int) -> Group:
+        if format != "nf4":
+            return (1, 1)
+        return choose_group(outer[-1] if outer else 1, size // block)
 
-    own = [size // n for size, n in zip(shape, shards, strict=True)]
-    first = max((dim for dim, n in enumerate(shards) if n > 1), default=0)
-    if (size := math.prod(own[first:])) % block == 0:
-        return layout(own[:first], size, inner=shape[first + 1 :])
+    shard = [size // n for size, n in zip(shape, shards, strict=True)]
+    last_split = max((dim for dim, n in enumerate(shards) if n > 1), default=0)
+    size = math.prod(shard[last_split:])
+    if size % block == 0:
+        group = scale_group(shard[:last_split], size)
+        return Layout(format=format, inner=shape[last_split + 1 :], group=group)
     for dim in reversed(range(len(shape))):
-        if own[dim] % block == 0:
-            return layout(own[:dim] + own[dim + 1 :], own[dim], moved=dim - len(shape))
+        if shard[dim] % block == 0:
+            group = scale_group(shard[:dim] + shard[dim + 1 :], shard[dim])
+            return Layout(format=format, moved=dim - len(shape), group=group)
     return (
         f"a leaf {list(shape)} in {list(shards)} shards has {size} elements in a row of a shard's "
-        f"dims {first} to {len(shape) - 1}, and {own} along its dims: none is a multiple of the "
-        f"block, {block}"
+        f"dims {last_split} to {len(shape) - 1}, and {shard} along its dims: none is a multiple of "
+        f"the block, {block}"
     )

@@ -73,15 +73,15 @@ def target_config(chip: str) -> str:
     """
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is unknown: choose from {', '.join(CHIPS)}")
-    described = CHIPS[chip]
-    die = described.die
+    sheet = CHIPS[chip]
+    die = sheet.die
     assert die is not None
-    major, minor = described.capability
-    accelerated = described.capability in _ACCELERATED
+    major, minor = sheet.capability
+    accelerated = sheet.capability in _ACCELERATED
     minor_field = f" minor: {minor}" if minor else ""
     features = " feature_extension: ACCELERATED_FEATURES" if accelerated else ""
-    name = described.device_kinds[0]
-    facts = {
+    name = sheet.device_kinds[0]
+    fields = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 48 << 10,
@@ -100,12 +100,12 @@ def target_config(chip: str) -> str:
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
         "device_address_bits": 64,
-        "pcie_bandwidth": LANES * _LANE_BYTES << (described.pcie - 1),
-        "memory_bandwidth": round(described.memory_rate),
-        "device_memory_size": described.memory_bytes,
+        "pcie_bandwidth": LANES * _LANE_BYTES << (sheet.pcie - 1),
+        "memory_bandwidth": round(sheet.memory_rate),
+        "device_memory_size": sheet.memory_bytes,
         "clock_rate_ghz": die.clock_ghz,
     }
-    lines = [f"  {fact}: {value}" for fact, value in facts.items()]
+    lines = [f"  {field}: {value}" for field, value in fields.items()]
     lines += [
         f"  cuda_compute_capability {{ major: {major}{minor_field}{features} }}",
         '  device_vendor: "NVIDIA Corporation"',
@@ -115,8 +115,8 @@ def target_config(chip: str) -> str:
         '"13.0.0"',
         f'  dnn_version: "{".".join(map(str, _CUDNN))}" ecc_enabled: true',
     ]
-    if described.nvlinks:
-        lines.append(f"  device_interconnect_info {{ active_links: {described.nvlinks} }}")
+    if sheet.nvlinks:
+        lines.append(f"  device_interconnect_info {{ active_links: {sheet.nvlinks} }}")
     body = "\n".join(lines)
     return (
         f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\n'
@@ -165,25 +165,25 @@ def _answer_cudnn() -> None:
         "is_cuda_compute_capability_equal": lambda chip, exact: _version(exact) == chip.capability,
     }
     for name, answer in answers.items():
-        ask = getattr(fused_attention, name)
-        if not hasattr(ask, "__wrapped__"):  # not yet wrapped
-            setattr(fused_attention, name, _of_described(ask, answer))
+        query = getattr(fused_attention, name)
+        if not hasattr(query, "__wrapped__"):  # not yet wrapped
+            setattr(fused_attention, name, _answer_if_described(query, answer))
 
 
-def _of_described(ask: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    described = {chip.device_kinds[0]: chip for chip in CHIPS.values()}
+def _answer_if_described(
+    query: Callable[..., Any], answer: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return `query`, replaced by `answer(chip, ...)` if the mesh in scope has described chips."""
+    chips = {chip.device_kinds[0]: chip for chip in CHIPS.values()}
 
-    @functools.wraps(ask)
-    def either(*args: Any) -> Any:
+    @functools.wraps(query)
+    def answer_or_query(*args: Any) -> Any:
         device = jax.sharding.get_abstract_mesh().abstract_device
-        chip = (
-            None
-            if device is None or jax.default_backend() == "gpu"
-            else described.get(device.device_kind)
-        )
-        return ask(*args) if chip is None else answer(chip, *args)
+        if device is None or jax.default_backend() == "gpu" or device.device_kind not in chips:
+            return query(*args)
+        return answer(chips[device.device_kind], *args)
 
-    return either
+    return answer_or_query
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -230,12 +230,13 @@ def compile_with_callbacks(
     build.num_replicas = 1
     build.num_partitions = size
     # JAX sets these on its own path. Without them the program would not be partitioned.
-    build.use_spmd_partitioning = build.use_shardy_partitioner = True
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
-    given = dict(options or {})
-    for name in _LEVELS & given.keys() & set(dir(build)):
-        setattr(build, name, compiler_level(compiler, given.pop(name)))
-    compile_options.env_option_overrides = list(given.items())
+    flags = dict(options or {})
+    for name in _LEVELS & flags.keys() & set(dir(build)):
+        setattr(build, name, compiler_level(compiler, flags.pop(name)))
+    compile_options.env_option_overrides = list(flags.items())
     devices = tuple(mesh.devices.flat)
     compiled = devices[0].client.compile(
         lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options
@@ -272,6 +273,5 @@ def gpu_mesh(
       ValueError: the chip is unknown, or the sizes do not fit the devices.
       RuntimeError: the CUDA plugin is missing, or JAX looked for a driver.
     """
-    return make_mesh(
-        data=data, fsdp=fsdp, tensor=tensor, devices=gpu_devices(chip, hosts, gpus_per_host)
-    )
+    devices = gpu_devices(chip, hosts, gpus_per_host)
+    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)

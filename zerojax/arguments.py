@@ -20,9 +20,9 @@ def count(text: str) -> int:
     Raises:
       argparse.ArgumentTypeError: the text is not a whole number from 1 to `MOST`.
     """
-    scale = _UNITS.get(text[-1:].upper(), 1.0)
-    digits = text[:-1] if text[-1:].upper() in _UNITS else text
-    value = _float(digits) * scale
+    unit = text[-1:].upper()
+    digits = text[:-1] if unit in _UNITS else text
+    value = _float(digits) * _UNITS.get(unit, 1.0)
     if not 1 <= value <= MOST or value != int(value):
         raise argparse.ArgumentTypeError(
             f"{_short(text)}: a whole number from 1 to {MOST:.0e}, such as 7.5e9, 175B or 1T, "
@@ -31,10 +31,10 @@ def count(text: str) -> int:
     return int(value)
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+def integer(least: int, most: int = MOST) -> Callable[[str], int]:
     """Return an argparse type for integers from `least` to `most`."""
 
-    def integer(text: str) -> int:
+    def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
@@ -45,7 +45,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
             )
         return value
 
-    return integer
+    return convert
 
 
 def number(
@@ -59,16 +59,16 @@ def number(
       above: whether `least` itself is rejected.
     """
 
-    def real(text: str) -> float:
+    def convert(text: str) -> float:
         value = _float(text)
         if not least <= value <= most or (above and value == least):
-            what = f"above {least:g}" if above else f"from {least:g}"
+            lower = f"above {least:g}" if above else f"from {least:g}"
             raise argparse.ArgumentTypeError(
-                f"{_short(text)}: a number {what} to {most:g} is needed"
+                f"{_short(text)}: a number {lower} to {most:g} is needed"
             )
         return value
 
-    return real
+    return convert
 
 
 def _float(text: str) -> float:

@@ -34,22 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: command-line arguments without the program's name; None: use `sys.argv`.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = parse(given)
+        options = parse(arguments)
         from zerojax.commands import run  # slow to import
 
         run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # a reader such as `head` has closed the pipe
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes the remaining output when it exits
+        # Python flushes the remaining output when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, RuntimeError) as error:
         # RecursionError is a RuntimeError, but always a bug.
         if os.environ.get(_TRACEBACK) or isinstance(error, RecursionError):
             raise
-        print(f"zerojax {given[0] if given else ''}: {_one_line(error)}", file=sys.stderr)
+        command = arguments[0] if arguments else ""
+        print(f"zerojax {command}: {_one_line(error)}", file=sys.stderr)
         sys.exit(WRONG)
 
 

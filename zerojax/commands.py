@@ -46,9 +46,7 @@ def run(options: argparse.Namespace) -> None:
         "memory": _memory,
         "simulate": lambda options: print(_simulation(options)),
         "bench-io": _bench_io,
-        "machines": lambda options: print(
-            "\n\n".join(str(machine(name)) for name in options.name or NAMED)
-        ),
+        "machines": _machines,
         "probe": _probe,
         "plan": run_plan,
         "inspect": _inspect,
@@ -64,12 +62,17 @@ def _bench_io(options: argparse.Namespace) -> None:
     )
 
 
+def _machines(options: argparse.Namespace) -> None:
+    """Print the figures of machines."""
+    print("\n\n".join(str(machine(name)) for name in options.name or NAMED))
+
+
 def _probe(options: argparse.Namespace) -> None:
     """Measure this machine, and write its figures to a file if `--out` names one."""
-    found = probe(options.swap_dir)
+    measured = probe(options.swap_dir)
     if options.out is not None:
-        found.save(options.out)
-    print(found)
+        measured.save(options.out)
+    print(measured)
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -86,12 +89,11 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     """Write a checkpoint's weights in another format."""
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # Orbax asks JAX for its processes, which would allocate GPU memory
-    folder = (
-        options.folder if options.step is None else os.path.join(options.folder, str(options.step))
-    )
+    # Orbax asks JAX for its processes, which would allocate GPU memory.
+    jax.config.update("jax_platforms", "cpu")
+    folder = options.folder
+    if options.step is not None:
+        folder = os.path.join(folder, str(options.step))
     try:
         _export_folder(folder, options)
     except (ValueError, CheckpointError) as error:
@@ -138,12 +140,14 @@ def _simulation(options: argparse.Namespace) -> Simulation:
     """
     folder = options.program if os.path.isdir(options.program) else options.thunks
     text = dumped_text(folder) if folder == options.program else _read_text(options.program)
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)}
+    overrides = {}
+    for field in dataclasses.fields(Rates):
+        rate = getattr(options, field.name)
+        if rate is not None:
+            overrides[field.name] = rate
     return simulate(
         text,
-        rates=dataclasses.replace(
-            RATES[options.rates], **{name: rate for name, rate in given.items() if rate is not None}
-        ),
+        rates=dataclasses.replace(RATES[options.rates], **overrides),
         thunks=None if folder is None else read_thunks(folder, module_name(text)),
         streams=options.streams,
         kernels=options.kernels,
@@ -177,32 +181,25 @@ def _read_text(path: str) -> str:
 
 def _memory(options: argparse.Namespace) -> None:
     """Print the model states per device, and a transformer's saved activations."""
-    if options.params is None:
-        num_params = (
-            transformer_params(options.layers, options.hidden)
-            + (options.vocab or 0) * options.hidden
-        )
-    else:
-        num_params = options.params
-    # Each device of a tensor group has a part of the parameters; ZeRO shards that part.
-    part = -(-num_params // options.tensor)
+    num_params = options.params
+    if num_params is None:
+        embedding_params = (options.vocab or 0) * options.hidden
+        num_params = transformer_params(options.layers, options.hidden) + embedding_params
+    # `tensor` splits the parameters between its devices; ZeRO shards what each of them has.
+    device_params = -(-num_params // options.tensor)
     if options.tensor > 1:
         print(
             f"{num_params:,} parameters; each of the {options.tensor} devices of `tensor` has "
-            f"{part:,}"
+            f"{device_params:,}"
         )
-    print(
-        memory_table(part, options.shards, options.precision, options.moments, options.microbatches)
+    table = memory_table(
+        device_params, options.shards, options.precision, options.moments, options.microbatches
     )
+    print(table)
     if options.shape is not None:
         itemsize = jnp.dtype(PRECISIONS[options.precision].compute_dtype).itemsize
-        print(
-            activations_table(
-                options.shape,
-                MODES if options.activations is None else (options.activations,),
-                itemsize,
-            )
-        )
+        modes = MODES if options.activations is None else (options.activations,)
+        print(activations_table(options.shape, modes, itemsize))
 
 
 def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
@@ -216,11 +213,12 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
       itemsize: bytes of one activation element.
     """
     s = shape
-    split = ""
     if s.sequence_parallel:
         split = ", the stream split"
     elif s.partition_activations:
         split = ", what is kept split"
+    else:
+        split = ""
     rows = [
         f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, "
         f"tensor {s.tensor}{split}",
@@ -228,18 +226,20 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
         "right: Korthikanti et al.",
     ]
     for mode in modes:
-        options = {
-            name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")
-        }
-        given: dict[str, Any] = options | {"activations": mode, "itemsize": itemsize}
         sizes = (s.seq, s.batch, s.hidden, s.heads)
+        settings: dict[str, Any] = {
+            "tensor": s.tensor,
+            "sequence_parallel": s.sequence_parallel,
+            "fused_attention": s.fused_attention,
+            "activations": mode,
+            "itemsize": itemsize,
+        }
         ours = layer_activation_bytes(
-            *sizes, partition_activations=s.partition_activations, **given
+            *sizes, partition_activations=s.partition_activations, **settings
         )
-        layers = [ours, korthikanti_layer_bytes(*sizes, **given)]
-        cells = " ".join(
-            f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer)
-        )
+        paper = korthikanti_layer_bytes(*sizes, **settings)
+        num_bytes = (ours, s.layers * ours, paper, s.layers * paper)
+        cells = " ".join(f"{n / 2**30:>10.3f}" for n in num_bytes)
         rows.append(f"{mode:>10} {cells}")
     return "\n".join(rows)
 

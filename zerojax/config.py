@@ -12,7 +12,10 @@ import re
 from typing import Any, Literal
 
 from host_offload.tiers import TIERS
-from zerojax.given import (
+from zerojax.precision import PRECISIONS, LossScaling
+from zerojax.sharding import STAGES
+from zerojax.trees import Batch
+from zerojax.user_values import (
     as_flag,
     as_integer,
     as_number,
@@ -22,9 +25,6 @@ from zerojax.given import (
     shown,
     whole_number,
 )
-from zerojax.precision import PRECISIONS, LossScaling
-from zerojax.sharding import STAGES
-from zerojax.trees import Batch
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["everything", "save", "selective", "remat", "pinned_host", "nvme"]
@@ -245,14 +245,14 @@ class ZeroConfig:
             )
         field_names = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
-            if name not in field_names:
-                near = difflib.get_close_matches(name, field_names, 1)
-                hint = (
-                    f"did you mean {near[0]!r}?"
-                    if near
-                    else f"the fields are {', '.join(field_names)}"
-                )
-                raise ValueError(f"ZeroConfig has no field {name!r}: {hint}")
+            if name in field_names:
+                continue
+            similar = difflib.get_close_matches(name, field_names, 1)
+            if similar:
+                hint = f"did you mean {similar[0]!r}?"
+            else:
+                hint = f"the fields are {', '.join(field_names)}"
+            raise ValueError(f"ZeroConfig has no field {name!r}: {hint}")
         return object.__new__(cls)
 
     @staticmethod
@@ -288,49 +288,63 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         """Validate the fields and convert them to plain Python values."""
+        self._check_choices()
+        self._check_activations()
+        self._check_integers()
+        self._check_values()
+        self._check_update()
+        self._check_tiers()
+        self._check_reduction()
+
+    def _check_choices(self) -> None:
+        """Check the fields that have a fixed set of values."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if (number := as_integer(value)) is not None:  # numpy integers too
+            number = as_integer(value)  # numpy integers too
+            text = as_string(value)
+            if number is not None:
                 value = number
-                object.__setattr__(self, name, value)
-            elif (text := as_string(value)) is not None:
+            elif text is not None:
                 value = text
-                object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)
             # Compare types too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
                 raise ValueError(
                     f"{name}={shown(value)} is unknown: choose from {', '.join(map(repr, choices))}"
                 )
-        self._check_activations()
-        self._check_numbers()
-        self._check_combinations()
 
     def _check_activations(self) -> None:
+        """Check `activations`, and the names of values that layers keep."""
         _check_names(self)
-        chosen = self.activations
-        if (text := as_string(chosen)) in _ACTIVATIONS:
-            object.__setattr__(self, "activations", text)
+        activations = self.activations
+        mode = as_string(activations)
+        if mode in _ACTIVATIONS:
+            object.__setattr__(self, "activations", mode)
             return
         choices = ", ".join(map(repr, _ACTIVATIONS))
-        if not isinstance(chosen, tuple) or not all(isinstance(one, Segment) for one in chosen):
+        if not isinstance(activations, tuple) or not all(
+            isinstance(segment, Segment) for segment in activations
+        ):
             raise ValueError(
-                f"activations={shown(chosen)} is unknown: choose from {choices}, or a tuple of "
-                "zerojax.Segment"
+                f"activations={shown(activations)} is unknown: choose from {choices}, or a tuple "
+                "of zerojax.Segment"
             )
-        if not chosen:
+        if not activations:
             raise ValueError(
                 f"activations=() has no segment: choose from {choices}, or give segments for "
                 "all layers"
             )
         for name in ("saved_names", "offloaded_names"):
-            if names := getattr(self, name):
+            names = getattr(self, name)
+            if names:
                 raise ValueError(
-                    f"{name}={names!r} with {len(chosen)} segments as activations: each segment "
-                    "has its own; set them on the segments that should keep the values, as in "
-                    f"zerojax.Segment({chosen[0].num_layers}, {name}={names!r})"
+                    f"{name}={names!r} with {len(activations)} segments as activations: each "
+                    "segment has its own; set them on the segments that should keep the values, "
+                    f"as in zerojax.Segment({activations[0].num_layers}, {name}={names!r})"
                 )
 
-    def _check_numbers(self) -> None:
+    def _check_integers(self) -> None:
+        """Check the fields that are whole numbers."""
         for name, least in (
             ("num_microbatches", 1),
             ("prefetch_distance", 0),
@@ -341,8 +355,12 @@ class ZeroConfig:
             ("link_groups", 2, ", or None for the default"),
             ("device_budget_bytes", 1, _NO_LIMIT),
         ):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 object.__setattr__(self, name, whole_number(name, value, least, otherwise))
+
+    def _check_values(self) -> None:
+        """Check the remaining fields one by one."""
         if not isinstance(self.loss_scaling, LossScaling):
             raise ValueError(
                 f"loss_scaling={shown(self.loss_scaling)}: a zerojax.LossScaling is needed"
@@ -371,7 +389,8 @@ class ZeroConfig:
             clip_norm = positive_number("clip_norm", self.clip_norm, ", or None for no clipping")
             object.__setattr__(self, "clip_norm", clip_norm)
 
-    def _check_combinations(self) -> None:
+    def _check_update(self) -> None:
+        """Check that the settings of the update fit each other."""
         if self.update == "in_backward" and self.clip_norm is not None:
             raise ValueError(
                 f"update='in_backward' with clip_norm={self.clip_norm}: the global norm is known "
@@ -401,6 +420,9 @@ class ZeroConfig:
                 f"that is off the device and updated on it; got opt_state={self.opt_state!r}, "
                 f"update_on={self.update_on!r}"
             )
+
+    def _check_tiers(self) -> None:
+        """Check that the stage and the other settings allow the tiers and the overlap."""
         if self.tensor_overlap and not self.sequence_parallel:
             raise ValueError(
                 "tensor_overlap=True with sequence_parallel=False: there are no gathers and "
@@ -417,7 +439,8 @@ class ZeroConfig:
                 f"params={self.params!r} needs stage=3, got stage={self.stage}: below stage 3 "
                 "parameters are not sharded"
             )
-        if (tier := frozen_tier(self)) != "device" and self.stage != 3:
+        tier = frozen_tier(self)
+        if tier != "device" and self.stage != 3:
             raise ValueError(
                 f"frozen={tier!r} needs stage=3, got stage={self.stage}: below stage 3 "
                 "parameters are not sharded"
@@ -428,6 +451,9 @@ class ZeroConfig:
             )
         if uses_disk(self) and self.swap_dir is None:
             raise ValueError("the nvme tier needs a folder: set swap_dir")
+
+    def _check_reduction(self) -> None:
+        """Check that gradients can be summed in `reduce_dtype`."""
         if self.reduce_every == "step" and self.reduce_dtype not in (None, "float32"):
             raise ValueError(
                 f"reduce_every='step' with reduce_dtype={self.reduce_dtype!r}: gradients are "
@@ -436,22 +462,23 @@ class ZeroConfig:
             )
         compute = PRECISIONS[self.precision].compute_dtype
         if self.reduce_dtype is not None and self.reduce_dtype not in (compute, "float32"):
+            choices = " or ".join(sorted({repr(compute), repr("float32")}))
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients "
-                f"are computed in {compute}; choose "
-                f"{' or '.join(sorted({repr(compute), repr('float32')}))}"
+                f"are computed in {compute}; choose {choices}"
             )
 
 
-def _check_names(chosen: Segment | ZeroConfig) -> None:
+def _check_names(layers: Segment | ZeroConfig) -> None:
     """Raise ValueError unless both fields are tuples of names, and no name is in both."""
     for name in ("saved_names", "offloaded_names"):
-        value = getattr(chosen, name)
+        value = getattr(layers, name)
         if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
             raise ValueError(
                 f"{name}={shown(value)}: a tuple of names is needed, such as ('mlp_hidden',)"
             )
-    if both := sorted(set(chosen.saved_names) & set(chosen.offloaded_names)):
+    both = sorted(set(layers.saved_names) & set(layers.offloaded_names))
+    if both:
         raise ValueError(
             f"saved_names and offloaded_names both hold {both}: a value can be kept in one "
             "place only"
@@ -460,10 +487,14 @@ def _check_names(chosen: Segment | ZeroConfig) -> None:
 
 def resolve_activations(config: ZeroConfig) -> tuple[Activations, ...]:
     """Return what happens to the residuals: one entry per segment, or one entry for all layers."""
-    chosen = config.activations
-    return (
-        tuple(segment.activations for segment in chosen) if isinstance(chosen, tuple) else (chosen,)
-    )
+    if isinstance(config.activations, tuple):
+        return tuple(segment.activations for segment in config.activations)
+    return (config.activations,)
+
+
+def _segments(config: ZeroConfig) -> tuple[Segment | ZeroConfig, ...]:
+    """Return what holds the names of kept values: the segments, or the config itself."""
+    return config.activations if isinstance(config.activations, tuple) else (config,)
 
 
 def frozen_tier(config: ZeroConfig) -> Tier:
@@ -500,18 +531,16 @@ def streams(config: ZeroConfig) -> bool:
     # values, or a tier, needs them.
     keeps_by_choice = (
         config.activations not in ("everything", "save", "remat")
-        or config.saved_names
-        or config.offloaded_names
+        or bool(config.saved_names)
+        or bool(config.offloaded_names)
         or config.partition_activations
     )
-    return bool(
-        off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead
-    )
+    updates_in_backward = config.update == "in_backward"
+    return off_device or keeps_by_choice or updates_in_backward or config.gather_ahead
 
 
 def moves_host_memory(config: ZeroConfig) -> bool:
     """Return whether a step moves data between device and host memory, for the disk tier too."""
-    kept = config.activations if isinstance(config.activations, tuple) else (config,)
     tiers = {
         config.params,
         config.grads,
@@ -519,7 +548,9 @@ def moves_host_memory(config: ZeroConfig) -> bool:
         frozen_tier(config),
         *resolve_activations(config),
     }
-    return not tiers.isdisjoint(("pinned_host", "nvme")) or any(one.offloaded_names for one in kept)
+    if not tiers.isdisjoint(("pinned_host", "nvme")):
+        return True
+    return any(segment.offloaded_names for segment in _segments(config))
 
 
 def uses_disk(config: ZeroConfig) -> bool:
@@ -540,9 +571,8 @@ def calls_host(config: ZeroConfig) -> bool:
 
 def updates_by_parts(config: ZeroConfig) -> bool:
     """Return whether the optimizer runs on one layer or leaf at a time, so must be elementwise."""
-    return {config.params, config.grads, config.opt_state} != {
-        "device"
-    } or config.update == "in_backward"
+    off_device = {config.params, config.grads, config.opt_state} != {"device"}
+    return off_device or config.update == "in_backward"
 
 
 def require_built(config: ZeroConfig) -> None:
@@ -560,30 +590,27 @@ def require_built(config: ZeroConfig) -> None:
             f"delayed_update=True is not supported with {name}='nvme': use "
             "delayed_update=False, or 'pinned_host'"
         )
-    kept = config.activations if isinstance(config.activations, tuple) else (config,)
-    names = [
-        name
-        for one in kept
-        for name in (*one.saved_names, *one.offloaded_names)
-        if parse_name_number(name) is not None
-    ]
-    everything = next(
-        (one for one in kept if one.activations == "everything" and one.offloaded_names), None
-    )
-    if everything is not None and (
-        numbers := [n for n in everything.offloaded_names if parse_name_number(n) is not None]
-    ):
-        raise NotImplementedError(
-            f"activations='everything' is not supported with offloaded_names={numbers!r}: the "
-            "values that it keeps have no numbers; name them by "
-            "jax.ad_checkpoint.checkpoint_name, or use activations='save'"
-        )
-    if config.tensor_overlap and names:
+    numbers = []
+    for segment in _segments(config):
+        offloaded = _numbered(segment.offloaded_names)
+        if segment.activations == "everything" and offloaded:
+            raise NotImplementedError(
+                f"activations='everything' is not supported with offloaded_names={offloaded!r}: "
+                "the values that it keeps have no numbers; name them by "
+                "jax.ad_checkpoint.checkpoint_name, or use activations='save'"
+            )
+        numbers += _numbered(segment.saved_names) + offloaded
+    if config.tensor_overlap and numbers:
         raise NotImplementedError(
             "tensor_overlap=True is not supported with values named by number, "
-            f"{', '.join(map(repr, names))}: the values that rings keep depend on the mode; name "
+            f"{', '.join(map(repr, numbers))}: the values that rings keep depend on the mode; name "
             "the values by jax.ad_checkpoint.checkpoint_name, or set tensor_overlap=False"
         )
+
+
+def _numbered(names: tuple[str, ...]) -> list[str]:
+    """Return the names that are numbers of values, such as "#2"."""
+    return [name for name in names if parse_name_number(name) is not None]
 
 
 def parse_name_number(name: str) -> int | None:
@@ -591,7 +618,7 @@ def parse_name_number(name: str) -> int | None:
     return int(name[1:]) if re.fullmatch(r"#[0-9]+", name) else None
 
 
-def whole_layers(config: ZeroConfig) -> str | None:
+def untiled_setting(config: ZeroConfig) -> str | None:
     """Return the setting that makes a streamed step move full layers, including tiles, or None."""
     if config.stage != 3:
         return f"stage={config.stage}"
@@ -600,22 +627,24 @@ def whole_layers(config: ZeroConfig) -> str | None:
         ("gather_ahead", False),
         ("opt_state_device_fraction", 0),
     ):
-        if (value := getattr(config, name)) != tiled:
+        value = getattr(config, name)
+        if value != tiled:
             return f"{name}={value!r}"
     return None
 
 
-def reason(config: ZeroConfig) -> str:
+def piecewise_update_setting(config: ZeroConfig) -> str:
     """Return the setting that makes the optimizer run on one layer or leaf at a time."""
     for name in ("opt_state", "params", "grads"):
-        if (tier := getattr(config, name)) != "device":
+        tier = getattr(config, name)
+        if tier != "device":
             return f"{name}={tier!r}"
     return f"update={config.update!r}"
 
 
 def check_unlayered(config: ZeroConfig) -> None:
     """Raise ValueError for a setting that needs the layers of a LayeredModel."""
-    needs = {
+    unlayered = {
         "params": ("device",),
         "grads": ("device",),
         "activations": ("everything", "save", "remat"),
@@ -630,10 +659,11 @@ def check_unlayered(config: ZeroConfig) -> None:
         "opt_state_device_fraction": (0,),
         "frozen": (None, "device"),
     }
-    for name, without in needs.items():
-        if (value := getattr(config, name)) not in without:
+    for name, choices in unlayered.items():
+        value = getattr(config, name)
+        if value not in choices:
             raise ValueError(
                 f"{name}={value!r} works layer by layer, and the layers of a Model are not known: "
-                f"use {name}={without[0]!r}, or give a LayeredModel (zerojax.from_flax(embed=..., "
+                f"use {name}={choices[0]!r}, or give a LayeredModel (zerojax.from_flax(embed=..., "
                 "block=..., head=..., num_layers=...))"
             )

@@ -73,11 +73,12 @@ class ElementProgram:
         results = []
         for ref, shape in zip(wanted, shapes, strict=True):
             value = slots[ref] if isinstance(ref, int) else ref.value
-            results.append(_whole(value) if shape is None else self._like(ref, value, shape))
+            if shape is None:
+                value = _in_traced_shape(value)
+            elif not self._has_leaf(ref):
+                value = jnp.broadcast_to(_any_element(value), shape)
+            results.append(value)
         return results
-
-    def _like(self, ref: Ref, value: Any, shape: Shape) -> Array:
-        return value if self._has_leaf(ref) else jnp.broadcast_to(_one(value), shape)
 
     def _has_leaf(self, ref: Ref) -> bool:
         return isinstance(ref, int) and self.leaf_of.get(ref) is not None
@@ -91,35 +92,36 @@ class ElementProgram:
                 return [values[0]]
             return bind(i.eqn, self._operands(i, values))
         if _keeps_even(i, values):
-            (aval,) = (_get_shape(v) for v in i.eqn.outvars)
-            ones = [_one(value) for value in values]
-            return [_Even(ones[0] if name in FILLS else bind(i.eqn, ones)[0], aval)]
-        return bind(i.eqn, [_whole(value) for value in values])
+            (var,) = i.eqn.outvars
+            elements = [_any_element(value) for value in values]
+            element = elements[0] if name in FILLS else bind(i.eqn, elements)[0]
+            return [_Even(element, _get_shape(var))]
+        return bind(i.eqn, [_in_traced_shape(value) for value in values])
 
     def _operands(self, i: Instruction, values: Sequence[Any]) -> list[Any]:
         """Return the operands of an equation on a leaf.
 
         Operands that had the leaf's shape in the trace are broadcast to its present shape.
         """
-        shape = next(
-            jnp.shape(v) for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref)
-        )
-        traced = _get_shape(i.eqn.outvars[0])
+        leaves = [v for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref)]
+        leaf_shape = jnp.shape(leaves[0])
+        traced_shape = _get_shape(i.eqn.outvars[0])
         operands = []
-        for value, ref, var in zip(values, i.ins, i.eqn.invars, strict=True):
-            is_spread = not self._has_leaf(ref) and _get_shape(var) == traced
-            operands.append(jnp.broadcast_to(_one(value), shape) if is_spread else value)
+        for n, ref in enumerate(i.ins):
+            operand = values[n]
+            if not self._has_leaf(ref) and _get_shape(i.eqn.invars[n]) == traced_shape:
+                operand = jnp.broadcast_to(_any_element(operand), leaf_shape)
+            operands.append(operand)
         return operands
 
 
 def _keeps_even(i: Instruction, values: Sequence[Any]) -> bool:
     """Return whether an equation without leaves maps equal elements to equal elements."""
     name = i.eqn.primitive.name
-    if i.has_jaxpr or name not in POINTWISE | FILLS or not _get_shape(i.eqn.outvars[0]):
+    shape = _get_shape(i.eqn.outvars[0])
+    if i.has_jaxpr or name not in POINTWISE | FILLS or not shape:
         return False
-    if name in POINTWISE and any(
-        _get_shape(v) not in ((), _get_shape(i.eqn.outvars[0])) for v in i.eqn.invars
-    ):
+    if name in POINTWISE and any(_get_shape(v) not in ((), shape) for v in i.eqn.invars):
         return False  # a bitcast to another number of bytes
     return all(
         isinstance(v, _Even) or not jnp.shape(v) or _is_constant(ref)
@@ -135,7 +137,7 @@ def _get_shape(var: Any) -> Shape:
     return tuple(getattr(var.aval, "shape", ()))
 
 
-def _one(value: Any) -> Any:
+def _any_element(value: Any) -> Any:
     """Return one of a value's equal elements."""
     if isinstance(value, _Even):
         return value.value
@@ -148,6 +150,6 @@ def _one(value: Any) -> Any:
     return elements.reshape(-1)[0]
 
 
-def _whole(value: Any) -> Any:
+def _in_traced_shape(value: Any) -> Any:
     """Return a value that depends on no leaf, in its traced shape."""
     return jnp.broadcast_to(value.value, value.shape) if isinstance(value, _Even) else value

@@ -100,12 +100,13 @@ def _memory() -> list[tuple[str, str]]:
     free = available_bytes()
     pool = pinned_pool_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    usable_cores = len(os.sched_getaffinity(0))
     if pool is None:
         pinned = "no limit on this platform"
     else:
         pinned = f"{_size(pool)} per process ({LIMIT_VARIABLE})"
     return [
-        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("cores", f"{usable_cores} usable of {os.cpu_count()}"),
         ("host memory", f"{_size(total)}, {_size(free)} available"),
         ("pinned memory", pinned),
         ("ulimit -l", f"{_limit(soft)}, hard limit {_limit(hard)}"),

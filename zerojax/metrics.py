@@ -55,9 +55,10 @@ def with_own(metrics: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: the loss function uses a reserved name.
     """
-    if wrong := sorted(name for name in own if name in OURS or name.startswith(_PREFIX)):
+    reserved = sorted(name for name in own if name in OURS or name.startswith(_PREFIX))
+    if reserved:
         raise ValueError(
-            f"the loss returns metrics {wrong}, but these names are reserved for the step "
+            f"the loss returns metrics {reserved}, but these names are reserved for the step "
             f"({', '.join(OURS)}, {_PREFIX}...): give them other names"
         )
     return {**metrics, **own}

@@ -7,9 +7,9 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from zerojax.arguments import count, number, whole
+from zerojax.arguments import count, integer, number
 from zerojax.hlo import CALLBACKS, GRAPHS, RATES, STREAMS, Rates
 from zerojax.vocabulary import EXPORT_DTYPES, EXPORT_FORMATS, MODES, PRECISION_NAMES
 
@@ -47,14 +47,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
       ValueError: an option cannot be used.
     """
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     if options.command == "export":
         _check_export(options.parser, options)
     if options.command == "memory":
-        options.shape = _shape(options.parser, options)
+        options.shape = _build_shape(options.parser, options)
     if options.command == "probe" and options.out is not None:
         _check_out(options.out)
     return options
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
 class _Version(argparse.Action):
@@ -66,7 +69,7 @@ class _Version(argparse.Action):
         parser.exit(0, f"zerojax {version('zerojax')}\n")
 
 
-def _parser() -> OneLineParser:
+def _build_parser() -> OneLineParser:
     """Return the parser of all commands; parsed options hold the command's parser."""
     parser = OneLineParser(
         prog="zerojax",
@@ -75,128 +78,144 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the installed version")
     commands = parser.add_subparsers(dest="command", required=True)
-    environment = commands.add_parser(
+    # `--help` lists the commands in this order.
+    _add_env_command(commands)
+    _add_memory_command(commands)
+    _add_simulate_command(commands)
+    _add_bench_io_command(commands)
+    _add_machines_command(commands)
+    _add_probe_command(commands)
+    _add_plan_command(commands)
+    _add_inspect_command(commands)
+    _add_export_command(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
+    return parser
+
+
+def _add_env_command(commands: _Commands) -> None:
+    """Add `zerojax env`."""
+    parser = commands.add_parser(
         "env", help="versions, devices, limits of memory, and a folder's disk, for a bug report"
     )
-    environment.add_argument("--swap-dir", help="an existing folder on the disk to report on")
-    states = commands.add_parser(
+    parser.add_argument("--swap-dir", help="an existing folder on the disk to report on")
+
+
+def _add_memory_command(commands: _Commands) -> None:
+    """Add `zerojax memory`."""
+    parser = commands.add_parser(
         "memory",
         help="model states per device and elements sent per step, by ZeRO stage, and a "
         "transformer's activations",
     )
-    states.add_argument(
+    parser.add_argument(
         "--params",
         type=count,
         help="number of parameters, such as 7.5e9; default: 12 L h^2, plus V h with --vocab",
     )
-    states.add_argument(
+    parser.add_argument(
         "--shards",
-        type=whole(1),
+        type=integer(1),
         default=1,
         help="devices that share the state (the mesh axis fsdp)",
     )
-    states.add_argument("--precision", choices=PRECISION_NAMES, default="bf16")
-    states.add_argument(
+    parser.add_argument("--precision", choices=PRECISION_NAMES, default="bf16")
+    parser.add_argument(
         "--moments",
-        type=whole(0, 1000),
+        type=integer(0, 1000),
         default=8,
         help="bytes of optimizer state per parameter; Adam has 8",
     )
-    states.add_argument("--microbatches", type=whole(1), default=1)
-    shape = states.add_argument_group(
+    parser.add_argument("--microbatches", type=integer(1), default=1)
+    _add_activation_options(parser)
+
+
+def _add_activation_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the transformer whose activations `zerojax memory` counts."""
+    group = parser.add_argument_group(
         "activations",
         "sizes of a GPT; --layers, --hidden, --heads and --seq must be given together",
     )
-    for name, what in (
+    for name, meaning in (
         ("layers", "L"),
         ("hidden", "h"),
         ("heads", "a"),
         ("seq", "s, tokens per sequence"),
     ):
-        shape.add_argument(f"--{name}", type=whole(1), help=what)
-    shape.add_argument(
-        "--vocab", type=whole(1), help="V, rows of a token embedding that is tied to the head"
+        group.add_argument(f"--{name}", type=integer(1), help=meaning)
+    group.add_argument(
+        "--vocab", type=integer(1), help="V, rows of a token embedding that is tied to the head"
     )
-    shape.add_argument(
+    group.add_argument(
         "--batch",
-        type=whole(1),
+        type=integer(1),
         default=1,
         help="b, sequences per tensor group: in a microbatch with save and remat, in a step with "
         "selective",
     )
-    shape.add_argument(
+    group.add_argument(
         "--tensor",
-        type=whole(1),
+        type=integer(1),
         default=1,
         help="t, devices that share a layer's products (the mesh axis tensor)",
     )
-    shape.add_argument(
+    group.add_argument(
         "--sequence-parallel", action="store_true", help="split the stream over --tensor too"
     )
-    shape.add_argument(
+    group.add_argument(
         "--partition-activations",
         action="store_true",
         help="split the stream's saved activations over --tensor",
     )
-    shape.add_argument(
+    group.add_argument(
         "--fused-attention",
         action="store_true",
         help="compute attention in one kernel, which keeps no scores",
     )
-    shape.add_argument(
+    group.add_argument(
         "--activations",
         choices=MODES,
         help="activations that a layer keeps; default: one line per choice. A tier keeps the same "
         "as remat",
     )
-    simulation = commands.add_parser(
+
+
+def _add_simulate_command(commands: _Commands) -> None:
+    """Add `zerojax simulate`."""
+    parser = commands.add_parser(
         "simulate",
         help="predict a step from its compiled program: seconds, idle compute, bytes over the host "
         "link, waits",
     )
-    simulation.add_argument(
+    parser.add_argument(
         "program",
         help="text file with the result of compiled.as_text(), or the folder of one program's XLA "
         "dump (xla_dump_to)",
     )
-    simulation.add_argument(
-        "--thunks", help="folder of the XLA dump, if the program is a text file"
-    )
-    simulation.add_argument(
+    parser.add_argument("--thunks", help="folder of the XLA dump, if the program is a text file")
+    parser.add_argument(
         "--rates",
         choices=list(RATES),
         default="h200",
         help="assumed rates, by name; the options below override single rates",
     )
-    for field in dataclasses.fields(Rates):
-        is_flops = field.name.startswith(("products", "attention"))
-        unit = (
-            "seconds"
-            if field.name.endswith("_seconds")
-            else "FLOPs per second"
-            if is_flops
-            else "bytes per second"
-        )
-        what = f"{unit}, {getattr(RATES['h200'], field.name):g} for an H200; see zerojax.hlo.Rates"
-        simulation.add_argument(
-            f"--{field.name.replace('_', '-')}", type=number(0, 1e24), help=what
-        )
-    simulation.add_argument(
+    _add_rate_options(parser)
+    parser.add_argument(
         "--streams", choices=list(STREAMS), help="; ".join(f"{k}: {v}" for k, v in STREAMS.items())
     )
-    simulation.add_argument(
+    parser.add_argument(
         "--kernels",
         choices=["exclusive", "beside"],
         default="exclusive",
         help="how kernels that move host memory run",
     )
-    simulation.add_argument(
+    parser.add_argument(
         "--graphs",
         choices=list(GRAPHS),
         default="in_turn",
         help="how copies in CUDA graphs run; " + "; ".join(f"{k}: {v}" for k, v in GRAPHS.items()),
     )
-    simulation.add_argument(
+    parser.add_argument(
         "--callbacks",
         choices=list(CALLBACKS),
         default="plain",
@@ -204,139 +223,81 @@ def _parser() -> OneLineParser:
         "nvme: state on disk; nvme_update: update_on='host' with state on disk; plain: wait "
         "until the device has finished all work",
     )
-    disk = commands.add_parser(
+
+
+def _add_rate_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of `zerojax.hlo.Rates`."""
+    for field in dataclasses.fields(Rates):
+        if field.name.endswith("_seconds"):
+            unit = "seconds"
+        elif field.name.startswith(("products", "attention")):
+            unit = "FLOPs per second"
+        else:
+            unit = "bytes per second"
+        default = f"{getattr(RATES['h200'], field.name):g} for an H200"
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=number(0, 1e24),
+            help=f"{unit}, {default}; see zerojax.hlo.Rates",
+        )
+
+
+def _add_bench_io_command(commands: _Commands) -> None:
+    """Add `zerojax bench-io`."""
+    parser = commands.add_parser(
         "bench-io",
         help="bandwidth of a folder's disk, and the models and step times that it supports",
     )
-    disk.add_argument(
+    parser.add_argument(
         "folder",
         help="an existing folder, such as a swap_dir; a small file with the best settings remains "
         "in it",
     )
-    disk.add_argument(
+    parser.add_argument(
         "--gib",
         type=number(0, 1e6, above=True),
         default=1.0,
         help="GiB that each reader writes and reads per round",
     )
-    disk.add_argument(
-        "--rounds", type=whole(1, 1000), default=3, help="number of rounds; the median is shown"
+    parser.add_argument(
+        "--rounds", type=integer(1, 1000), default=3, help="number of rounds; the median is shown"
     )
-    machines = commands.add_parser(
+
+
+def _add_machines_command(commands: _Commands) -> None:
+    """Add `zerojax machines`."""
+    parser = commands.add_parser(
         "machines", help="figures of named machines or of a TOML file, with their sources"
     )
-    machines.add_argument(
+    parser.add_argument(
         "name",
         nargs="*",
         help="a machine's name, or a path that ends with .toml; default: all named machines",
     )
-    measured = commands.add_parser(
+
+
+def _add_probe_command(commands: _Commands) -> None:
+    """Add `zerojax probe`."""
+    parser = commands.add_parser(
         "probe",
         help="measure this machine in less than a minute: devices, host link, host, and a disk",
     )
-    measured.add_argument(
+    parser.add_argument(
         "--swap-dir",
         help="an existing folder on the disk; a small file with the best settings remains in it",
     )
-    measured.add_argument("--out", help="TOML file to write or replace, for zerojax.machine")
-    _add_plan_command(commands)
-    checkpoints = commands.add_parser(
-        "inspect",
-        help="a checkpoint's contents; exit status 0 if it is complete, 1 if not, 2 if it is not a "
-        "checkpoint",
-    )
-    checkpoints.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
-    checkpoints.add_argument(
-        "--verify", action="store_true", help="read all bytes and compare their checksums"
-    )
-    weights = commands.add_parser(
-        "export",
-        help="write a checkpoint's weights in Orbax's format, as a safetensors file, or as a "
-        "Hugging Face or PEFT folder",
-    )
-    weights.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
-    weights.add_argument("out", help="path to write, which must not exist")
-    weights.add_argument("--format", choices=EXPORT_FORMATS, required=True)
-    weights.add_argument(
-        "--dtype",
-        choices=EXPORT_DTYPES,
-        help="default: float32; with --format hf, the dtype of --like",
-    )
-    weights.add_argument(
-        "--like", help="with hf and peft: the folder that the weights were imported from"
-    )
-    weights.add_argument(
-        "--merge-lora", action="store_true", help="with hf: merge adapters into the weights"
-    )
-    weights.add_argument(
-        "--shard-bytes",
-        type=number(1),
-        default=5e9,
-        help="with hf: largest size of one file, in bytes",
-    )
-    weights.add_argument(
-        "--ema",
-        action="store_true",
-        help="export the weight averages of zerojax.Ema instead of the weights",
-    )
-    weights.add_argument(
-        "--step",
-        type=whole(0),
-        help="step to export from a directory; default: its newest complete step",
-    )
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)
-    return parser
+    parser.add_argument("--out", help="TOML file to write or replace, for zerojax.machine")
 
 
-def _add_plan_command(commands: Any) -> None:
-    """Add the `plan` command to a group of commands."""
+def _add_plan_command(commands: _Commands) -> None:
+    """Add `zerojax plan`."""
     parser = commands.add_parser(
         "plan",
         help="the fastest config of a transformer that fits a machine, with its needs and the time "
         "per step",
     )
-    parser.add_argument(
-        "--params",
-        type=count,
-        help="number of parameters, such as 1T or 175B; default: L 12 h^2 + V h",
-    )
-    for name, what in (
-        ("layers", "L"),
-        ("hidden", "h"),
-        ("heads", "a"),
-        ("seq", "T, tokens per sequence"),
-    ):
-        parser.add_argument(f"--{name}", type=count, required=True, help=what)
-    parser.add_argument(
-        "--batch",
-        type=count,
-        required=True,
-        help="b, sequences per step and tensor group",
-    )
-    for name, what in (
-        ("vocab", "V"),
-        ("mlp", "f, the MLP's width; default: 4 h"),
-        ("kv-heads", "heads of keys and values; default: a"),
-    ):
-        parser.add_argument(f"--{name}", type=count, help=what)
-    parser.add_argument("--gated", action="store_true", help="the MLP has three matrices (SwiGLU)")
-    parser.add_argument(
-        "--machine",
-        required=True,
-        help="a name that `zerojax machines` lists, or a TOML file that `zerojax probe` wrote",
-    )
-    parser.add_argument("--nodes", type=count, help="number of nodes; default: the machine's")
-    parser.add_argument(
-        "--devices-per-node", type=count, help="default: the devices per node of the machine"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIGURE=VALUE",
-        help="override a figure of the machine, such as host_bytes=2e12",
-    )
+    _add_model_options(parser)
+    _add_machine_options(parser)
     parser.add_argument(
         "--tensor", type=count, default=1, help="devices that share a layer's products"
     )
@@ -380,29 +341,134 @@ def _add_plan_command(commands: Any) -> None:
     )
 
 
-def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Shape | None":
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the transformer that `zerojax plan` plans for."""
+    parser.add_argument(
+        "--params",
+        type=count,
+        help="number of parameters, such as 1T or 175B; default: L 12 h^2 + V h",
+    )
+    for name, meaning in (
+        ("layers", "L"),
+        ("hidden", "h"),
+        ("heads", "a"),
+        ("seq", "T, tokens per sequence"),
+    ):
+        parser.add_argument(f"--{name}", type=count, required=True, help=meaning)
+    parser.add_argument(
+        "--batch",
+        type=count,
+        required=True,
+        help="b, sequences per step and tensor group",
+    )
+    for name, meaning in (
+        ("vocab", "V"),
+        ("mlp", "f, the MLP's width; default: 4 h"),
+        ("kv-heads", "heads of keys and values; default: a"),
+    ):
+        parser.add_argument(f"--{name}", type=count, help=meaning)
+    parser.add_argument("--gated", action="store_true", help="the MLP has three matrices (SwiGLU)")
+
+
+def _add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the machine of `zerojax plan`."""
+    parser.add_argument(
+        "--machine",
+        required=True,
+        help="a name that `zerojax machines` lists, or a TOML file that `zerojax probe` wrote",
+    )
+    parser.add_argument("--nodes", type=count, help="number of nodes; default: the machine's")
+    parser.add_argument(
+        "--devices-per-node", type=count, help="default: the devices per node of the machine"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIGURE=VALUE",
+        help="override a figure of the machine, such as host_bytes=2e12",
+    )
+
+
+def _add_inspect_command(commands: _Commands) -> None:
+    """Add `zerojax inspect`."""
+    parser = commands.add_parser(
+        "inspect",
+        help="a checkpoint's contents; exit status 0 if it is complete, 1 if not, 2 if it is not a "
+        "checkpoint",
+    )
+    parser.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all bytes and compare their checksums"
+    )
+
+
+def _add_export_command(commands: _Commands) -> None:
+    """Add `zerojax export`."""
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights in Orbax's format, as a safetensors file, or as a "
+        "Hugging Face or PEFT folder",
+    )
+    parser.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
+    parser.add_argument("out", help="path to write, which must not exist")
+    parser.add_argument("--format", choices=EXPORT_FORMATS, required=True)
+    parser.add_argument(
+        "--dtype",
+        choices=EXPORT_DTYPES,
+        help="default: float32; with --format hf, the dtype of --like",
+    )
+    parser.add_argument(
+        "--like", help="with hf and peft: the folder that the weights were imported from"
+    )
+    parser.add_argument(
+        "--merge-lora", action="store_true", help="with hf: merge adapters into the weights"
+    )
+    parser.add_argument(
+        "--shard-bytes",
+        type=number(1),
+        default=5e9,
+        help="with hf: largest size of one file, in bytes",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="export the weight averages of zerojax.Ema instead of the weights",
+    )
+    parser.add_argument(
+        "--step",
+        type=integer(0),
+        help="step to export from a directory; default: its newest complete step",
+    )
+
+
+def _build_shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "Shape | None":
     """Return the transformer of `zerojax memory`, or None if none is given.
 
     Exits with an error if the options do not fit together.
     """
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "heads", "seq")}
-    missing = [f"--{name}" for name, n in sizes.items() if n is None]
     flags = ("sequence_parallel", "partition_activations", "fused_attention")
-    of_shape = [name for name in ("vocab", *flags, "activations") if getattr(options, name)]
-    asked = [f"--{name.replace('_', '-')}" for name in of_shape] + ["--batch"] * (
-        options.batch != 1
-    )
-    if missing and (len(missing) < len(sizes) or asked):
-        given = [f"--{name}" for name, n in sizes.items() if n is not None] + asked
-        what = "activations need a transformer, whose"
-        parser.error(f"{', '.join(given)}: {what} {', '.join(missing)} must be given too")
-    if missing and options.params is None:
-        parser.error("--params, or --layers, --hidden, --heads and --seq, must be given")
+    missing = [f"--{name}" for name, size in sizes.items() if size is None]
     if missing:
+        used = [f"--{name}" for name, size in sizes.items() if size is not None]
+        for name in ("vocab", *flags, "activations"):
+            if getattr(options, name):
+                used.append(f"--{name.replace('_', '-')}")
+        if options.batch != 1:
+            used.append("--batch")
+        if used:
+            parser.error(
+                f"{', '.join(used)}: activations need a transformer, whose {', '.join(missing)} "
+                "must be given too"
+            )
+        if options.params is None:
+            parser.error("--params, or --layers, --hidden, --heads and --seq, must be given")
         return None
-    of_tensor = {name: getattr(options, name) for name in ("batch", "tensor", *flags)}
+
+    settings = {name: getattr(options, name) for name in ("batch", "tensor", *flags)}
     try:
-        return Shape(**sizes, vocab=options.vocab or 0, **of_tensor)
+        return Shape(**sizes, vocab=options.vocab or 0, **settings)
     except ValueError as error:
         parser.error(str(error))
 
@@ -455,17 +521,13 @@ class Shape:
                 f"--heads {self.heads} do not divide by --tensor {self.tensor}: heads cannot "
                 "be split between devices"
             )
-        flags = [
-            f"--{name.replace('_', '-')}"
-            for name in ("sequence_parallel", "partition_activations")
-            if getattr(self, name)
-        ]
-        if flags and self.tensor == 1:
+        splits_sequence = self.sequence_parallel or self.partition_activations
+        if splits_sequence and self.tensor == 1:
+            flag = "--sequence-parallel" if self.sequence_parallel else "--partition-activations"
             raise ValueError(
-                f"{flags[0]} splits the sequence over the devices of --tensor: give 2 or more "
-                "of them"
+                f"{flag} splits the sequence over the devices of --tensor: give 2 or more of them"
             )
-        if flags and self.seq % self.tensor:
+        if splits_sequence and self.seq % self.tensor:
             fits = -(-self.seq // self.tensor) * self.tensor
             raise ValueError(
                 f"--seq {self.seq} does not divide by --tensor {self.tensor}: pad the "

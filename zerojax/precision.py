@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.given import as_integer, as_number, in_float32, shown
+from zerojax.user_values import as_integer, as_number, in_float32, shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class LossScaling:
     def __post_init__(self) -> None:
         """Check the fields and convert them to plain Python numbers."""
         for name in ("least", "initial", "most"):
-            self._take(name, _SMALLEST, _LARGEST)
+            self._convert(name, _SMALLEST, _LARGEST)
         if not self.least <= self.initial <= self.most:
             raise ValueError(
                 f"loss scaling needs least <= initial <= most, got least={self.least}, "
@@ -92,31 +92,33 @@ class LossScaling:
             )
         # The limits are the float32 numbers next to 1: a factor closer to 1 would round to 1, and
         # the scale would never change.
-        self._take("growth_factor", 1 + _EPSILON, _LARGEST)
-        self._take("backoff_factor", _SMALLEST, 1 - _EPSILON / 2)
+        self._convert("growth_factor", 1 + _EPSILON, _LARGEST)
+        self._convert("backoff_factor", _SMALLEST, 1 - _EPSILON / 2)
         for name in ("growth_interval", "hysteresis"):
-            count = as_integer(getattr(self, name))
+            value = getattr(self, name)
+            count = as_integer(value)
             if count is None or not 1 <= count <= _LARGEST_COUNT:
                 raise ValueError(
-                    f"{name}={shown(getattr(self, name))} of a LossScaling: an integer from 1 to "
+                    f"{name}={shown(value)} of a LossScaling: an integer from 1 to "
                     f"{_LARGEST_COUNT} is needed, since it is counted in int32"
                 )
             object.__setattr__(self, name, count)
 
-    def _take(self, name: str, least: float, most: float) -> None:
+    def _convert(self, name: str, least: float, most: float) -> None:
         """Convert a field to a float.
 
         Raises:
           ValueError: the field is not a finite number in the range that float32 holds.
         """
-        number = as_number(getattr(self, name))
-        held = None if number is None else in_float32(number, least, most)
-        if held is None:
+        value = getattr(self, name)
+        number = as_number(value)
+        clamped = None if number is None else in_float32(number, least, most)
+        if clamped is None:
             raise ValueError(
-                f"{name}={shown(getattr(self, name))} of a LossScaling: a number from {least:.9g} "
-                f"to {most:.9g} is needed, since the scale is a float32"
+                f"{name}={shown(value)} of a LossScaling: a number from {least:.9g} to {most:.9g} "
+                "is needed, since the scale is a float32"
             )
-        object.__setattr__(self, name, held)
+        object.__setattr__(self, name, clamped)
 
 
 class LossScale(NamedTuple):
@@ -146,10 +148,10 @@ def update_loss_scale(config: LossScaling, state: LossScale, finite: jax.Array) 
     backs_off = ~finite & (state.patience <= 1)
     grown = jnp.minimum(state.scale * config.growth_factor, config.most)
     reduced = jnp.maximum(state.scale * config.backoff_factor, config.least)
-    spent = state.patience - jnp.where(finite, 0, 1)
+    remaining = state.patience - jnp.where(finite, 0, 1)
     return LossScale(
         scale=jnp.where(grows, grown, jnp.where(backs_off, reduced, state.scale)),
         # A tolerated overflow also interrupts the run of good steps.
         good_steps=jnp.where(finite & ~grows, state.good_steps + 1, 0),
-        patience=jnp.where(grows | backs_off, config.hysteresis, spent).astype(jnp.int32),
+        patience=jnp.where(grows | backs_off, config.hysteresis, remaining).astype(jnp.int32),
     )

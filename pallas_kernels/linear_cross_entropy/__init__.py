@@ -120,56 +120,64 @@ def linear_cross_entropy(
     _check_tiles(num_tiles, config, vocab, implementation)
     if jnp.iinfo(labels.dtype).bits < 32:
         labels = labels.astype(np.int32)  # V may exceed the range of such a dtype
-    counts = labels >= 0
+    is_counted = labels >= 0
     if ignore_index is not None:
-        counts = counts & (labels != ignore_index)
-    wrong = counts & (labels >= vocab)
+        is_counted = is_counted & (labels != ignore_index)
+    is_too_large = is_counted & (labels >= vocab)
     if check_labels:
-        _refuse(wrong, labels, vocab)
-    form = Form(
-        vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap)
-    )
-    target = find_target(x, w)
-    chosen = resolve(
-        "linear_cross_entropy",
-        implementation,
-        {
-            "mosaic": mosaic.refusal(x.dtype, target, split, num_tiles),
-            "xla": None,
-            "reference": None
-            if split is None
-            else "its logits are left to the partitioner, so it takes no split",
-        },
-        {"mosaic": UNMEASURED},
-    )
+        _check_range(is_too_large, labels, vocab)
+    cap = None if softcap is None else float(softcap)
+    form = Form(vocab, float(label_smoothing), float(z_loss), cap)
+    chosen, kernel = _choose(x, w, implementation, split, num_tiles, config)
+
     rows = x.reshape(-1, x.shape[-1])
     # -1 marks every ignored label. Labels >= V become V, which matches no column, and NaN replaces
     # their loss: cast to int32 they might be negative and would be ignored instead.
-    places = jnp.where(counts, jnp.where(wrong, vocab, labels).astype(jnp.int32), -1).reshape(-1)
+    in_range = jnp.where(is_too_large, vocab, labels).astype(jnp.int32)
+    targets = jnp.where(is_counted, in_range, -1).reshape(-1)
     losses: Any
     if chosen == "reference":
-        losses = reference.losses(form, rows, w, places)
+        losses = reference.losses(form, rows, w, targets)
     else:
         if split is not None:
             split.check(rows.shape[0], rows.shape[1], vocab)
         tiles = config if isinstance(config, Config) else None
-        kernel = None
-        if chosen == "mosaic":
-            kernel = config if isinstance(config, KernelConfig) else KernelConfig()
-            kernel = dataclasses.replace(kernel, num_cores=kernel.num_cores or target.num_cores)
-        losses = vjp.losses(
-            vjp.Call(form, tiles, num_tiles, split, kernel), *vary_alike((rows, w, places))
-        )
-    losses = jnp.reshape(losses, labels.shape) * jnp.where(
-        wrong, jnp.nan, 1
-    )  # a factor, so that the gradients are NaN too
+        call = vjp.Call(form, tiles, num_tiles, split, kernel)
+        losses = vjp.losses(call, *vary_alike((rows, w, targets)))
+    # A factor, so that the gradients are NaN too.
+    losses = jnp.reshape(losses, labels.shape) * jnp.where(is_too_large, jnp.nan, 1)
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / jnp.maximum(counts.sum(), 1)
+    return total if reduction == "sum" else total / jnp.maximum(is_counted.sum(), 1)
 
 
-def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
+def _choose(
+    x: jax.Array,
+    w: jax.Array,
+    implementation: Implementation | None,
+    split: Split | None,
+    num_tiles: int | None,
+    config: Config | KernelConfig | None,
+) -> tuple[Implementation, KernelConfig | None]:
+    """Return the implementation that runs, and the sizes of its kernels, or None."""
+    target = find_target(x, w)
+    refusals: dict[Implementation, str | None] = {
+        "mosaic": mosaic.refusal(x.dtype, target, split, num_tiles),
+        "xla": None,
+        "reference": None,
+    }
+    if split is not None:
+        refusals["reference"] = "its logits are left to the partitioner, so it takes no split"
+    chosen = resolve("linear_cross_entropy", implementation, refusals, {"mosaic": UNMEASURED})
+    if chosen != "mosaic":
+        return chosen, None
+    kernel = config if isinstance(config, KernelConfig) else KernelConfig()
+    num_cores = kernel.num_cores or target.num_cores
+    return chosen, dataclasses.replace(kernel, num_cores=num_cores)
+
+
+def _check_range(is_too_large: Any, labels: Any, vocab: int) -> None:
     """Raise, now or under checkify, if labels are out of range."""
     message = (
         f"{{count}} of {math.prod(labels.shape)} labels are not below V={vocab}; the largest is "
@@ -177,14 +185,14 @@ def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
     )
     if isinstance(labels, Tracer):
         checkify.debug_check(
-            ~wrong.any(),
+            ~is_too_large.any(),
             f"linear_cross_entropy: {message}",
-            count=wrong.sum(),
+            count=is_too_large.sum(),
             largest=labels.max(),
         )
     # Labels partly held by other processes are neither traced nor known: only the NaN reports them.
-    elif isinstance(wrong, np.ndarray | np.generic) and wrong.any():
-        raise _refusal(message.format(count=wrong.sum(), largest=labels.max()))
+    elif isinstance(is_too_large, np.ndarray | np.generic) and is_too_large.any():
+        raise _refusal(message.format(count=is_too_large.sum(), largest=labels.max()))
 
 
 def _is_known(labels: jax.Array) -> bool:
@@ -260,5 +268,5 @@ def _check_tiles(
         raise _refusal(f"num_tiles={num_tiles!r}: 1 to V={vocab} is needed, or None to choose it")
 
 
-def _refusal(what: str) -> ValueError:
-    return ValueError(f"linear_cross_entropy: {what}")
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"linear_cross_entropy: {reason}")

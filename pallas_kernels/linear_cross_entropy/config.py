@@ -98,22 +98,20 @@ class Problem:
 def choose(problem: Problem, num_tiles: int | None = None) -> Config:
     """Return the preferred tiles; `num_tiles`, if given, sets the number for the vocabulary."""
     width = None if num_tiles is None else -(-problem.vocab // num_tiles)
-    configs = [
-        Config(
-            block_t=even(problem.tokens, block),
-            block_v=width or even(problem.vocab, block),
-            passes=passes,
-        )
-        for passes, blocks in BLOCKS.items()
-        for block in blocks
-        if passes == 1 or not problem.gathers
-    ]
+    configs = []
+    for passes, blocks in BLOCKS.items():
+        if passes == 2 and problem.gathers:
+            continue
+        for block in blocks:
+            block_t = choose_width(problem.tokens, block)
+            block_v = width or choose_width(problem.vocab, block)
+            configs.append(Config(block_t=block_t, block_v=block_v, passes=passes))
     budget = max(problem.logits_bytes // SHARE, ROOM)
     # If nothing fits, take the last one, which is the smallest.
     return next((config for config in configs if problem.temp_bytes(config) <= budget), configs[-1])
 
 
-def even(size: int, block: int) -> int:
+def choose_width(size: int, block: int) -> int:
     """Return the width of the fewest equal blocks of at most `block` that cover `size`.
 
     The result is a multiple of LANES, or `size` itself.

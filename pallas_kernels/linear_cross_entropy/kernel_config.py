@@ -60,11 +60,14 @@ class KernelConfig:
     def __post_init__(self):
         """Raise ValueError if a size is out of range or shared memory does not suffice."""
         for name in ("block_v", "width"):
-            if not 0 < getattr(self, name) <= 256 or getattr(self, name) % COLUMNS:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: a multiple of {COLUMNS}, at most 256, is needed"
-                )
-        counts = [self.num_slopes, *(n for n in (self.num_parts, self.num_cores) if n is not None)]
+            size = getattr(self, name)
+            if not 0 < size <= 256 or size % COLUMNS:
+                raise ValueError(f"{name}={size}: a multiple of {COLUMNS}, at most 256, is needed")
+        counts = [self.num_slopes]
+        if self.num_parts is not None:
+            counts.append(self.num_parts)
+        if self.num_cores is not None:
+            counts.append(self.num_cores)
         if min(counts) < 1 or min(self.num_stages, self.num_backward_stages) < 2:
             raise ValueError(f"{self}: counts of 1 or more, and 2 stages or more, are needed")
         forward = self.num_stages * (ROWS + self.block_v) * COLUMNS * ITEMSIZE
@@ -85,21 +88,24 @@ class KernelConfig:
           hidden: width D.
           columns: number of columns V.
         """
-        assert self.num_cores is not None
+        num_cores = self.num_cores
+        assert num_cores is not None
         num_blocks = -(-tokens // ROWS)
         num_tiles = -(-columns // self.block_v)
-        together = min(num_blocks, self.num_cores) * ROWS * hidden * ITEMSIZE
+        concurrent_bytes = min(num_blocks, num_cores) * ROWS * hidden * ITEMSIZE
         # Concurrent blocks share tokens if they have different parts, so p parts divide the number
         # of tokens in use by p.
-        least = min(-(-together // CACHE), num_tiles)
+        least = min(-(-concurrent_bytes // CACHE), num_tiles)
+        most = max(least, min(num_tiles, MAX_PARTS))
 
         def estimate_time(parts: int) -> int:
-            return -(-num_blocks * parts // (self.num_cores or 1)) * -(-num_tiles // parts)
+            num_waves = -(-num_blocks * parts // num_cores)
+            tiles_per_part = -(-num_tiles // parts)
+            return num_waves * tiles_per_part
 
         # On a tie take fewer parts, because each part costs statistics for every token.
-        parts = self.num_parts or min(
-            range(least, max(least, min(num_tiles, MAX_PARTS)) + 1), key=estimate_time
-        )
+        parts = self.num_parts or min(range(least, most + 1), key=estimate_time)
         # All parts but the last have the same number of tiles, which may leave the last parts
         # without any: drop them.
-        return -(-num_tiles // -(-num_tiles // parts))
+        tiles_per_part = -(-num_tiles // parts)
+        return -(-num_tiles // tiles_per_part)

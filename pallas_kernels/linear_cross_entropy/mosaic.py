@@ -51,7 +51,7 @@ from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS, ROWS, Ker
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.split import Split
 from pallas_kernels.linear_cross_entropy.sweep import Sweep
-from pallas_kernels.linear_cross_entropy.xla import Stats, scaled
+from pallas_kernels.linear_cross_entropy.xla import Stats, scale_weight
 from pallas_kernels.shared_memory import TILE_ROWS
 
 Array = jax.Array
@@ -83,16 +83,16 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     columns = w.shape[1]
     padded = -(-tokens // ROWS) * ROWS
     num_parts = config.count_parts(tokens, x.shape[1], columns)
-    out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
+    out_type = _result_type((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
     labels = _pad(labels, (padded - tokens,), -1)
-    parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[
-        ..., :tokens
-    ]  # [P, 4, T]
-    stats = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
+    x, w = _pad_operands(x, w)
+    by_part = mosaic_forward.stats(form, config, x, w, columns, labels, out_type)  # [P, 4, T']
+    by_part = by_part[..., :tokens]
+    stats = Stats(*(by_part[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
     # Join parts like tiles: rescale their sums of exponentials to the largest maximum.
     largest = stats.max.max(0)
     total = (stats.sum * jnp.exp(stats.max - largest)).sum(0)
-    return Stats(largest, total, stats.of_label.sum(0), stats.total.sum(0))
+    return Stats(largest, total, stats.label_logit.sum(0), stats.logit_sum.sum(0))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config"))
@@ -110,61 +110,69 @@ def backward(
       lse: float32[T], each token's log-sum-exp over the full vocabulary.
       weight: float32[T], the cotangent of each token's loss; 0 for ignored tokens.
     """
-    weight, unit = scaled(weight, x.dtype)
-    return (
-        _gradient(form, config, True, x, w, (labels, lse, weight), unit),
-        _gradient(form, config, False, x, w, (labels, lse, weight), unit),
-    )
+    weight, unit = scale_weight(weight, x.dtype)
+    per_token = (labels, lse, weight)
+    dx = _gradient(form, config, True, x, w, per_token, unit)
+    dw = _gradient(form, config, False, x, w, per_token, unit)
+    return dx, dw
 
 
 def _gradient(
     form: Form,
     config: KernelConfig,
-    of_x: bool,
+    is_dx: bool,
     x: Array,
     w: Array,
-    tokens: tuple[Array, ...],
+    per_token: tuple[Array, ...],
     unit: Array,
 ) -> Array:
-    whole_x, whole_w = _whole(x, w)
-    sweep = Sweep(config, of_x, whole_x.shape[0], whole_x.shape[1], whole_w.shape[1], w.shape[1])
-    out_types = [_typed(sweep.out_shape, x.dtype, x, w, *tokens)]
-    if sweep.num_groups > 1:
-        out_types.append(_typed(sweep.sums_shape, jnp.float32, x, w, *tokens))
-    # Padding tokens have weight 0 and a finite log-sum-exp of 0, so their slopes are 0 and not NaN.
-    tokens = tuple(_pad(each, (sweep.num_tokens - len(x),)) for each in tokens)
-    gradient = mosaic_backward.gradient(
-        form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types
+    """Return dx[T, D] or dw[D, V]."""
+    rows, columns = (x if is_dx else w).shape
+    padded_x, padded_w = _pad_operands(x, w)
+    sweep = Sweep(
+        config,
+        is_dx=is_dx,
+        tokens=padded_x.shape[0],
+        hidden=padded_x.shape[1],
+        vocab=padded_w.shape[1],
+        columns=w.shape[1],
     )
-    rows, columns = (x if of_x else w).shape
+    out_types = [_result_type(sweep.out_shape, x.dtype, x, w, *per_token)]
+    if sweep.num_groups > 1:
+        out_types.append(_result_type(sweep.sums_shape, jnp.float32, x, w, *per_token))
+    # Padding tokens have weight 0 and a finite log-sum-exp of 0, so their slopes are 0 and not NaN.
+    padded_tokens = tuple(_pad(array, (sweep.num_tokens - len(x),)) for array in per_token)
+    gradient = mosaic_backward.gradient(
+        form, sweep, padded_x, padded_w, padded_tokens, unit.reshape(1), out_types
+    )
     return gradient[:rows, :columns]
 
 
-def _whole(x: Array, w: Array) -> tuple[Array, Array]:
+def _pad_operands(x: Array, w: Array) -> tuple[Array, Array]:
     """Return x and w padded to dims that TMA and the swizzle of shared memory accept."""
     more_d = -x.shape[1] % COLUMNS
     return _pad(x, (-x.shape[0] % TILE_ROWS, more_d)), _pad(w, (more_d, -w.shape[1] % COLUMNS))
 
 
 def _pad(array: Array, more: tuple[int, ...], value: int = 0) -> Array:
-    return (
-        jnp.pad(array, [(0, count) for count in more], constant_values=value)
-        if any(more)
-        else array
-    )
+    """Return an array with `more` elements behind each dim, all equal to `value`."""
+    if not any(more):
+        return array
+    return jnp.pad(array, [(0, count) for count in more], constant_values=value)
 
 
-def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
+def _result_type(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
     """Return the type of a kernel's result.
 
     In a `jax.shard_map` the type includes the axes over which the value varies: all axes over which
     any of `arrays` varies.
     """
 
-    def run_forward(*arrays: Array) -> Array:
+    def sum_elements(*arrays: Array) -> Array:
         # A sum of one element per array varies over the axes of all arrays.
-        return functools.reduce(
-            jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype)
-        )
+        total = jnp.zeros(shape, dtype)
+        for array in arrays:
+            total = total + array.ravel()[0].astype(dtype)
+        return total
 
-    return jax.eval_shape(run_forward, *arrays)
+    return jax.eval_shape(sum_elements, *arrays)

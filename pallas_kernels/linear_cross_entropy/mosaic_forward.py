@@ -15,7 +15,8 @@ GPU, and parts vary fastest over it, so that concurrent blocks share some tokens
 the L2 cache.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,98 +58,28 @@ def stats(
     ignored.
     """
     num_parts, _, padded = out_type.shape
-    num_tokens = padded // ROWS
-    hidden = x.shape[1]
-    num_steps = pl.cdiv(hidden, COLUMNS)
-    num_tiles = pl.cdiv(columns, config.block_v)
-    tiles_a_part = pl.cdiv(num_tiles, num_parts)
-    num_items = num_tokens * num_parts
     assert config.num_cores is not None
+    num_items = padded // ROWS * num_parts
     num_blocks = min(config.num_cores, num_items)
 
     def body(x_gmem: Any, w_gmem: Any, labels_gmem: Any, stats_gmem: Any) -> None:
-        block = lax.axis_index("block")
-        count = (num_items - block + num_blocks - 1) // num_blocks
-
-        def place(item: Any) -> tuple[Any, Any, Any, Any]:
-            """Return an item's first token, its part, its first tile and its number of tiles."""
-            index = block + item * num_blocks
-            part = lax.rem(index, num_parts)
-            first = part * tiles_a_part
-            return (
-                lax.div(index, num_parts) * ROWS,
-                part,
-                first,
-                jnp.minimum(num_tiles - first, tiles_a_part),
-            )
-
-        def fill(ring: Ring) -> None:
-            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-
-            def load_item(item: Any, done: Any) -> Any:
-                row, _, first, tiles = place(item)
-
-                def load_tile(tile: Any) -> None:
-                    column = (first + tile) * config.block_v
-
-                    def load_step(k: Any) -> None:
-                        ks = pl.ds(k * COLUMNS, COLUMNS)
-                        ring.fill(
-                            done + tile * num_steps + k,
-                            lambda slot: [
-                                (x_gmem.at[pl.ds(row, ROWS), ks], ring.x.at[slot]),
-                                (w_gmem.at[ks, pl.ds(column, config.block_v)], ring.w.at[slot]),
-                            ],
-                        )
-
-                    loop(0, num_steps, load_step)
-
-                loop(0, tiles, load_tile)
-                # Carried instead of computed from the item, because the last part may have fewer
-                # tiles than the other parts.
-                return done + tiles * num_steps
-
-            ring.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
-
-        def multiply(ring: Ring) -> None:
-            plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
-            start = lax.axis_index("warpgroup") * HALF
-
-            def multiply_item(item: Any, done: Any) -> Any:
-                row, part, first, tiles = place(item)
-                tokens = pl.ds(row + start, HALF)
-                label = registers.load(labels_gmem.at[tokens], registers.row_layout())
-
-                def of_tile(tile: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    sums = ring.products(
-                        done + tile * num_steps,
-                        num_steps,
-                        (HALF, config.block_v),
-                        lambda _, slot: (ring.x.at[slot, pl.ds(start, HALF)], ring.w.at[slot]),
-                    )
-                    return _join(
-                        form, sums, label, columns, (first + tile) * config.block_v, *carry
-                    )
-
-                zero = plgpu.layout_cast(
-                    jnp.full((HALF,), 0.0, jnp.float32), registers.row_layout()
-                )
-                lowest = plgpu.layout_cast(
-                    jnp.full((HALF,), -jnp.inf, jnp.float32), registers.row_layout()
-                )
-                statistics = lax.fori_loop(0, tiles, of_tile, (lowest, zero, zero, zero))
-                for n, each in enumerate(statistics):
-                    stats_gmem[part, n, tokens] = each
-                return done + tiles * num_steps
-
-            lax.fori_loop(0, count, multiply_item, jnp.int32(0))
+        items = _Items(
+            config=config,
+            block=lax.axis_index("block"),
+            num_blocks=num_blocks,
+            num_items=num_items,
+            num_parts=num_parts,
+            num_steps=pl.cdiv(x.shape[1], COLUMNS),
+            columns=columns,
+        )
+        num_own_items = items.count()
 
         def scope(x_smem: Any, w_smem: Any, full: Any, empty: Any) -> None:
             ring = Ring(config.num_stages, x_smem, w_smem, full, empty)
             lax.cond(
                 lax.axis_index("warpgroup") == WARPGROUPS,
-                lambda: fill(ring),
-                lambda: multiply(ring),
+                lambda: _load(items, num_own_items, ring, x_gmem, w_gmem),
+                lambda: _multiply(form, items, num_own_items, ring, labels_gmem, stats_gmem),
             )
 
         pl.run_scoped(
@@ -179,6 +110,128 @@ def stats(
     return call(x, w, labels)
 
 
+class _Item(NamedTuple):
+    """A block of tokens and a part of the vocabulary."""
+
+    row: Any  # first token
+    part: Any
+    first_tile: Any
+    num_tiles: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Items:
+    """The items that a block processes.
+
+    Attributes:
+      config: sizes of the kernel.
+      block: index of the block in the grid.
+      num_blocks: number of blocks of the grid.
+      num_items: number of items of all blocks.
+      num_parts: number of parts of the vocabulary.
+      num_steps: number of parts of D, the steps of a tile.
+      columns: number of columns of w without padding.
+    """
+
+    config: KernelConfig
+    block: Any
+    num_blocks: int
+    num_items: int
+    num_parts: int
+    num_steps: int
+    columns: int
+
+    def count(self) -> Any:
+        """Return the number of this block's items."""
+        return (self.num_items - self.block + self.num_blocks - 1) // self.num_blocks
+
+    def find(self, number: Any) -> _Item:
+        """Return this block's item of a number."""
+        num_tiles = pl.cdiv(self.columns, self.config.block_v)
+        tiles_per_part = pl.cdiv(num_tiles, self.num_parts)
+        index = self.block + number * self.num_blocks
+        part = lax.rem(index, self.num_parts)
+        first_tile = part * tiles_per_part
+        return _Item(
+            row=lax.div(index, self.num_parts) * ROWS,
+            part=part,
+            first_tile=first_tile,
+            num_tiles=jnp.minimum(num_tiles - first_tile, tiles_per_part),
+        )
+
+
+def _load(items: _Items, num_own_items: Any, ring: Ring, x_gmem: Any, w_gmem: Any) -> None:
+    """Copy the operands of every step: the loop of the loading warpgroup."""
+    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    block_v = items.config.block_v
+
+    def load_item(number: Any, num_steps_before: Any) -> Any:
+        item = items.find(number)
+
+        def load_tile(tile: Any) -> None:
+            column = (item.first_tile + tile) * block_v
+
+            def load_step(k: Any) -> None:
+                hidden = pl.ds(k * COLUMNS, COLUMNS)
+                ring.fill(
+                    num_steps_before + tile * items.num_steps + k,
+                    lambda slot: [
+                        (x_gmem.at[pl.ds(item.row, ROWS), hidden], ring.x.at[slot]),
+                        (w_gmem.at[hidden, pl.ds(column, block_v)], ring.w.at[slot]),
+                    ],
+                )
+
+            loop(0, items.num_steps, load_step)
+
+        loop(0, item.num_tiles, load_tile)
+        # Carried instead of computed from the item, because the last part may have fewer tiles than
+        # the other parts.
+        return num_steps_before + item.num_tiles * items.num_steps
+
+    ring.drain(lax.fori_loop(0, num_own_items, load_item, jnp.int32(0)))
+
+
+def _multiply(
+    form: Form, items: _Items, num_own_items: Any, ring: Ring, labels_gmem: Any, stats_gmem: Any
+) -> None:
+    """Multiply and join every tile: the loop of the two multiplying warpgroups.
+
+    Each warpgroup handles half of the tokens.
+    """
+    plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
+    block_v = items.config.block_v
+    start = lax.axis_index("warpgroup") * HALF
+
+    def multiply_item(number: Any, num_steps_before: Any) -> Any:
+        item = items.find(number)
+        tokens = pl.ds(item.row + start, HALF)
+        label = registers.load(labels_gmem.at[tokens], registers.row_layout())
+
+        def join_tile(tile: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            sums = ring.products(
+                num_steps_before + tile * items.num_steps,
+                items.num_steps,
+                (HALF, block_v),
+                lambda _, slot: (ring.x.at[slot, pl.ds(start, HALF)], ring.w.at[slot]),
+            )
+            column = (item.first_tile + tile) * block_v
+            return _join(form, sums, label, items.columns, column, *carry)
+
+        zero = _fill_rows(0.0)
+        lowest = _fill_rows(-jnp.inf)
+        statistics = lax.fori_loop(0, item.num_tiles, join_tile, (lowest, zero, zero, zero))
+        for n, statistic in enumerate(statistics):
+            stats_gmem[item.part, n, tokens] = statistic
+        return num_steps_before + item.num_tiles * items.num_steps
+
+    lax.fori_loop(0, num_own_items, multiply_item, jnp.int32(0))
+
+
+def _fill_rows(value: float) -> jax.Array:
+    """Return float32[HALF] in registers, all equal to `value`."""
+    return plgpu.layout_cast(jnp.full((HALF,), value, jnp.float32), registers.row_layout())
+
+
 def _join(
     form: Form, sums: jax.Array, label: jax.Array, columns: int, start: Any, *statistics: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -202,24 +255,24 @@ def _join_chunk(
     label: jax.Array,
     stop: Any,
     largest: jax.Array,
-    total: jax.Array,
-    of_label: jax.Array,
-    plain: jax.Array,
+    exp_sum: jax.Array,
+    label_logit: jax.Array,
+    logit_sum: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Return the statistics joined with logits z; columns from `stop` on do not exist."""
 
     def spread(row: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(row, z.shape, (0,))
 
-    there = column < stop
+    exists = column < stop
     # A part begins with a column that exists, so `largest` is finite from the first chunk on, and
     # inf - inf never occurs.
-    inside = jnp.where(there, z, -jnp.inf)
+    inside = jnp.where(exists, z, -jnp.inf)
     before = largest
     largest = jnp.maximum(largest, inside.max(1))
-    total = total * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)
-    of_label = of_label + jnp.where(column == spread(label), z, 0.0).sum(1)
+    exp_sum = exp_sum * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)
+    label_logit = label_logit + jnp.where(column == spread(label), z, 0.0).sum(1)
     # Only label smoothing reads the sum of logits.
     if form.label_smoothing:
-        plain = plain + jnp.where(there, z, 0.0).sum(1)
-    return largest, total, of_label, plain
+        logit_sum = logit_sum + jnp.where(exists, z, 0.0).sum(1)
+    return largest, exp_sum, label_logit, logit_sum

@@ -41,25 +41,27 @@ class Form:
 
     def cap(self, products: jax.Array) -> jax.Array:
         """Return the capped logits for the products `x @ w`, in any shape."""
-        return (
-            products if self.softcap is None else self.softcap * jnp.tanh(products / self.softcap)
-        )
+        if self.softcap is None:
+            return products
+        return self.softcap * jnp.tanh(products / self.softcap)
 
-    def loss(self, lse: jax.Array, of_label: jax.Array, total: jax.Array) -> jax.Array:
+    def loss(self, lse: jax.Array, label_logit: jax.Array, logit_sum: jax.Array) -> jax.Array:
         """Return each token's loss from its log-sum-exp, its label's logit and its logits' sum."""
         e = self.label_smoothing
-        loss = lse - (1 - e) * of_label + self.z_loss * lse * lse
-        return loss - e / self.vocab * total if e else loss
+        loss = lse - (1 - e) * label_logit + self.z_loss * lse * lse
+        return loss - e / self.vocab * logit_sum if e else loss
 
     def slope(self, logits: jax.Array, lse: jax.Array, is_label: jax.Array) -> jax.Array:
         """Return d loss / d (x @ w) for some columns of the logits, [T, n]; lse may be [T, 1]."""
         e = self.label_smoothing
-        slope = (1 + 2 * self.z_loss * lse) * jnp.exp(logits - lse) - jnp.where(
-            is_label, 1 - e, 0.0
-        )
+        factor = 1 + 2 * self.z_loss * lse
+        probability = jnp.exp(logits - lse)
+        slope = factor * probability - jnp.where(is_label, 1 - e, 0.0)
         if e:
             slope = slope - e / self.vocab
-        return slope if self.softcap is None else slope * (1 - (logits / self.softcap) ** 2)
+        if self.softcap is None:
+            return slope
+        return slope * (1 - (logits / self.softcap) ** 2)
 
 
 def losses(form: Form, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
@@ -70,6 +72,6 @@ def losses(form: Form, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Arr
     )
     logits = form.cap(products)
     # Labels out of range read an arbitrary logit: the caller replaces those losses by 0 or NaN.
-    of_label = jnp.take_along_axis(logits, jnp.clip(labels, 0, form.vocab - 1)[:, None], 1)[:, 0]
-    loss = form.loss(jax.nn.logsumexp(logits, 1), of_label, logits.sum(1))
+    label_logit = jnp.take_along_axis(logits, jnp.clip(labels, 0, form.vocab - 1)[:, None], 1)[:, 0]
+    loss = form.loss(jax.nn.logsumexp(logits, 1), label_logit, logits.sum(1))
     return jnp.where(labels >= 0, loss, 0)

@@ -25,10 +25,9 @@ COPIES = 2
 """Copies per step, the number of arrivals on a slot's `full` barrier."""
 WARPGROUPS = 2
 """Multiplying warpgroups per block; one more warpgroup loads."""
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = (
-    40,
-    232,
-)  # per thread; 128 * (40 + 2 * 232) = 63 Ki of a core's 64 Ki
+# Per thread: 128 * (40 + 2 * 232) = 63 Ki of a core's 64 Ki.
+LOADER_REGISTERS = 40
+MULTIPLIER_REGISTERS = 232
 
 
 def loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:

@@ -54,22 +54,19 @@ class Split:
                     f"linear_cross_entropy: the spec {spec} of {name}[D, V] must have one entry "
                     "per dim and name each axis once"
                 )
-            if unknown := [
-                axis for axis in (*used, *self.tokens) if axis not in self.mesh.axis_names
-            ]:
+            unknown = [axis for axis in (*used, *self.tokens) if axis not in self.mesh.axis_names]
+            if unknown:
                 raise ValueError(
                     f"linear_cross_entropy: the mesh has axes {self.mesh.axis_names}, and not "
                     f"{unknown}"
                 )
-            if wrong := [
-                axis
-                for axis in (*_entry(spec, 0), *used)
-                if axis not in (*self.tokens, *self.vocab)
-            ]:
+            allowed = (*self.tokens, *self.vocab)
+            refused = [axis for axis in (*_entry(spec, 0), *used) if axis not in allowed]
+            if refused:
                 raise ValueError(
-                    f"linear_cross_entropy: {wrong[0]!r} splits {name}[D, V] in {spec}: only axes "
-                    f"that split the tokens, {self.tokens}, may split D and be gathered; all other "
-                    "axes must split V of w"
+                    f"linear_cross_entropy: {refused[0]!r} splits {name}[D, V] in {spec}: only "
+                    f"axes that split the tokens, {self.tokens}, may split D and be gathered; all "
+                    "other axes must split V of w"
                 )
         if self.gathered and self.grad_spec != self.w:
             raise ValueError(
@@ -81,7 +78,8 @@ class Split:
                 f"linear_cross_entropy: dw has the spec {self.grad_spec}: V must be split as in "
                 f"{self.w}, and then optionally further"
             )
-        if sum(bool(set(_entry(self.grad_spec, dim)) & set(self.tokens)) for dim in (0, 1)) > 1:
+        token_dims = [dim for dim in (0, 1) if set(_entry(self.grad_spec, dim)) & set(self.tokens)]
+        if len(token_dims) > 1:
             raise ValueError(
                 "linear_cross_entropy: axes of the tokens split both dims of w in "
                 f"{self.grad_spec}: they may split only one"
@@ -100,14 +98,14 @@ class Split:
     @property
     def gathered(self) -> tuple[str, ...]:
         """Axes over which w is gathered on use."""
-        return tuple(axis for dim in (0, 1) for axis in _entry(self.w, dim) if axis in self.tokens)
+        axes = (*_entry(self.w, 0), *_entry(self.w, 1))
+        return tuple(axis for axis in axes if axis in self.tokens)
 
     @property
     def scattered(self) -> tuple[str, ...]:
         """Axes over which dw is reduce-scattered."""
-        return tuple(
-            axis for dim in (0, 1) for axis in _entry(self.grad_spec, dim) if axis in self.tokens
-        )
+        axes = (*_entry(self.grad_spec, 0), *_entry(self.grad_spec, 1))
+        return tuple(axis for axis in axes if axis in self.tokens)
 
     @property
     def dim(self) -> int:
@@ -174,10 +172,9 @@ class Split:
             return jax.lax.all_gather(w, self.gathered, tiled=True), ids
         # Stacked and then transposed, one tile at a time: for a gather tiled along V, XLA would
         # transpose all of w.
-        whole = jax.lax.all_gather(w, self.gathered)  # [N, D, v]
-        return jnp.moveaxis(whole, 0, 1).reshape(len(w), -1), jax.lax.all_gather(
-            ids, self.gathered, tiled=True
-        )
+        stacked = jax.lax.all_gather(w, self.gathered)  # [N, D, v]
+        gathered = jnp.moveaxis(stacked, 0, 1).reshape(len(w), -1)  # [D, N v]
+        return gathered, jax.lax.all_gather(ids, self.gathered, tiled=True)
 
     def reduce_dw(self, dw: jax.Array) -> jax.Array:
         """Return this device's shard along dim 0 of dw, summed over the tokens of all devices.
@@ -188,8 +185,8 @@ class Split:
         # Scatter first: the remaining axes, which may cross nodes, then carry 1 / N of the bytes.
         if self.scattered:
             dw = jax.lax.psum_scatter(dw, self.scattered, tiled=True)
-        rest = tuple(axis for axis in self.tokens if axis not in self.scattered)
-        return jax.lax.psum(dw, rest) if rest else dw
+        remaining = tuple(axis for axis in self.tokens if axis not in self.scattered)
+        return jax.lax.psum(dw, remaining) if remaining else dw
 
     def reduce_gradients(self, dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return dx summed over the vocabulary, and dw over the tokens, of all devices.
@@ -200,11 +197,12 @@ class Split:
           dx: sum over this device's words, dx[T, D].
           dw: sum over this device's tokens, dw[D, V].
         """
-        dx = jax.lax.psum(dx, self.vocab) if self.vocab else dx
-        # A reduce-scatter cuts dim 0: for shards of V it takes dw^T.
-        return dx, self.reduce_dw(dw.T).T if self.scattered and self.dim == 1 else self.reduce_dw(
-            dw
-        )
+        if self.vocab:
+            dx = jax.lax.psum(dx, self.vocab)
+        if self.scattered and self.dim == 1:
+            # A reduce-scatter cuts dim 0: for shards of V it takes dw^T.
+            return dx, self.reduce_dw(dw.T).T
+        return dx, self.reduce_dw(dw)
 
     def reduce_tile(self, dw: jax.Array) -> jax.Array:
         """Return this device's shard of a tile of gathered columns, summed over all tokens.
@@ -214,11 +212,10 @@ class Split:
         """
         if self.dim == 0:
             return self.reduce_dw(dw)
-        by_device = dw.reshape(len(dw), self.widening, -1)
+        by_device = dw.reshape(len(dw), self.widening, -1)  # [D, N, v]
         # [N, D, v] -> [N D, v]: the reduce-scatter cuts dim 0 into the devices' columns.
-        return self.reduce_dw(
-            jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])
-        ).reshape(len(dw), -1)
+        stacked = jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])
+        return self.reduce_dw(stacked).reshape(len(dw), -1)
 
 
 def parse_axes(entry: Any) -> tuple[str, ...]:

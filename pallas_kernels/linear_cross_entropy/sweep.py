@@ -24,13 +24,13 @@ class Sweep:
 
     Attributes:
       config: sizes of the kernels.
-      of_x: whether the gradient is dx; otherwise it is dw.
+      is_dx: whether the gradient is dx; otherwise it is dw.
       tokens, hidden, vocab: T, D and V of the padded arrays.
       columns: number of columns of w without padding.
     """
 
     config: KernelConfig
-    of_x: bool
+    is_dx: bool
     tokens: int
     hidden: int
     vocab: int
@@ -39,7 +39,7 @@ class Sweep:
     @property
     def num_items(self) -> int:
         """Number of pieces of ROWS tokens or columns into which the gradient is cut."""
-        return pl.cdiv(self.tokens if self.of_x else self.vocab, ROWS)
+        return pl.cdiv(self.tokens if self.is_dx else self.vocab, ROWS)
 
     @property
     def num_blocks(self) -> int:
@@ -50,9 +50,8 @@ class Sweep:
     @property
     def num_groups(self) -> int:
         """Number of groups of `num_slopes` tiles into which the swept dim is cut."""
-        return pl.cdiv(
-            self.vocab if self.of_x else self.tokens, self.config.width * self.config.num_slopes
-        )
+        swept = self.vocab if self.is_dx else self.tokens
+        return pl.cdiv(swept, self.config.width * self.config.num_slopes)
 
     @property
     def num_steps(self) -> int:
@@ -60,7 +59,7 @@ class Sweep:
         return pl.cdiv(self.hidden, COLUMNS)
 
     @property
-    def steps_a_group(self) -> int:
+    def steps_per_group(self) -> int:
         """Number of steps per group."""
         # The parts of D are needed twice: for the logits, and for the gradient.
         return 2 * self.config.num_slopes * self.num_steps
@@ -68,7 +67,7 @@ class Sweep:
     @property
     def num_tokens(self) -> int:
         """Padded length of the per-token arrays."""
-        block = ROWS if self.of_x else self.config.width * self.config.num_slopes
+        block = ROWS if self.is_dx else self.config.width * self.config.num_slopes
         return pl.cdiv(self.tokens, block) * block
 
     @property
@@ -76,32 +75,34 @@ class Sweep:
         """Shape of the gradient, padded to full pieces."""
         owned = self.num_items * ROWS
         hidden = self.num_steps * COLUMNS
-        return (owned, hidden) if self.of_x else (hidden, owned)
+        return (owned, hidden) if self.is_dx else (hidden, owned)
 
     @property
     def sums_shape(self) -> tuple[int, int, int]:
         """Shape of the sums that live in global memory between groups."""
         hidden = self.num_steps * COLUMNS
-        return (self.num_blocks, ROWS, hidden) if self.of_x else (self.num_blocks, hidden, ROWS)
+        if self.is_dx:
+            return (self.num_blocks, ROWS, hidden)
+        return (self.num_blocks, hidden, ROWS)
 
     @property
     def tile(self) -> tuple[int, int]:
         """Tokens and columns of a tile of slopes, for both warpgroups together."""
-        return (ROWS, self.config.width) if self.of_x else (self.config.width, ROWS)
+        return (ROWS, self.config.width) if self.is_dx else (self.config.width, ROWS)
 
     @property
     def half_tile(self) -> tuple[int, int]:
         """Tokens and columns of one warpgroup's half of a tile of slopes."""
-        return (HALF, self.config.width) if self.of_x else (self.config.width, HALF)
+        return (HALF, self.config.width) if self.is_dx else (self.config.width, HALF)
 
     def start(self, item: Any, group: Any, i: Any) -> tuple[Any, Any]:
         """Return the first token and column of tile i of a group."""
         owned = (lax.axis_index("block") + item * self.num_blocks) * ROWS
         swept = (group * self.config.num_slopes + i) * self.config.width
-        return (owned, swept) if self.of_x else (swept, owned)
+        return (owned, swept) if self.is_dx else (swept, owned)
 
-    def own(self, start: Any, d: Any) -> tuple[Any, Any]:
+    def owned_slices(self, start: Any, d: Any) -> tuple[Any, Any]:
         """Return the slices of this warpgroup's 64 rows, from `start` on, and of part d of D."""
         owned = pl.ds(start + lax.axis_index("warpgroup") * HALF, HALF)
-        part = pl.ds(d * COLUMNS, COLUMNS)
-        return (owned, part) if self.of_x else (part, owned)
+        hidden = pl.ds(d * COLUMNS, COLUMNS)
+        return (owned, hidden) if self.is_dx else (hidden, owned)

@@ -54,21 +54,21 @@ class Call:
 
     def pieces(self, x: Array, w: Array, labels: Array) -> xla.Pieces:
         """Return one device's arrays with their tiles."""
-        gathers, widening = (
-            (bool(self.split.gathered), self.split.widening) if self.split else (False, 1)
+        problem = Problem(
+            tokens=x.shape[0],
+            hidden=x.shape[1],
+            vocab=w.shape[1] * (self.split.widening if self.split else 1),
+            itemsize=x.dtype.itemsize,
+            gathers=bool(self.split and self.split.gathered),
         )
-        problem = Problem(x.shape[0], x.shape[1], w.shape[1] * widening, x.dtype.itemsize, gathers)
-        return xla.Pieces(
-            self.form, self.config or choose(problem, self.num_tiles), self.split, x, w, labels
-        )
+        config = self.config or choose(problem, self.num_tiles)
+        return xla.Pieces(self.form, config, self.split, x, w, labels)
 
-    def places(self, w: Array, labels: Array) -> Array:
+    def local_labels(self, w: Array, labels: Array) -> Array:
         """Return labels as indices into one device's columns, w[D, v]; others are out of range."""
-        return (
-            labels - self.split.column_ids(jnp.int32(0), 1, w.shape[1])
-            if self.split and self.split.vocab
-            else labels
-        )
+        if self.split is None or not self.split.vocab:
+            return labels
+        return labels - self.split.column_ids(jnp.int32(0), 1, w.shape[1])
 
     def mapped(self, fn: Callable[..., Any], in_specs: str, out_specs: str) -> Callable[..., Any]:
         """Return `fn` mapped over the devices' pieces.
@@ -79,11 +79,12 @@ class Call:
             return fn
         tokens = PartitionSpec(self.split.tokens)
         specs = {"x": tokens, "t": tokens, "w": self.split.w, "g": self.split.grad_spec}
-        ins, outs = (
-            tuple(specs[letter] for letter in letters) for letters in (in_specs, out_specs)
-        )
         return jax.shard_map(
-            fn, mesh=self.split.mesh, in_specs=ins, out_specs=outs, check_vma=False
+            fn,
+            mesh=self.split.mesh,
+            in_specs=tuple(specs[letter] for letter in in_specs),
+            out_specs=tuple(specs[letter] for letter in out_specs),
+            check_vma=False,
         )
 
 
@@ -96,12 +97,14 @@ def losses(call: Call, x: Array, w: Array, labels: Array) -> Array:
 def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
     def run(x: Array, w: Array, labels: Array) -> tuple[Array, Array]:
         if call.kernel is not None:
-            stats = mosaic.forward(call.form, call.kernel, x, w, call.places(w, labels))
+            stats = mosaic.forward(call.form, call.kernel, x, w, call.local_labels(w, labels))
         else:
             stats = xla.forward(call.pieces(x, w, labels))
-        stats = xla.joined(stats, call.split.vocab if call.split else ())
+        stats = xla.join_devices(stats, call.split.vocab if call.split else ())
         lse = stats.max + jnp.log(stats.sum)
-        return jnp.where(labels >= 0, call.form.loss(lse, stats.of_label, stats.total), 0), lse
+        is_counted = labels >= 0
+        loss = call.form.loss(lse, stats.label_logit, stats.logit_sum)
+        return jnp.where(is_counted, loss, 0), lse
 
     loss, lse = call.mapped(run, "xwt", "tt")(x, w, labels)
     return loss, (x, w, labels, checkpoint_name(lse, LSE))
@@ -112,10 +115,9 @@ def _backward(call: Call, residuals: Any, dloss: Array) -> tuple[Array, Array, N
         # The cotangent of an ignored token may be anything, including NaN.
         weight = jnp.where(labels >= 0, dloss, 0)
         if call.kernel is not None and call.kernel.backward:
-            grads = mosaic.backward(
-                call.form, call.kernel, x, w, call.places(w, labels), lse, weight
-            )
-            return call.split.reduce_gradients(*grads) if call.split else grads
+            local_labels = call.local_labels(w, labels)
+            dx, dw = mosaic.backward(call.form, call.kernel, x, w, local_labels, lse, weight)
+            return call.split.reduce_gradients(dx, dw) if call.split else (dx, dw)
         return xla.backward(call.pieces(x, w, labels), lse, weight)
 
     dx, dw = call.mapped(run, "xwttt", "xg")(*residuals, dloss)

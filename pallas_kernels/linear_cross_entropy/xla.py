@@ -46,9 +46,9 @@ class Stats(NamedTuple):
     """Statistics of each token's logits, float32[T], over the columns so far or all columns."""
 
     max: Array
-    sum: Array
-    of_label: Array
-    total: Array
+    sum: Array  # of exponentials, exp(z - max)
+    label_logit: Array
+    logit_sum: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Tiles:
 
     def fresh(self, k: Array) -> Array | None:
         """Return which positions of tile k are not in tile k - 1; None if tiles never overlap."""
-        return self.start(k) + jnp.arange(self.block) >= k * self.block if self.overlap else None
+        if not self.overlap:
+            return None
+        return self.start(k) + jnp.arange(self.block) >= k * self.block
 
     def read(self, a: Array, k: Array, dim: int) -> Array:
         """Return tile k of an array along dim `dim`."""
@@ -132,28 +134,31 @@ class Pieces:
         tiles = self.columns
         w = tiles.read(self.w, k, 1)
         fresh = tiles.fresh(k)
-        places = jnp.arange(tiles.block) + tiles.start(k)
+        column_ids = jnp.arange(tiles.block) + tiles.start(k)
         if self.split is not None:
-            places = self.split.column_ids(tiles.start(k), tiles.block, tiles.size)
+            column_ids = self.split.column_ids(tiles.start(k), tiles.block, tiles.size)
         if fresh is not None:
-            places = jnp.where(fresh, places, STALE)
-        return (w, places) if self.split is None else self.split.gather(w, places)
+            column_ids = jnp.where(fresh, column_ids, STALE)
+        if self.split is None:
+            return w, column_ids
+        return self.split.gather(w, column_ids)
 
     def logits(self, t: Array, w: Array) -> Array:
         """Return float32 logits[block_t, v] for tile t of the tokens."""
-        return self.form.cap(
-            jnp.dot(self.rows.read(self.x, t, 0), w, preferred_element_type=jnp.float32)
-        )
+        x_t = self.rows.read(self.x, t, 0)  # [block_t, D]
+        return self.form.cap(jnp.dot(x_t, w, preferred_element_type=jnp.float32))
 
-    def is_label(self, t: Array, places: Array) -> Array:
+    def is_label(self, t: Array, column_ids: Array) -> Array:
         """Return whether each column is its token's label, bool[block_t, v]."""
         # A label of -1 equals STALE and matches stale columns, but its token is ignored.
-        return self.rows.read(self.labels, t, 0)[:, None] == places[None, :]
+        return self.rows.read(self.labels, t, 0)[:, None] == column_ids[None, :]
 
 
 def loop(count: int, body: Callable[[Array, Any], Any], carry: Any) -> Any:
     """Run `body(k, carry)` for k below `count` and return the last carry."""
-    return jax.lax.fori_loop(0, count, body, carry) if count > 1 else body(jnp.int32(0), carry)
+    if count > 1:
+        return jax.lax.fori_loop(0, count, body, carry)
+    return body(jnp.int32(0), carry)
 
 
 def forward(pieces: Pieces) -> Stats:
@@ -161,45 +166,56 @@ def forward(pieces: Pieces) -> Stats:
     rows = pieces.rows
 
     def over_vocab(v: Array, stats: Stats) -> Stats:
-        w, places = pieces.read_w(v)
-        fresh = (places != STALE)[None, :] if pieces.columns.overlap else None
+        w, column_ids = pieces.read_w(v)
+        fresh = (column_ids != STALE)[None, :] if pieces.columns.overlap else None
 
         def over_tokens(t: Array, stats: Stats) -> Stats:
             # The statistics of rows in the overlap already include this tile. Joining the tile to
             # them again is harmless, because those rows are not written.
             before = Stats(*(rows.read(a, t, 0) for a in stats))
-            z = pieces.logits(t, w)  # [block_t, v]
-            inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
-            largest = jnp.maximum(before.max, inside.max(1))
-            after = Stats(
-                largest,
-                before.sum * jnp.exp(before.max - largest)
-                + jnp.exp(inside - largest[:, None]).sum(1),
-                before.of_label + jnp.where(pieces.is_label(t, places), z, 0).sum(1),
-                before.total + (z if fresh is None else jnp.where(fresh, z, 0)).sum(1),
-            )
+            after = _join_tile(pieces, before, t, w, column_ids, fresh)
             return Stats(*(rows.write(a, t, tile, 0) for a, tile in zip(stats, after, strict=True)))
 
         return loop(rows.count, over_tokens, stats)
 
     zeros = jnp.zeros(rows.size, jnp.float32)
-    return loop(
-        pieces.columns.count,
-        over_vocab,
-        Stats(jnp.full(rows.size, -jnp.inf, jnp.float32), zeros, zeros, zeros),
-    )
+    lowest = jnp.full(rows.size, -jnp.inf, jnp.float32)
+    return loop(pieces.columns.count, over_vocab, Stats(lowest, zeros, zeros, zeros))
 
 
-def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
+def _join_tile(
+    pieces: Pieces, before: Stats, t: Array, w: Array, column_ids: Array, fresh: Array | None
+) -> Stats:
+    """Return the statistics of a tile of tokens joined with the logits of a tile of columns.
+
+    Args:
+      pieces: arrays in tiles.
+      before: statistics of these tokens over earlier columns.
+      t: tile of the tokens.
+      w: tile of the columns, w[D, v].
+      column_ids: indices[v] of the columns in the vocabulary.
+      fresh: which columns are new, bool[1, v]; None if all are.
+    """
+    z = pieces.logits(t, w)  # [block_t, v]
+    inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
+    largest = jnp.maximum(before.max, inside.max(1))
+    rescaled = before.sum * jnp.exp(before.max - largest)
+    exp_sum = rescaled + jnp.exp(inside - largest[:, None]).sum(1)
+    label_logit = before.label_logit + jnp.where(pieces.is_label(t, column_ids), z, 0).sum(1)
+    new_logits = z if fresh is None else jnp.where(fresh, z, 0)
+    return Stats(largest, exp_sum, label_logit, before.logit_sum + new_logits.sum(1))
+
+
+def join_devices(stats: Stats, axes: tuple[str, ...]) -> Stats:
     """Return the statistics over all columns from each device's, joined along mesh axes."""
     if not axes:
         return stats
     largest = jax.lax.pmax(stats.max, axes)
-    rest = (stats.sum * jnp.exp(stats.max - largest), stats.of_label, stats.total)
-    return Stats(largest, *jax.lax.psum(rest, axes))
+    sums = (stats.sum * jnp.exp(stats.max - largest), stats.label_logit, stats.logit_sum)
+    return Stats(largest, *jax.lax.psum(sums, axes))
 
 
-def scaled(weight: Array, dtype: Any) -> tuple[Array, Array]:
+def scale_weight(weight: Array, dtype: Any) -> tuple[Array, Array]:
     """Return weights scaled so that `dtype` can represent the slopes.
 
     The second result is the factor that undoes the scaling, to apply to the sums.
@@ -221,87 +237,121 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
       lse: float32[T], each token's log-sum-exp over the full vocabulary.
       weight: float32[T], the cotangent of each token's loss; 0 for ignored tokens.
     """
-    rows = pieces.rows
-    columns = pieces.columns
     x = pieces.x
     w = pieces.w
-    columns_first = pieces.sends_columns
-    weight, unit = scaled(weight, x.dtype)
-
-    def slopes(t: Array, w_v: Array, places: Array) -> Array:
-        """Return slopes[block_t, v] in x's dtype, 0 at positions that are not fresh."""
-        slope = pieces.form.slope(
-            pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places)
-        )
-        counts = rows.read(weight, t, 0)
-        fresh = rows.fresh(t)
-        # Rows of the overlap have already added their part to dw: ignore them here.
-        counts = counts if fresh is None else jnp.where(fresh, counts, 0)
-        slope = slope * counts[:, None]
-        return (jnp.where(places == STALE, 0, slope) if columns.overlap else slope).astype(x.dtype)
-
-    def to_x(s: Array, w_v: Array) -> Array:
-        return _contract(s, w_v, 1, 1)  # [T, V] [D, V] -> [T, D]
-
-    def to_w(s: Array, t: Array) -> Array:
-        x_t = rows.read(x, t, 0)
-        return (
-            _contract(s, x_t, 0, 0) if columns_first else _contract(x_t, s, 0, 0)
-        )  # [T, D] [T, V] -> [V, D] or [D, V]
-
-    def keep(dw: Array, v: Array, tile: Array) -> Array:
-        tile = (tile * unit).astype(w.dtype)
-        # Gathered columns are reduced one tile at a time; unsharded columns are reduced together at
-        # the end.
-        if pieces.split is not None and pieces.split.gathered:
-            tile = pieces.split.reduce_tile(tile)
-        return columns.write(dw, v, tile, 0 if columns_first else 1)
-
-    def zeros_for(w_v: Array) -> Array:
-        return jnp.zeros(w_v.T.shape if columns_first else w_v.shape, jnp.float32)
-
-    def both_over_vocab(v: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        dx, dw = carry
-        w_v, places = pieces.read_w(v)
-
-        def over_tokens(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            dx, dw_v = carry
-            s = slopes(t, w_v, places)  # [block_t, v]
-            return rows.write(dx, t, rows.read(dx, t, 0) + to_x(s, w_v), 0), dw_v + to_w(s, t)
-
-        dx, dw_v = loop(rows.count, over_tokens, (dx, zeros_for(w_v)))
-        return dx, keep(dw, v, dw_v)
-
-    def dx_over_tokens(t: Array, dx: Array) -> Array:
-        def over_vocab(v: Array, dx_t: Array) -> Array:
-            w_v, places = pieces.read_w(v)
-            return dx_t + to_x(slopes(t, w_v, places), w_v)
-
-        dx_t = loop(columns.count, over_vocab, jnp.zeros((rows.block, x.shape[1]), jnp.float32))
-        return rows.write(dx, t, (dx_t * unit).astype(x.dtype), 0)
-
-    def dw_over_vocab(v: Array, dw: Array) -> Array:
-        w_v, places = pieces.read_w(v)
-        return keep(
-            dw,
-            v,
-            loop(
-                rows.count, lambda t, dw_v: dw_v + to_w(slopes(t, w_v, places), t), zeros_for(w_v)
-            ),
-        )
-
-    empty = jnp.zeros(w.T.shape if columns_first else w.shape, w.dtype)
+    weight, unit = scale_weight(weight, x.dtype)
+    gradients = _Gradients(pieces, lse, weight, unit)
+    num_row_tiles = pieces.rows.count
+    num_column_tiles = pieces.columns.count
+    empty = jnp.zeros(w.T.shape if pieces.sends_columns else w.shape, w.dtype)
     if pieces.config.passes == 1:
-        dx, dw = loop(columns.count, both_over_vocab, (jnp.zeros(x.shape, jnp.float32), empty))
+        sums = (jnp.zeros(x.shape, jnp.float32), empty)
+        dx, dw = loop(num_column_tiles, gradients.add_columns, sums)
         dx = (dx * unit).astype(x.dtype)
     else:
-        dx = loop(rows.count, dx_over_tokens, jnp.zeros_like(x))
-        dw = loop(columns.count, dw_over_vocab, empty)
+        dx = loop(num_row_tiles, gradients.write_dx, jnp.zeros_like(x))
+        dw = loop(num_column_tiles, gradients.write_dw, empty)
     if pieces.split is None:
         return dx, dw
-    dx = jax.lax.psum(dx, pieces.split.vocab) if pieces.split.vocab else dx
-    dw = dw if pieces.split.gathered else pieces.split.reduce_dw(dw)
-    return dx, dw.T if columns_first else dw
+    if pieces.split.vocab:
+        dx = jax.lax.psum(dx, pieces.split.vocab)
+    if not pieces.split.gathered:
+        dw = pieces.split.reduce_dw(dw)
+    return dx, dw.T if pieces.sends_columns else dw
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """The bodies of backward's loops over tiles.
+
+    Attributes:
+      pieces: the arrays in tiles.
+      lse: float32[T], log-sum-exps.
+      weight: float32[T], scaled cotangents of the losses.
+      unit: float32[], factor of the sums that undoes the scaling.
+    """
+
+    pieces: Pieces
+    lse: Array
+    weight: Array
+    unit: Array
+
+    def add_columns(self, v: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Add tile v of the columns to float32 dx[T, D], and write its part of dw: one pass."""
+        dx, dw = sums
+        rows = self.pieces.rows
+        w_v, column_ids = self.pieces.read_w(v)
+
+        def over_tokens(t: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            dx, dw_v = sums
+            s = self._slopes(t, w_v, column_ids)  # [block_t, v]
+            dx = rows.write(dx, t, rows.read(dx, t, 0) + self._dx(s, w_v), 0)
+            return dx, dw_v + self._dw(s, t)
+
+        dx, dw_v = loop(rows.count, over_tokens, (dx, self._zeros(w_v)))
+        return dx, self._write_dw(dw, v, dw_v)
+
+    def write_dx(self, t: Array, dx: Array) -> Array:
+        """Write tile t of dx[T, D], summed over the columns: the first of two passes."""
+        rows = self.pieces.rows
+        x = self.pieces.x
+
+        def over_vocab(v: Array, dx_t: Array) -> Array:
+            w_v, column_ids = self.pieces.read_w(v)
+            return dx_t + self._dx(self._slopes(t, w_v, column_ids), w_v)
+
+        zeros = jnp.zeros((rows.block, x.shape[1]), jnp.float32)
+        dx_t = loop(self.pieces.columns.count, over_vocab, zeros)
+        return rows.write(dx, t, (dx_t * self.unit).astype(x.dtype), 0)
+
+    def write_dw(self, v: Array, dw: Array) -> Array:
+        """Write tile v of dw, summed over the tokens: the second of two passes."""
+        w_v, column_ids = self.pieces.read_w(v)
+
+        def over_tokens(t: Array, dw_v: Array) -> Array:
+            return dw_v + self._dw(self._slopes(t, w_v, column_ids), t)
+
+        dw_v = loop(self.pieces.rows.count, over_tokens, self._zeros(w_v))
+        return self._write_dw(dw, v, dw_v)
+
+    def _slopes(self, t: Array, w_v: Array, column_ids: Array) -> Array:
+        """Return slopes[block_t, v] in x's dtype, 0 at positions that are not fresh."""
+        pieces = self.pieces
+        rows = pieces.rows
+        z = pieces.logits(t, w_v)
+        lse = rows.read(self.lse, t, 0)[:, None]
+        slope = pieces.form.slope(z, lse, pieces.is_label(t, column_ids))
+        weight = rows.read(self.weight, t, 0)
+        fresh = rows.fresh(t)
+        # Rows of the overlap have already added their part to dw: ignore them here.
+        if fresh is not None:
+            weight = jnp.where(fresh, weight, 0)
+        slope = slope * weight[:, None]
+        if pieces.columns.overlap:
+            slope = jnp.where(column_ids == STALE, 0, slope)
+        return slope.astype(pieces.x.dtype)
+
+    def _dx(self, s: Array, w_v: Array) -> Array:
+        return _contract(s, w_v, 1, 1)  # [T, V] [D, V] -> [T, D]
+
+    def _dw(self, s: Array, t: Array) -> Array:
+        x_t = self.pieces.rows.read(self.pieces.x, t, 0)
+        if self.pieces.sends_columns:
+            return _contract(s, x_t, 0, 0)  # [T, V] [T, D] -> [V, D]
+        return _contract(x_t, s, 0, 0)  # [T, D] [T, V] -> [D, V]
+
+    def _zeros(self, w_v: Array) -> Array:
+        shape = w_v.T.shape if self.pieces.sends_columns else w_v.shape
+        return jnp.zeros(shape, jnp.float32)
+
+    def _write_dw(self, dw: Array, v: Array, dw_v: Array) -> Array:
+        dw_v = (dw_v * self.unit).astype(self.pieces.w.dtype)
+        # Gathered columns are reduced one tile at a time; unsharded columns are reduced together at
+        # the end.
+        split = self.pieces.split
+        if split is not None and split.gathered:
+            dw_v = split.reduce_tile(dw_v)
+        return self.pieces.columns.write(dw, v, dw_v, 0 if self.pieces.sends_columns else 1)
 
 
 def _contract(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:

@@ -37,6 +37,7 @@ from pallas_kernels.matmul.split import Split as Split
 from pallas_kernels.varying import vary_alike
 
 Pair = tuple[jax.Array, jax.Array]
+Terms = tuple[jax.Array, ...]
 UNMEASURED = "no measurement of this shape on this GPU says that it is faster"
 
 
@@ -86,19 +87,18 @@ def matmul(
       NotImplementedError: the named implementation has no kernel for these dtypes or this device,
         or the named kernel is under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
-    weights = _tuple(w)
-    biases = _tuple(bias)
-    accumulates = _tuple(accumulate)
+    weights = _as_tuple(w)
+    biases = _as_tuple(bias)
+    accumulates = _as_tuple(accumulate)
     call = _describe(x, weights, biases, accumulates, activation, preferred_element_type, split)
     problem = call.problem
-    row = call.row
     # From here on everything is a matrix: the leading dims are flattened to rows.
     k, n = weights[0].shape
     m = math.prod(x.shape[:-1])
     num_parts = 0 if split is None else split.num_parts
     rows = x.reshape(m, k)
-    parts = (num_parts,) if num_parts else ()
-    accumulates = tuple(a.reshape(*parts, m, n) for a in accumulates)
+    leading = (num_parts,) if num_parts else ()
+    accumulates = tuple(a.reshape(*leading, m, n) for a in accumulates)
     form = Form(activation, problem.out_dtype)
     chosen = resolve(
         "matmul",
@@ -110,20 +110,18 @@ def matmul(
         # The reference bypasses the rule of `vjp`: JAX derives its gradients.
         y = reference.matmul(form, rows, weights, biases, accumulates, num_parts)
     else:
-        if chosen == "mosaic":
-            config = config or (
-                choose(problem, call.target.num_cores) if row is None else row.config
-            )
-            problem.check(config)
-        config = config if chosen == "mosaic" else None
-        is_named = implementation is not None
         static = vjp.Call(
-            form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype
+            form=form,
+            config=call.choose_config(config) if chosen == "mosaic" else None,
+            is_named=implementation is not None,
+            split=split,
+            bias_dtype=problem.bias_dtype,
+            accumulate_dtype=problem.accumulate_dtype,
         )
         # The cast is outside of the rule, so that JAX sums a replicated weight's gradient over the
         # shards (see `varying`).
         y: Any = vjp.matmul(static, *vary_alike((rows, weights, biases, accumulates)))
-    return y.reshape((*parts, *x.shape[:-1], n))
+    return y.reshape((*leading, *x.shape[:-1], n))
 
 
 def is_measured(*arrays: Any) -> bool:
@@ -133,9 +131,8 @@ def is_measured(*arrays: Any) -> bool:
       *arrays: arrays of one product, whose device counts.
     """
     target = find_target(*arrays)
-    return any(
-        (row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table()
-    )
+    chips = {(row.chip, row.num_cores) for row in measured.table()}
+    return (target.chip, target.num_cores) in chips
 
 
 def is_faster(
@@ -166,7 +163,13 @@ def is_faster(
       ValueError: the arguments do not fit; see `matmul`.
     """
     call = _describe(
-        x, _tuple(w), _tuple(bias), _tuple(accumulate), activation, preferred_element_type, split
+        x,
+        _as_tuple(w),
+        _as_tuple(bias),
+        _as_tuple(accumulate),
+        activation,
+        preferred_element_type,
+        split,
     )
     return call.refusal is None and call.passed_over is None
 
@@ -189,27 +192,46 @@ class _Call:
         """Why the kernel is only used if it is named, or None if it is chosen by default."""
         if self.row is None:
             return UNMEASURED
-        return (
-            None
-            if self.row.is_faster
-            else f"it was measured, and takes {self.row.over_xla:.2f} of XLA's time"
-        )
+        if self.row.is_faster:
+            return None
+        return f"it was measured, and takes {self.row.over_xla:.2f} of XLA's time"
+
+    def choose_config(self, config: Config | None) -> Config:
+        """Return the sizes of the kernel: the caller's, the fastest measured, or the closed form's.
+
+        Raises:
+          ValueError: the sizes do not fit the problem.
+        """
+        if config is None and self.row is not None:
+            config = self.row.config
+        elif config is None:
+            config = choose(self.problem, self.target.num_cores)
+        self.problem.check(config)
+        return config
 
 
 def _describe(
     x: jax.Array,
-    weights: Any,
-    biases: Any,
-    accumulates: Any,
+    weights: Terms,
+    biases: Terms,
+    accumulates: Terms,
     activation: str | None,
     preferred: Any,
     split: Split | None,
 ) -> _Call:
+    """Check a call's arrays, and return its problem on one device."""
     accumulate_dtype = accumulates[0].dtype if accumulates else None
     dtype = jnp.dtype(preferred or accumulate_dtype or x.dtype)
-    _check(
-        x, weights, biases, accumulates, activation, dtype, 0 if split is None else split.num_parts
-    )
+    num_weights = len(weights)
+    num_parts = 0 if split is None else split.num_parts
+    _check_product(x, weights, activation, dtype)
+    if num_parts and (num_weights > 1 or biases or activation is not None):
+        raise ValueError(
+            f"matmul: K is split over {num_parts} devices, and bias, activation and gate come "
+            f"after the sum of their parts: one weight alone is needed, not {num_weights} with "
+            f"{len(biases)} biases and activation={activation!r}"
+        )
+    _check_terms(x, weights, biases, accumulates, num_parts)
     k, n = weights[0].shape
     m = math.prod(x.shape[:-1])
     shard_m, shard_n, shard_k = (m, n, k) if split is None else split.shard(m, n, k)
@@ -217,7 +239,7 @@ def _describe(
         m=shard_m,
         n=shard_n,
         k=shard_k,
-        num_weights=len(weights),
+        num_weights=num_weights,
         dtype=x.dtype,
         out_dtype=dtype,
         bias_dtype=biases[0].dtype if biases else None,
@@ -227,19 +249,13 @@ def _describe(
     return _Call(problem, target, measured.find(measured.table(), problem, activation, target))
 
 
-def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:
-    return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
+def _as_tuple(value: jax.Array | Pair | None) -> Terms:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _check(
-    x: Any,
-    weights: Any,
-    biases: Any,
-    accumulates: Any,
-    activation: str | None,
-    dtype: jnp.dtype,
-    num_parts: int,
-) -> None:
+def _check_product(x: jax.Array, weights: Terms, activation: str | None, dtype: jnp.dtype) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"matmul: activation={activation!r} is unknown: choose from "
@@ -249,21 +265,22 @@ def _check(
         raise ValueError(
             f"matmul: {len(weights)} weights: one, or two for a gated product, are needed"
         )
-    k = ([*x.shape] or [0])[-1]
-    n = ([*weights[0].shape] or [0])[-1]
     if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"matmul: preferred_element_type={dtype}: a float dtype is needed")
-    if num_parts and (len(weights) > 1 or biases or activation is not None):
-        raise ValueError(
-            f"matmul: K is split over {num_parts} devices, and bias, activation and gate come "
-            f"after the sum of their parts: one weight alone is needed, not {len(weights)} with "
-            f"{len(biases)} biases and activation={activation!r}"
-        )
-    y_shape = (*((num_parts,) if num_parts else ()), *x.shape[:-1], n)
+
+
+def _check_terms(
+    x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms, num_parts: int
+) -> None:
+    """Raise ValueError unless every weight has its terms, of fitting shapes and dtypes."""
+    k = x.shape[-1]
+    n = weights[0].shape[-1] if weights[0].ndim else 0
+    leading = (num_parts,) if num_parts else ()
+    y_shape = (*leading, *x.shape[:-1], n)
     for name, terms, shape in (
         ("w", weights, (k, n)),
         ("bias", biases, (n,)),

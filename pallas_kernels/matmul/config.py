@@ -77,10 +77,8 @@ class Config:
                 f"block_m * block_n = {self.block_m} * {self.block_n}: the sums of more than 128 "
                 "* 256 do not fit the registers"
             )
-        if (
-            min(self.block_m, self.block_n, self.block_k, self.num_cores, self.raster) < 1
-            or self.num_stages < 2
-        ):
+        least = min(self.block_m, self.block_n, self.block_k, self.num_cores, self.raster)
+        if least < 1 or self.num_stages < 2:
             raise ValueError(f"{self}: sizes of 1 or more, and 2 stages or more, are needed")
         if (
             min(self.cluster_m, self.cluster_n) < 1
@@ -143,12 +141,14 @@ class Problem:
 
     def check(self, config: Config) -> None:
         """Raise ValueError if `config` does not fit this problem."""
-        if (columns := self.columns(config)) % COLUMNS or columns > 256:
+        columns = self.columns(config)
+        if columns % COLUMNS or columns > 256:
             raise ValueError(
                 f"block_n={config.block_n} gives each of {self.num_weights} weights {columns} "
                 f"columns: a multiple of {COLUMNS}, at most 256, is needed"
             )
-        if (size := self.shared_bytes(config)) > SHARED_BYTES:
+        size = self.shared_bytes(config)
+        if size > SHARED_BYTES:
             raise ValueError(
                 f"{config} takes {size} bytes of shared memory, and a block has {SHARED_BYTES}: "
                 "lower num_stages"

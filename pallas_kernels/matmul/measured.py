@@ -78,10 +78,8 @@ class Row:
     def __post_init__(self):
         """Raise ValueError if a field is not valid."""
         dims = {name: getattr(self.problem, name) for name in DIMS} | {"num_cores": self.num_cores}
-        if (
-            any(type(value) is not int or value < 1 for value in dims.values())
-            or self.problem.num_weights > 2
-        ):
+        are_sizes = all(type(value) is int and value >= 1 for value in dims.values())
+        if not are_sizes or self.problem.num_weights > 2:
             raise ValueError(f"{dims}: integers of 1 or more, and one weight or two, are needed")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
@@ -89,15 +87,14 @@ class Row:
                 f"{', '.join(map(repr, ACTIVATIONS))}"
             )
         for name in TIMES:
-            if (value := getattr(self, name)) is None and name == "jax_seconds":
+            value = getattr(self, name)
+            if value is None and name == "jax_seconds":
                 continue
             if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name}={value!r}: seconds above 0 are needed")
-        if bad := [
-            name
-            for name in ("chip", *ABOUT)
-            if not isinstance(getattr(self, name), str) or not getattr(self, name)
-        ]:
+        texts = {name: getattr(self, name) for name in ("chip", *ABOUT)}
+        bad = [name for name, text in texts.items() if not isinstance(text, str) or not text]
+        if bad:
             raise ValueError(f"{', '.join(bad)}: text is needed")
         if self.config.num_cores > self.num_cores:
             raise ValueError(
@@ -122,13 +119,17 @@ class Row:
 
     def serves(self, problem: Problem, activation: str | None, target: Target) -> bool:
         """Return whether the row applies to a call."""
-        own = self.problem
+        measured = self.problem
+        is_same_kernel = (self.chip, self.num_cores, self.activation) == (
+            target.chip,
+            target.num_cores,
+            activation,
+        )
         return (
-            (self.chip, self.num_cores, self.activation)
-            == (target.chip, target.num_cores, activation)
-            and dataclasses.replace(own, m=problem.m) == problem
-            and own.m <= problem.m < REACH * own.m
-            and (own.m % TILE_ROWS == 0) == (problem.m % TILE_ROWS == 0)
+            is_same_kernel
+            and dataclasses.replace(measured, m=problem.m) == problem
+            and measured.m <= problem.m < REACH * measured.m
+            and (measured.m % TILE_ROWS == 0) == (problem.m % TILE_ROWS == 0)
         )
 
 
@@ -181,8 +182,8 @@ def parse(text: str, name: str) -> tuple[Row, ...]:
 def _row(fields: Any) -> Row:
     if not isinstance(fields, Mapping):
         raise ValueError(f"an object is needed, not {type(fields).__name__}")
-    own = ("chip", "num_cores", "activation", *TIMES, *ABOUT)
-    needed = {*own, *DIMS, *DTYPES, "config"}
+    row_fields = ("chip", "num_cores", "activation", *TIMES, *ABOUT)
+    needed = {*row_fields, *DIMS, *DTYPES, "config"}
     if set(fields) != needed:
         raise ValueError(
             f"without {sorted(needed - set(fields))}, and with the unknown "
@@ -191,36 +192,36 @@ def _row(fields: Any) -> Row:
     sizes = fields["config"]
     if not isinstance(sizes, Mapping) or any(type(size) is not int for size in sizes.values()):
         raise ValueError(f"config={sizes!r}: an object of integers is needed")
-    if missing := sorted({field.name for field in dataclasses.fields(Config)} - set(sizes)):
+    missing = sorted({field.name for field in dataclasses.fields(Config)} - set(sizes))
+    if missing:
         raise ValueError(f"config is without {missing}")
-    if bad := [
-        name
-        for name in DTYPES
-        if not isinstance(fields[name], str) and not (name in TERMS and fields[name] is None)
-    ]:
+    bad = []
+    for name in DTYPES:
+        is_absent_term = name in TERMS and fields[name] is None
+        if not isinstance(fields[name], str) and not is_absent_term:
+            bad.append(name)
+    if bad:
         raise ValueError(f"{', '.join(bad)}: names of dtypes are needed")
     dtypes: dict[str, Any] = {name: fields[name] and jnp.dtype(fields[name]) for name in DTYPES}
     problem = Problem(**{name: fields[name] for name in DIMS}, **dtypes)
-    return Row(problem=problem, config=Config(**sizes), **{name: fields[name] for name in own})
+    values = {name: fields[name] for name in row_fields}
+    return Row(problem=problem, config=Config(**sizes), **values)
 
 
 def dump(rows: Iterable[Row]) -> str:
     """Return a table's text, one line per row, ordered by chip and problem."""
+
+    def position(row: Row) -> tuple[Any, ...]:
+        problem = row.problem
+        return (row.chip, row.num_cores, problem.n, problem.k, problem.m, str(row.key))
+
     lines = []
-    for row in sorted(
-        rows,
-        key=lambda row: (
-            row.chip,
-            row.num_cores,
-            *(getattr(row.problem, d) for d in "nkm"),
-            str(row.key),
-        ),
-    ):
+    for row in sorted(rows, key=position):
         fields: dict[str, Any] = {"chip": row.chip, "num_cores": row.num_cores}
         fields |= {name: getattr(row.problem, name) for name in DIMS}
-        fields |= {
-            name: dtype and str(dtype) for name in DTYPES for dtype in [getattr(row.problem, name)]
-        }
+        for name in DTYPES:
+            dtype = getattr(row.problem, name)
+            fields[name] = dtype and str(dtype)
         fields |= {"activation": row.activation, "config": dataclasses.asdict(row.config)}
         fields |= {name: getattr(row, name) for name in (*TIMES, *ABOUT)}
         lines.append("\n    " + json.dumps(fields))
@@ -229,4 +230,6 @@ def dump(rows: Iterable[Row]) -> str:
 
 def merged(rows: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
     """Return a table in which each new row replaces the row of the same chip and problem."""
-    return tuple(({row.key: row for row in rows} | {row.key: row for row in new}).values())
+    by_key = {row.key: row for row in rows}
+    by_key |= {row.key: row for row in new}
+    return tuple(by_key.values())

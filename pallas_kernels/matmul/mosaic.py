@@ -62,10 +62,9 @@ from pallas_kernels.matmul.reference import Form
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 from pallas_kernels.varying import varying_axes
 
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = (
-    40,
-    232,
-)  # per thread; 128 * (40 + 2 * 232) = 63 Ki of a core's 64 Ki
+# Per thread: 128 * (40 + 2 * 232) = 63 Ki of a core's 64 Ki.
+LOADER_REGISTERS = 40
+MULTIPLIER_REGISTERS = 232
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -87,9 +86,8 @@ def refusal(problem: Problem, target: Target) -> str | None:
     return target.without_hopper()
 
 
-@functools.partial(
-    jax.jit, static_argnames=("form", "config", "keeps_products")
-)  # Refs in GMEM exist only inside of a jit
+# Refs in GMEM exist only inside of a jit.
+@functools.partial(jax.jit, static_argnames=("form", "config", "keeps_products"))
 def matmul(
     form: Form,
     config: Config,
@@ -100,7 +98,8 @@ def matmul(
     keeps_products: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return y[M, N] and, if `keeps_products`, the z_i[M, N], all in the result's dtype."""
-    (m, k), n = x.shape, weights[0].shape[1]
+    m, k = x.shape
+    n = weights[0].shape[1]
     more_m = -m % TILE_ROWS
     more_k = -k % COLUMNS
     more_n = -n % COLUMNS
@@ -130,6 +129,52 @@ def _kernel(
     accumulates: Sequence[jax.Array],
     keeps_products: bool,
 ) -> list[jax.Array]:
+    """Return y and, if `keeps_products`, the products, of dims that need no padding."""
+    # In shard_map a result's type includes the axes over which it varies: take it from XLA's form.
+    xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
+    out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
+    operands = (x, list(weights), list(biases), list(accumulates))
+    # Writing in place needs a Ref, and a Ref cannot vary over axes.
+    in_place = (
+        bool(accumulates)
+        and accumulates[0].dtype == form.dtype
+        and not varying_axes(accumulates[0])
+    )
+    if not in_place:
+        return list(_build_call(form, config, operands, out_types, in_place)(*operands))
+    call = _build_call(form, config, operands, out_types[1:], in_place)
+
+    def run(
+        x: jax.Array, weights: Any, biases: Any, accumulates: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        # XLA gives the Ref the array's memory, and copies only if the old value is used again.
+        y_ref = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
+        products = call(x, weights, biases, [y_ref, *accumulates[1:]])
+        return [jax.freeze(y_ref), *products]
+
+    # The Ref begins and ends here. Discharging it now keeps its effect out of the surrounding
+    # program.
+    pure = discharge_state(jax.make_jaxpr(run)(*operands))
+    return jex.jaxpr_as_fun(pure)(*jax.tree.leaves(operands))
+
+
+def _build_call(
+    form: Form,
+    config: Config,
+    operands: tuple[jax.Array, list[jax.Array], list[jax.Array], list[jax.Array]],
+    out_types: list[Any],
+    in_place: bool,
+) -> Callable[..., Any]:
+    """Return the kernel as a function of `operands`.
+
+    Args:
+      form: operations after the products.
+      config: sizes of the kernel.
+      operands: x, the weights, the biases and the accumulated arrays.
+      out_types: types of the results that the kernel does not write in place.
+      in_place: whether y overwrites the first accumulated array.
+    """
+    x, weights, biases, accumulates = operands
     m = x.shape[0]
     n = weights[0].shape[1]
     columns = config.block_n // len(weights)
@@ -139,15 +184,6 @@ def _kernel(
     # A cluster takes one tile per block at a time; tiles outside of the array are zeros.
     grid = (pl.cdiv(m, config.block_m * config.cluster_m), pl.cdiv(n, columns * config.cluster_n))
     num_clusters = min(config.num_cores // config.cluster, grid[0] * grid[1])
-    # In shard_map a result's type includes the axes over which it varies: take it from XLA's form.
-    xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
-    out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
-    # Writing in place needs a Ref, and a Ref cannot vary over axes.
-    in_place = (
-        bool(accumulates)
-        and accumulates[0].dtype == form.dtype
-        and not varying_axes(accumulates[0])
-    )
 
     def body(
         x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any
@@ -172,7 +208,7 @@ def _kernel(
             swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
             [swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
-            _empty(config),
+            _empty_barriers(config),
             # For the end of a tile, one part per warpgroup. A barrier must count at least 1, even
             # if nothing waits on it.
             [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
@@ -186,9 +222,9 @@ def _kernel(
             collective_axes="warpgroup",
         )
 
-    call: Any = pl.kernel(
+    return pl.kernel(
         body,
-        out_type=out_types[in_place:],
+        out_type=out_types,
         mesh=plgpu.Mesh(
             grid=(num_clusters,),
             grid_names=("cluster",),
@@ -200,23 +236,9 @@ def _kernel(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name="matmul",
     )
-    if not in_place:
-        return list(call(x, list(weights), list(biases), list(accumulates)))
-
-    def run(x: jax.Array, weights: Any, biases: Any, accumulates: Any) -> list[jax.Array]:
-        # XLA gives the Ref the array's memory, and copies only if the old value is used again.
-        place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
-        products = call(x, weights, biases, [place, *accumulates[1:]])
-        return [jax.freeze(place), *products]
-
-    operands = (x, list(weights), list(biases), list(accumulates))
-    # The Ref begins and ends here. Discharging it now keeps its effect out of the surrounding
-    # program.
-    pure = discharge_state(jax.make_jaxpr(run)(*operands))
-    return jex.jaxpr_as_fun(pure)(*jax.tree.leaves(operands))
 
 
-def _empty(config: Config) -> Any:
+def _empty_barriers(config: Config) -> Any:
     """Return the barriers on which multiplying warpgroups arrive.
 
     In a cluster each block's barriers count the warpgroups of all its blocks.
@@ -241,9 +263,9 @@ class _Tiles:
         self.num_clusters = num_clusters
         self.cluster = lax.axis_index("cluster")
         block = lax.axis_index("block") if config.cluster > 1 else 0
-        self.block_m, self.block_n = (
-            (block, 0) if config.cluster_m > 1 else (0, block)
-        )  # the block's position in the cluster
+        # The block's position in the cluster.
+        self.block_m = block if config.cluster_m > 1 else 0
+        self.block_n = 0 if config.cluster_m > 1 else block
         # This cluster processes the groups of tiles cluster, cluster + num_clusters, ...
         self.count = (grid[0] * grid[1] - self.cluster + num_clusters - 1) // num_clusters
 
@@ -254,9 +276,9 @@ class _Tiles:
             self.cluster + tile * self.num_clusters, self.grid, 1, self.config.raster
         )
         config = self.config
-        return (m * config.cluster_m + self.block_m) * config.block_m, (
-            n * config.cluster_n + self.block_n
-        ) * self.columns
+        row = (m * config.cluster_m + self.block_m) * config.block_m
+        column = (n * config.cluster_n + self.block_n) * self.columns
+        return row, column
 
     def slot(self, step: Any) -> Any:
         """Return the slot of a step; steps are counted from the first step of the first tile."""
@@ -332,7 +354,7 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
         row, column = tiles.start(tile)
         # The memory for the terms is free: the last `commit_smem` of the previous tile was a
         # barrier, so all threads have read that tile's terms.
-        end.ask(row + warpgroup * rows, column)
+        end.request(row + warpgroup * rows, column)
 
         def sums(*acc_refs: Any) -> tuple[jax.Array, ...]:
             def multiply_step(k: Any) -> None:
@@ -400,7 +422,7 @@ class _End:
         ]
         self.warpgroup = lax.axis_index("warpgroup")
 
-    def ask(self, row: Any, column: Any) -> None:
+    def request(self, row: Any, column: Any) -> None:
         """Start the copies of the biases and of the first chunks of the accumulated arrays."""
         for bias_gmem, bias_smem in self.biases:
             source = bias_gmem.at[pl.ds(column, self.columns)]
@@ -408,43 +430,27 @@ class _End:
                 source, bias_smem.at[self.warpgroup], self.bias_barrier.at[self.warpgroup]
             )
         for index in range(min(SLOTS, len(self.chunks))):
-            self._ask_chunk(index, row, column)
+            self._request_chunk(index, row, column)
 
     def finish(self, row: Any, column: Any, sums: Sequence[jax.Array]) -> None:
         """Turn the sums of products, float32 in registers, into the result."""
         if self.biases:
             plgpu.barrier_wait(self.bias_barrier.at[self.warpgroup])
-        plgpu.wait_smem_to_gmem(
-            0, wait_read_only=True
-        )  # the previous tile's stores, whose last ones may be in either slot
+        # The previous tile's stores, whose last ones may be in either slot.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         num_stores = 0
         for index, (r, c) in enumerate(self.chunks):
             columns = slice(c, c + self.chunk_n)
             products = [z[r : r + CHUNK_M, columns] for z in sums]  # [CHUNK_M, chunk_n] each
-            if self.biases:
-                terms = [
-                    bias_smem[self.warpgroup, columns].astype(jnp.float32)
-                    for _, bias_smem in self.biases
-                ]
-                products = [
-                    z + lax.broadcast_in_dim(b, z.shape, (1,))
-                    for z, b in zip(products, terms, strict=True)
-                ]
-            if self.accumulates:
-                plgpu.barrier_wait(self._accumulate_barrier(index))
-                terms = [
-                    smem[self.warpgroup, index % SLOTS].astype(jnp.float32)
-                    for _, smem in self.accumulates
-                ]
-                products = [z + a for z, a in zip(products, terms, strict=True)]
+            products = self._add_biases(products, columns)
+            products = self._add_accumulates(products, index)
             # y is first. The products follow if the derivative needs them; otherwise y is the only
             # result.
             values = [self.form.join(products), *products][: len(self.result_gmems)]
             for value, result_gmem in zip(values, self.result_gmems, strict=True):
                 slot = num_stores % SLOTS
-                plgpu.wait_smem_to_gmem(
-                    SLOTS - 1, wait_read_only=True
-                )  # the store that last used this slot
+                # The store that last used this slot.
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
                 self.result_smem[self.warpgroup, slot] = value.astype(self.form.dtype)
                 # TMA sees the threads' writes to shared memory only after this commit, which is
                 # also a barrier of the warpgroup.
@@ -456,7 +462,24 @@ class _End:
                 num_stores += 1
             # Every thread has read this chunk (the barrier above), so its slot may be refilled.
             if index + SLOTS < len(self.chunks):
-                self._ask_chunk(index + SLOTS, row, column)
+                self._request_chunk(index + SLOTS, row, column)
+
+    def _add_biases(self, products: list[jax.Array], columns: slice) -> list[jax.Array]:
+        if not self.biases:
+            return products
+        biases = [smem[self.warpgroup, columns].astype(jnp.float32) for _, smem in self.biases]
+        sums = []
+        for z, bias in zip(products, biases, strict=True):
+            sums.append(z + lax.broadcast_in_dim(bias, z.shape, (1,)))
+        return sums
+
+    def _add_accumulates(self, products: list[jax.Array], index: int) -> list[jax.Array]:
+        if not self.accumulates:
+            return products
+        plgpu.barrier_wait(self._accumulate_barrier(index))
+        slot = index % SLOTS
+        chunks = [smem[self.warpgroup, slot].astype(jnp.float32) for _, smem in self.accumulates]
+        return [z + chunk for z, chunk in zip(products, chunks, strict=True)]
 
     def _chunk(self, gmem: Any, index: int, row: Any, column: Any) -> Any:
         r, c = self.chunks[index]
@@ -465,7 +488,7 @@ class _End:
     def _accumulate_barrier(self, index: int) -> Any:
         return self.accumulate_barrier.at[self.warpgroup * SLOTS + index % SLOTS]
 
-    def _ask_chunk(self, index: int, row: Any, column: Any) -> None:
+    def _request_chunk(self, index: int, row: Any, column: Any) -> None:
         for gmem, smem in self.accumulates:
             source = self._chunk(gmem, index, row, column)
             plgpu.copy_gmem_to_smem(

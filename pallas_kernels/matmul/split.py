@@ -41,7 +41,8 @@ class Split:
     def __post_init__(self):
         """Raise ValueError if an axis is unknown or named twice."""
         used = (*self.rows, *self.columns, *self.summed)
-        if unknown := [axis for axis in used if axis not in self.mesh.axis_names]:
+        unknown = [axis for axis in used if axis not in self.mesh.axis_names]
+        if unknown:
             raise ValueError(f"matmul: the mesh has axes {self.mesh.axis_names}, and not {unknown}")
         if len(set(used)) < len(used) or (self.columns and self.summed):
             raise ValueError(
@@ -72,8 +73,8 @@ class Split:
     @property
     def y(self) -> PartitionSpec:
         """Spec of y and of accumulated arrays: [M, N], or [P, M, N]."""
-        whole = (self.rows or None, self.columns or None)
-        return PartitionSpec(self.summed, *whole) if self.summed else PartitionSpec(*whole)
+        matrix = (self.rows or None, self.columns or None)
+        return PartitionSpec(self.summed, *matrix) if self.summed else PartitionSpec(*matrix)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the number of pieces into which `axes` split a dim.

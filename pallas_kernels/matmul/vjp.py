@@ -140,40 +140,33 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[jax.Array, Ter
     x, weights, products = residuals
     if call.num_parts:
         dx, dw = _derivative_of_parts(call, x, weights[0], dy.astype(x.dtype))
-        return (
-            dx,
-            (dw,),
-            (),
-            () if call.accumulate_dtype is None else (dy.astype(call.accumulate_dtype),),
-        )
+        return dx, (dw,), (), _cast((dy,), call.accumulate_dtype)
     dzs = (dy.astype(jnp.float32),)
     # If no products were saved, z is y and its cotangent is dy.
     if products:
-        dzs = jax.vjp(lambda *z: call.form.join(z), *(z.astype(jnp.float32) for z in products))[1](
-            *dzs
-        )
+        wide = [z.astype(jnp.float32) for z in products]
+        _, pullback = jax.vjp(lambda *z: call.form.join(z), *wide)
+        dzs = pullback(*dzs)
     # Rounded only for the two products: the biases' gradients are sums of the float32 values.
     narrow = [dz.astype(x.dtype) for dz in dzs]  # [M, N] each
     # On a mesh, devices sum these products in the dtype of the partial products: x's dtype, as for
     # a dense layer.
     dtype = jnp.float32 if call.split is None else x.dtype
-    parts = [
-        _contract(dz, w, 1, 1, dtype) for dz, w in zip(narrow, weights, strict=True)
-    ]  # [M, N] [K, N] -> [M, K]
+    # [M, N] [K, N] -> [M, K]
+    contributions = [_contract(dz, w, 1, 1, dtype) for dz, w in zip(narrow, weights, strict=True)]
     # The contributions of two weights are added before they are rounded.
-    dx = functools.reduce(jnp.add, parts).astype(x.dtype)
-    dweights = tuple(
-        _contract(x, dz, 0, 0, dtype).astype(x.dtype) for dz in narrow
-    )  # [M, K] [M, N] -> [K, N]
-    dbiases = (
-        () if call.bias_dtype is None else tuple(dz.sum(0).astype(call.bias_dtype) for dz in dzs)
-    )
-    daccumulates = (
-        ()
-        if call.accumulate_dtype is None
-        else tuple(dz.astype(call.accumulate_dtype) for dz in dzs)
-    )
-    return dx, dweights, dbiases, daccumulates
+    dx = functools.reduce(jnp.add, contributions).astype(x.dtype)
+    # [M, K] [M, N] -> [K, N]
+    dweights = tuple(_contract(x, dz, 0, 0, dtype).astype(x.dtype) for dz in narrow)
+    dbiases = ()
+    if call.bias_dtype is not None:
+        dbiases = tuple(dz.sum(0).astype(call.bias_dtype) for dz in dzs)
+    return dx, dweights, dbiases, _cast(dzs, call.accumulate_dtype)
+
+
+def _cast(arrays: Terms, dtype: jnp.dtype | None) -> Terms:
+    """Return the arrays in a dtype; no arrays if it is None."""
+    return () if dtype is None else tuple(array.astype(dtype) for array in arrays)
 
 
 def _derivative_of_parts(

@@ -74,11 +74,11 @@ def choose_group(rows: int, blocks: int) -> Group:
       rows: number of rows of the array.
       blocks: number of blocks per row.
     """
-    in_row = _divisor(blocks, GROUP)
-    return _divisor(rows, GROUP // in_row), in_row
+    group_blocks = _largest_divisor(blocks, GROUP)
+    return _largest_divisor(rows, GROUP // group_blocks), group_blocks
 
 
-def _divisor(number: int, most: int) -> int:
+def _largest_divisor(number: int, most: int) -> int:
     return next((n for n in range(min(most, number), 0, -1) if number % n == 0), 1)
 
 
@@ -118,51 +118,27 @@ def quantize_nf4(
       NotImplementedError: the named implementation has no kernel for this device, or the kernel is
         under `jax.vmap` in jax 0.10, which cannot batch a kernel.
     """
-    if not x.ndim or x.dtype not in FLOATS:
-        raise ValueError(
-            f"quantize_nf4: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or "
-            "float32 is needed"
-        )
-    if x.shape[-1] % BLOCK:
-        raise ValueError(
-            f"quantize_nf4: x is {list(x.shape)}: {x.shape[-1]} is no multiple of {BLOCK}, the "
-            "size of a block"
-        )
-    per_row = x.shape[-1] // BLOCK
-    rows = x.shape[-2] if x.ndim > 1 else 1
-    group = choose_group(rows, per_row) if group is None else group
-    if not all(
-        isinstance(n, int) and n > 0 and size % n == 0
-        for n, size in zip(group, (rows, per_row), strict=True)
-    ):
-        raise ValueError(
-            f"quantize_nf4: group={group}: divisors of {rows} rows and of the {per_row} blocks of "
-            "a row are needed"
-        )
-    chosen, config = _choose(
-        "quantize_nf4", implementation, _problem(x.shape, x.dtype, jnp.int8), config, x
-    )
+    group = _check_array(x, group)
+    problem = _problem(x.shape, x.dtype, jnp.int8)
+    chosen, config = _choose("quantize_nf4", implementation, problem, config, x)
+    # 1 / 64 of the elements, so XLA computes the scales of the kernel's blocks too.
+    plain = reference if chosen == "reference" else xla
 
     def run(x: jax.Array) -> Nf4:
-        blocks = x.reshape(*x.shape[:-1], per_row, BLOCK)
+        blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
         if chosen == "mosaic":
             assert config is not None
             codes, largest = mosaic.quantize(config, blocks.reshape(-1, BLOCK))
             largest = largest.reshape(blocks.shape[:-1])
         else:
-            codes, largest = (xla if chosen == "xla" else reference).quantize(blocks)
-        # 1 / 64 of the elements, so XLA computes the scales in every implementation.
-        scales, steps, means = (reference if chosen == "reference" else xla).quantize_scales(
-            _rows(largest), group
-        )
+            codes, largest = plain.quantize(blocks)
+        scales, steps, means = plain.quantize_scales(_as_rows(largest), group)
         # Every implementation returns the bits of a byte as int8.
-        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(
-            *x.shape[:-1], x.shape[-1] // 2
-        )
-        of_vector = (
-            [a[0] for a in (scales, steps, means)] if x.ndim == 1 else (scales, steps, means)
-        )
-        return Nf4(codes, *of_vector)
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        codes = codes.reshape(*x.shape[:-1], x.shape[-1] // 2)
+        if x.ndim == 1:
+            return Nf4(codes, scales[0], steps[0], means[0])
+        return Nf4(codes, scales, steps, means)
 
     return without_derivative("quantize_nf4", run, "dequantize_nf4(quantize_nf4(x), x.dtype)")(x)
 
@@ -198,65 +174,87 @@ def dequantize_nf4(
         raise ValueError(
             f"dequantize_nf4: dtype={dtype}: choose from {', '.join(map(str, FLOATS))}"
         )
-    _check(q)
+    _check_quantized(q)
     shape = (*q.codes.shape[:-1], 2 * q.codes.shape[-1])
-    chosen, config = _choose(
-        "dequantize_nf4",
-        implementation,
-        _problem(shape, jnp.int8, dtype),
-        config,
-        q.codes,
-        q.scales,
-    )
+    problem = _problem(shape, jnp.int8, dtype)
+    chosen, config = _choose("dequantize_nf4", implementation, problem, config, q.codes, q.scales)
+    plain = reference if chosen == "reference" else xla
 
     def run(q: Nf4) -> jax.Array:
-        codes = jax.lax.bitcast_convert_type(q.codes, jnp.int8).reshape(*q.scales.shape, BLOCK // 2)
-        largest = (reference if chosen == "reference" else xla).dequantize_scales(
-            *map(_rows, (q.scales, q.steps, q.means))
-        )
+        codes = jax.lax.bitcast_convert_type(q.codes, jnp.int8)
+        codes = codes.reshape(*q.scales.shape, BLOCK // 2)
+        largest = plain.dequantize_scales(_as_rows(q.scales), _as_rows(q.steps), _as_rows(q.means))
         largest = largest.reshape(q.scales.shape)
         if chosen == "mosaic":
             assert config is not None
             y = mosaic.dequantize(config, codes.reshape(-1, BLOCK // 2), largest.reshape(-1), dtype)
         else:
-            y = (xla if chosen == "xla" else reference).dequantize(codes, largest, dtype)
+            y = plain.dequantize(codes, largest, dtype)
         return y.reshape(shape)
 
     return without_derivative("dequantize_nf4", run, "dequantize_nf4(quantize_nf4(x), x.dtype)")(q)
 
 
-def _rows(array: jax.Array) -> jax.Array:
+def _as_rows(array: jax.Array) -> jax.Array:
     """Return the array as it is, or a vector as a matrix of one row."""
     return array[None] if array.ndim == 1 else array
 
 
-def _check(q: Nf4) -> None:
-    """Raise ValueError if the arrays do not have the shapes and dtypes of `quantize_nf4`."""
-    arrays = {"codes": q.codes, "scales": q.scales, "steps": q.steps, "means": q.means}
-    dtypes = [jnp.uint8, jnp.int8, jnp.float32, jnp.float32]
-    ndim = q.codes.ndim
-    fits = [a.dtype for a in arrays.values()] == dtypes
-    fits &= (
-        ndim > 0 and all(a.ndim == ndim for a in arrays.values()) and q.steps.shape == q.means.shape
-    )
-    if fits:
-        grid = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK)
-        groups = q.steps.shape
-        fits &= (
-            2 * q.codes.shape[-1] == grid[-1] * BLOCK
-            and q.scales.shape == grid
-            and groups[:-2] == grid[:-2]
-        )
-        fits &= all(
-            size % n == 0 if n else not size for size, n in zip(grid[-2:], groups[-2:], strict=True)
-        )
-    if not fits:
-        found = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
+def _check_array(x: jax.Array, group: Group | None) -> Group:
+    """Check x and the group, and return the group or the default one."""
+    if not x.ndim or x.dtype not in FLOATS:
         raise ValueError(
-            f"dequantize_nf4: {found}: codes uint8[..., R, K / 2], scales int8[..., R, K / "
+            f"quantize_nf4: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or "
+            "float32 is needed"
+        )
+    if x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"quantize_nf4: x is {list(x.shape)}: {x.shape[-1]} is no multiple of {BLOCK}, the "
+            "size of a block"
+        )
+    rows = x.shape[-2] if x.ndim > 1 else 1
+    blocks = x.shape[-1] // BLOCK
+    if group is None:
+        return choose_group(rows, blocks)
+    for n, size in zip(group, (rows, blocks), strict=True):
+        if not isinstance(n, int) or n <= 0 or size % n:
+            raise ValueError(
+                f"quantize_nf4: group={group}: divisors of {rows} rows and of the {blocks} blocks "
+                "of a row are needed"
+            )
+    return group
+
+
+def _check_quantized(q: Nf4) -> None:
+    """Raise ValueError if the arrays do not have the shapes and dtypes of `quantize_nf4`."""
+    if not _fits(q):
+        arrays = {"codes": q.codes, "scales": q.scales, "steps": q.steps, "means": q.means}
+        shapes = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
+        raise ValueError(
+            f"dequantize_nf4: {shapes}: codes uint8[..., R, K / 2], scales int8[..., R, K / "
             f"{BLOCK}], and steps and means float32[..., R / r, K / {BLOCK} / c] of one R and one "
             f"K, a multiple of {BLOCK}, are needed"
         )
+
+
+def _fits(q: Nf4) -> bool:
+    """Return whether the arrays fit each other."""
+    arrays = (q.codes, q.scales, q.steps, q.means)
+    if [a.dtype for a in arrays] != [jnp.uint8, jnp.int8, jnp.float32, jnp.float32]:
+        return False
+    if not q.codes.ndim or any(a.ndim != q.codes.ndim for a in arrays):
+        return False
+    blocks = (*q.codes.shape[:-1], 2 * q.codes.shape[-1] // BLOCK)
+    groups = q.steps.shape
+    if 2 * q.codes.shape[-1] != blocks[-1] * BLOCK or q.scales.shape != blocks:
+        return False
+    if q.means.shape != groups or groups[:-2] != blocks[:-2]:
+        return False
+    for size, n in zip(blocks[-2:], groups[-2:], strict=True):
+        divides = size % n == 0 if n else size == 0
+        if not divides:
+            return False
+    return True
 
 
 def _problem(shape: tuple[int, ...], in_dtype: Any, out_dtype: Any) -> Problem:

@@ -58,7 +58,7 @@ def dequantize(config: Config, codes: jax.Array, largest: jax.Array, dtype: jnp.
         scale = largest_smem[...]
         pairs = load(code_smem, HALVES[0], jnp.int32)
         for shift, half in enumerate(HALVES):
-            value = reference.chosen(pairs >> (4 * shift))
+            value = reference.select_levels(pairs >> (4 * shift))
             y_smem[:, half] = (value * spread(scale, value.shape)).astype(dtype)
 
     out_type = jax.eval_shape(functools.partial(reference.dequantize, dtype=dtype), codes, largest)

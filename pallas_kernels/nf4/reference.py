@@ -91,11 +91,8 @@ def dequantize(codes: jax.Array, largest: jax.Array, dtype: jnp.dtype) -> jax.Ar
     """Return y[..., 64] for codes int8[..., 32], as bits, and largest float32[...]."""
     # An extra axis instead of two concatenated halves: XLA can fuse this elementwise.
     halves = codes.astype(jnp.int32)[..., None, :] >> jnp.array([0, 4])[:, None]  # [..., 2, 32]
-    return (
-        (chosen(halves, _pairs(halves)) * largest[..., None, None])
-        .astype(dtype)
-        .reshape(*largest.shape, BLOCK)
-    )
+    values = select_levels(halves, _pairs(halves)) * largest[..., None, None]
+    return values.astype(dtype).reshape(*largest.shape, BLOCK)
 
 
 def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -107,9 +104,9 @@ def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Ar
     value = _grouped(jnp.where(is_finite, largest, 0.0), group)
     means = _means(value)
     # Blocks of zeros are identified by their codes, so their scale may be anything.
-    apart = jnp.where(value > 0, value - means[..., None], 0.0)
-    steps, inverse, mask = INT8.scales(magnitudes(apart).max(-1))
-    scales = INT8.encode(normalized(apart, inverse[..., None], mask[..., None]), None)
+    deviation = jnp.where(value > 0, value - means[..., None], 0.0)
+    steps, inverse, mask = INT8.scales(magnitudes(deviation).max(-1))
+    scales = INT8.encode(normalized(deviation, inverse[..., None], mask[..., None]), None)
     scales = _ungrouped(scales, largest.shape, group)
     steps = _floats((_integers(steps) + 0x80) & ~0xFF)  # to 16 significant bits
     return jnp.where(is_finite, scales, jnp.int8(NOT_FINITE)), steps, means
@@ -156,10 +153,10 @@ def scales(largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def nearest(v: jax.Array) -> jax.Array:
     """Return the n int32 with LEVELS[n] nearest to v / 128, |v| <= 128."""
-    return sum(
-        ((v > middle * UNIT).astype(jnp.int32) for middle in MIDPOINTS),
-        jnp.zeros(v.shape, jnp.int32),
-    )
+    count = jnp.zeros(v.shape, jnp.int32)
+    for middle in MIDPOINTS:
+        count = count + (v > middle * UNIT).astype(jnp.int32)
+    return count
 
 
 def pack(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -176,13 +173,11 @@ def _pairs(codes: jax.Array) -> list[jax.Array]:
     """
     mask = -(codes & 1)
     bits = [int(n) for n in np.asarray(LEVELS, np.float32).view(np.int32)]
-    return [
-        _floats((mask & (low ^ high)) ^ low)
-        for low, high in zip(bits[::2], bits[1::2], strict=True)
-    ]
+    pairs = zip(bits[::2], bits[1::2], strict=True)
+    return [_floats((mask & (low ^ high)) ^ low) for low, high in pairs]
 
 
-def chosen(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
+def select_levels(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
     """Return LEVELS[codes & 15], float32, chosen by one bit of the code at a time.
 
     It uses no table in memory: a kernel has no lookup in registers, and XLA's lookup, one element
@@ -203,14 +198,14 @@ def chosen(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
 def _means(value: jax.Array) -> jax.Array:
     """Return the means float32[...] of value[..., group], which is not negative."""
     group = value.shape[-1]
-    whole = 1 << (group - 1).bit_length()
-    value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, whole - group)])
-    value = value * (1 / whole)  # exact, by a power of 2, so that no sum overflows
+    padded = 1 << (group - 1).bit_length()
+    value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, padded - group)])
+    value = value * (1 / padded)  # exact, by a power of 2, so that no sum overflows
     while value.shape[-1] > 1:
         half = value.shape[-1] // 2
         value = value[..., :half] + value[..., half:]
     # Masking the sign prevents fusing the product with the difference that uses it.
-    return _floats(_integers(value[..., 0] * (whole / group)) & MAGNITUDE)
+    return _floats(_integers(value[..., 0] * (padded / group)) & MAGNITUDE)
 
 
 def _integers(x: jax.Array) -> jax.Array:

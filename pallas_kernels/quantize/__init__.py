@@ -106,11 +106,7 @@ def quantize(
         raise ValueError(
             f"quantize: dtype={jnp.dtype(dtype)}: choose from {', '.join(map(str, FORMATS))}"
         )
-    if not x.ndim or x.dtype not in mosaic.FLOATS:
-        raise ValueError(
-            f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is "
-            "needed"
-        )
+    _check_array(x)
     _check_block_size("quantize", block_size)
     _check_key(key)
     num_blocks = _num_blocks(x.shape, block_size)
@@ -136,9 +132,8 @@ def quantize(
             codes, scales = (xla if chosen == "xla" else reference).quantize(form, blocks, words)
         # Every implementation returns the bits of a code as int8.
         codes = jax.lax.bitcast_convert_type(codes, form.dtype)
-        return _of_blocks(codes, x.shape), scales.reshape(
-            *x.shape[:-1], -(-x.shape[-1] // block_size)
-        )
+        values = _from_blocks(codes, x.shape)
+        return values, scales.reshape(*x.shape[:-1], -(-x.shape[-1] // block_size))
 
     values, scales = without_derivative("quantize", run)(x, key)
     return Quantized(values, scales, block_size)
@@ -173,31 +168,18 @@ def dequantize(
         raise ValueError(
             f"dequantize: dtype={dtype}: choose from {', '.join(map(str, mosaic.FLOATS))}"
         )
-    values = q.values
-    scales = q.scales
+    _check_quantized(q)
+    form = FORMATS[q.values.dtype]
     block_size = q.block_size
-    form = FORMATS.get(values.dtype)
-    if form is None or not values.ndim:
-        raise ValueError(
-            f"dequantize: values are {values.dtype}{list(values.shape)}: [..., K] of "
-            f"{', '.join(map(str, FORMATS))} is needed"
-        )
-    _check_block_size("dequantize", block_size)
-    shape = (*values.shape[:-1], -(-values.shape[-1] // block_size))
-    if scales.shape != shape or scales.dtype != jnp.float32:
-        raise ValueError(
-            f"dequantize: scales are {scales.dtype}{list(scales.shape)}, and values "
-            f"{list(values.shape)} in blocks of {block_size}: float32{list(shape)} is needed"
-        )
     problem = Problem(
-        num_blocks=_num_blocks(values.shape, block_size),
+        num_blocks=_num_blocks(q.values.shape, block_size),
         block_size=block_size,
         in_dtype=jnp.dtype(jnp.int8),
         out_dtype=dtype,
         in_block_bytes=4,
         out_block_bytes=0,
     )
-    chosen, config = _choose("dequantize", implementation, problem, config, values, scales)
+    chosen, config = _choose("dequantize", implementation, problem, config, q.values, q.scales)
 
     def run(values: jax.Array, scales: jax.Array) -> jax.Array:
         codes = _in_blocks(jax.lax.bitcast_convert_type(values, jnp.int8), block_size)
@@ -209,9 +191,9 @@ def dequantize(
             # array.
             codes = codes.reshape(*scales.shape, block_size)
             y = (xla if chosen == "xla" else reference).dequantize(form, codes, scales, dtype)
-        return _of_blocks(y, values.shape)
+        return _from_blocks(y, values.shape)
 
-    return without_derivative("dequantize", run)(values, scales)
+    return without_derivative("dequantize", run)(q.values, q.scales)
 
 
 def _choose(
@@ -250,13 +232,39 @@ def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
     return array.reshape(-1, block_size)
 
 
-def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the array `[..., K]` of this shape from blocks.
 
     The blocks are `[G, block_size]` or `[..., block_size]`.
     """
     per_row = -(-shape[-1] // blocks.shape[-1])
     return blocks.reshape(*shape[:-1], per_row * blocks.shape[-1])[..., : shape[-1]]
+
+
+def _check_array(x: jax.Array) -> None:
+    if not x.ndim or x.dtype not in mosaic.FLOATS:
+        raise ValueError(
+            f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is "
+            "needed"
+        )
+
+
+def _check_quantized(q: Quantized) -> None:
+    """Raise ValueError if the arrays do not have the shapes and dtypes of `quantize`."""
+    values = q.values
+    scales = q.scales
+    if values.dtype not in FORMATS or not values.ndim:
+        raise ValueError(
+            f"dequantize: values are {values.dtype}{list(values.shape)}: [..., K] of "
+            f"{', '.join(map(str, FORMATS))} is needed"
+        )
+    _check_block_size("dequantize", q.block_size)
+    shape = (*values.shape[:-1], -(-values.shape[-1] // q.block_size))
+    if scales.shape != shape or scales.dtype != jnp.float32:
+        raise ValueError(
+            f"dequantize: scales are {scales.dtype}{list(scales.shape)}, and values "
+            f"{list(values.shape)} in blocks of {q.block_size}: float32{list(shape)} is needed"
+        )
 
 
 def _check_block_size(op: str, block_size: Any) -> None:

@@ -78,7 +78,9 @@ class Problem:
 
     def row_bytes(self, dtype: jnp.dtype) -> int:
         """Return the bytes of a block's elements in `dtype`."""
-        return self.block_size * dtype.itemsize // (self.packed if dtype.itemsize == 1 else 1)
+        if dtype.itemsize == 1:
+            return self.block_size // self.packed
+        return self.block_size * dtype.itemsize
 
     def shared_bytes(self, num_warpgroups: int, num_stages: int) -> int:
         """Return the bytes of shared memory that a thread block takes."""
@@ -88,7 +90,8 @@ class Problem:
 
     def check(self, config: Config) -> None:
         """Raise ValueError if `config` does not fit this problem."""
-        if (size := self.shared_bytes(config.num_warpgroups, config.num_stages)) > SHARED_BYTES:
+        size = self.shared_bytes(config.num_warpgroups, config.num_stages)
+        if size > SHARED_BYTES:
             raise ValueError(
                 f"{config} takes {size} bytes of shared memory, and a thread block has "
                 f"{SHARED_BYTES}: lower num_stages or num_warpgroups"

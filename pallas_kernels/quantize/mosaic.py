@@ -73,22 +73,21 @@ def quantize(
     def compute(x_smem: Any, *refs: Any) -> None:
         *word_smems, code_smem, scale_smem = refs
         # First pass over the tile: the scales of its rows.
-        largest = functools.reduce(
-            jnp.maximum, (reference.magnitudes(load(x_smem, at)).max(1) for at in chunks)
-        )
+        row_maxima = (reference.magnitudes(load(x_smem, columns)).max(1) for columns in chunks)
+        largest = functools.reduce(jnp.maximum, row_maxima)
         scale, inverse, mask = form.scales(largest)
         scale_smem[...] = scale
-        for at in chunks:
+        for columns in chunks:
             # Second pass: the codes.
-            part = load(x_smem, at)  # [64, 128], or [64, 64]
+            chunk = load(x_smem, columns)  # [64, 128], or [64, 64]
+            shape = chunk.shape
             r = None
             if word_smems:
-                columns = plgpu.layout_cast(
-                    lax.broadcasted_iota(jnp.uint32, part.shape, 1), _layout()
-                ) + jnp.uint32(at.start)
-                r = reference.random_bits(spread(word_smems[0][...], part.shape), columns)
-            v = reference.normalized(part, spread(inverse, part.shape), spread(mask, part.shape))
-            code_smem[:, at] = form.encode(v, r)
+                iota = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, shape, 1), _layout())
+                column_ids = iota + jnp.uint32(columns.start)
+                r = reference.random_bits(spread(word_smems[0][...], shape), column_ids)
+            v = reference.normalized(chunk, spread(inverse, shape), spread(mask, shape))
+            code_smem[:, columns] = form.encode(v, r)
 
     arrays = [x] if words is None else [x, words]
     # The reference determines the types of the results, including the axes of a shard_map over
@@ -107,9 +106,9 @@ def dequantize(
 
     def compute(code_smem: Any, scale_smem: Any, y_smem: Any) -> None:
         scale = scale_smem[...]
-        for at in chunks:
-            values = form.decode(plgpu.layout_cast(code_smem[:, at], _layout()))
-            y_smem[:, at] = (values * spread(scale, values.shape)).astype(dtype)
+        for columns in chunks:
+            values = form.decode(plgpu.layout_cast(code_smem[:, columns], _layout()))
+            y_smem[:, columns] = (values * spread(scale, values.shape)).astype(dtype)
 
     out_type = jax.eval_shape(
         functools.partial(reference.dequantize, form, dtype=dtype), codes, scales
@@ -148,12 +147,12 @@ def stream(
     a time, if that is less than a swizzled tile's.
     """
     num_rows = arrays[0].shape[0]
-    if more := -num_rows % TILE_ROWS:
+    more = -num_rows % TILE_ROWS
+    if more:
         arrays = [jnp.pad(array, [(0, more)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
         padded = [out.update(shape=(num_rows + more, *out.shape[1:])) for out in out_types]
-        return [
-            result[:num_rows] for result in stream(name, config, compute, arrays, padded, width)
-        ]
+        results = stream(name, config, compute, arrays, padded, width)
+        return [result[:num_rows] for result in results]
     num_tiles = pl.cdiv(num_rows, ROWS)
     num_blocks = min(config.num_cores, pl.cdiv(num_tiles, config.num_warpgroups))
     stride = num_blocks * config.num_warpgroups
@@ -169,13 +168,13 @@ def stream(
             return pl.ds((first + tile * stride) * ROWS, ROWS)
 
         def scope(in_smems: Any, out_smems: Any, full: Any) -> None:
-            def arrived(slot: Any) -> Any:
+            def slot_barrier(slot: Any) -> Any:
                 return full.at[warpgroup * config.num_stages + slot]
 
             def load(tile: Any, slot: Any) -> None:
                 for gmem, smem in zip(in_gmems, in_smems, strict=True):
                     plgpu.copy_gmem_to_smem(
-                        gmem.at[rows(tile)], smem.at[warpgroup, slot], arrived(slot)
+                        gmem.at[rows(tile)], smem.at[warpgroup, slot], slot_barrier(slot)
                     )
 
             # Fill every slot first; from then on a tile's slot is refilled when the tile is done.
@@ -188,16 +187,16 @@ def stream(
             def step(tile: Any, _: tuple[()]) -> tuple[()]:
                 slot = lax.rem(tile, config.num_stages)
                 out_slot = lax.rem(tile, SLOTS)
-                plgpu.barrier_wait(arrived(slot))
-                plgpu.wait_smem_to_gmem(
-                    SLOTS - 1, wait_read_only=True
-                )  # the tile that last used these results' memory
+                plgpu.barrier_wait(slot_barrier(slot))
+                # The tile that last used these results' memory.
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
                 outs = [smem.at[warpgroup, out_slot] for smem in out_smems]
                 compute(*(smem.at[warpgroup, slot] for smem in in_smems), *outs)
                 plgpu.commit_smem()
-                # One commit group for all results of a tile, because waits count groups.
                 for n, (gmem, out) in enumerate(zip(out_gmems, outs, strict=True), 1):
-                    plgpu.copy_smem_to_gmem(out, gmem.at[rows(tile)], commit_group=n == len(outs))
+                    # One commit group for all results of a tile, because waits count groups.
+                    is_last = n == len(outs)
+                    plgpu.copy_smem_to_gmem(out, gmem.at[rows(tile)], commit_group=is_last)
 
                 # `commit_smem` was a barrier: every thread has read the tile, so its slot may be
                 # overwritten.

@@ -38,10 +38,9 @@ import jax.numpy as jnp
 from jax import lax
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples are spread evenly
-MAGNITUDE, EXPONENT = (
-    0x7FFFFFFF,
-    0x7F800000,
-)  # masks for float32's bits; EXPONENT alone is infinity, and larger magnitudes are NaN
+# Masks for float32's bits; EXPONENT alone is infinity, and larger magnitudes are NaN.
+MAGNITUDE = 0x7FFFFFFF
+EXPONENT = 0x7F800000
 SMALLEST = (127 - 72) << 23  # the bits of 2^-72
 
 
@@ -80,9 +79,8 @@ class Format:
         # Numbers below it have the step of the smallest normal number.
         exponent = jnp.maximum(magnitude & EXPONENT, least)
         # u / step as a product by a power of 2, which is exact.
-        n = self._round(
-            u * _floats(((126 + self.mantissa + self.bias) << 23) - (exponent - least)), r
-        )
+        inverse_step = _floats(((126 + self.mantissa + self.bias) << 23) - (exponent - least))
+        n = self._round(u * inverse_step, r)
         # n is below 2^(mantissa + 1), so the sum carries into the exponent.
         n = n + ((exponent - least) >> (23 - self.mantissa))
         # Move the sign from bit 31 to bit 7.
@@ -100,7 +98,8 @@ class Format:
             return n
         # n has F fractional bits. Adding F random bits carries into the integer part with the
         # probability of the fraction.
-        return (n + lax.bitcast_convert_type(r >> jnp.uint32(32 - fraction), jnp.int32)) >> fraction
+        random = lax.bitcast_convert_type(r >> jnp.uint32(32 - fraction), jnp.int32)
+        return (n + random) >> fraction
 
     def decode(self, codes: jax.Array) -> jax.Array:
         """Return the float32 values of codes that `encode` returned."""
@@ -144,9 +143,8 @@ class Format:
         inverse = _integers(guess) - 4  # now 1 to 7 last bits too low
         # Bisect in three steps by products, which every device rounds alike.
         for more in (4, 2, 1):
-            inverse = jnp.where(
-                _floats(inverse + more) * largest <= self.most, inverse + more, inverse
-            )
+            fits = _floats(inverse + more) * largest <= self.most
+            inverse = jnp.where(fits, inverse + more, inverse)
         return _floats(inverse)
 
 

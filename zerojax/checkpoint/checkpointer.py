@@ -47,11 +47,11 @@ from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.orbax import SAVING, StateSave, StepWriter
 from zerojax.checkpoint.program_state import describe, restore_state
 from zerojax.checkpoint.retention import Retention
-from zerojax.given import as_integer, as_path, whole_number
 from zerojax.program import Program
 from zerojax.runtime import AllProcesses, interrupts_wait
 from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
+from zerojax.user_values import as_integer, as_path, whole_number
 
 logger = logging.getLogger("zerojax")
 

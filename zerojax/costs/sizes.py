@@ -29,7 +29,7 @@ from zerojax.formulas import (
     states_working_bytes,
     transformer_activation_bytes,
 )
-from zerojax.given import as_integer, as_number
+from zerojax.user_values import as_integer, as_number
 
 MOST_LAYERS = 1000
 """Largest number of layers that is planned, because a plan walks every layer of many schedules.

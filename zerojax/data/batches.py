@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from zerojax.data.packing import Rows
-from zerojax.given import whole_number
+from zerojax.user_values import whole_number
 
 Batch = dict[str, np.ndarray]
 

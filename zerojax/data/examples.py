@@ -19,8 +19,8 @@ from zerojax.data.chat import RENDER_SECONDS, checked_options
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
-from zerojax.given import whole_number
 from zerojax.progress import working
+from zerojax.user_values import whole_number
 
 logger = logging.getLogger("zerojax.data")
 

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from zerojax.data.examples import Examples
-from zerojax.given import whole_number
+from zerojax.user_values import whole_number
 
 TooLong = Literal["refuse", "truncate", "drop"]
 logger = logging.getLogger("zerojax.data")

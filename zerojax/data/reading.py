@@ -12,7 +12,7 @@ from typing import Any
 
 from host_offload.fields import parse_json
 from zerojax.data.folders import Folder
-from zerojax.given import as_path
+from zerojax.user_values import as_path
 
 LONGEST_LINE = 2**28
 """Maximum bytes per line, so that a file without line ends does not fill the memory."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zerojax.given import as_path
+from zerojax.user_values import as_path
 
 MOST_TOKENS = 2**24
 """Exclusive upper bound of token ids; the largest vocabularies have 2**18 tokens."""

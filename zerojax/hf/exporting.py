@@ -29,7 +29,6 @@ import numpy as np
 
 from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
-from zerojax.given import positive_number
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family
@@ -38,6 +37,7 @@ from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.hf.sources import Source, cut_rows, map_leaves, map_sources, read_adapter, read_weight
 from zerojax.sharding import without_mesh
+from zerojax.user_values import positive_number
 from zerojax.weights import (
     INDEX_NAME,
     Tensor,

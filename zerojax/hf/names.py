@@ -20,8 +20,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.given import as_int_or_float, as_integer, as_number
 from zerojax.hf.config import Family
+from zerojax.user_values import as_int_or_float, as_integer, as_number
 
 PROJECTIONS = {
     "q_proj": "self_attn",

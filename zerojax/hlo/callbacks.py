@@ -80,7 +80,9 @@ class Callbacks:
         self.mode = mode
         self.rates = rates
         self.timeline = timeline
-        self.count = self.bytes_up = self.bytes_down = 0
+        self.count = 0
+        self.bytes_up = 0
+        self.bytes_down = 0
         # by the record's arrays: the call after which the record is read ahead
         self._read_after: dict[tuple[int, ...], int] = {}
         # by the record's arrays: the program's last copy out of the slot
@@ -91,50 +93,49 @@ class Callbacks:
         self._down_slot: dict[int, int] = {}
         self._writes: list[int] = []
         # the last call that handed over gradients or began an update
-        self._handed: int | None = None
-        self._made = 0  # bytes of parameters that a delayed update has made
+        self._last_handover: int | None = None
+        self._updated_bytes = 0  # bytes of parameters that a delayed update has computed
         # by a layer's arrays: the last copy of its gradients to the host
-        self._down: dict[tuple[int, ...], int] = {}
+        self._grads_down: dict[tuple[int, ...], int] = {}
         # By the new parameters of a layer, or of a single array: the kernel, and the copy up to a
         # slot if there is one.
         self._updates: dict[tuple[int, ...], collections.deque[tuple[int, int | None]]] = {}
 
-    def call(self, given: list[int], made: list[int], in_loop: bool = True) -> None:
+    def call(self, operands: list[int], results: list[int], in_loop: bool = True) -> None:
         """Add one callback.
 
         Args:
-          given: bytes of each array that the callback gets from the program.
-          made: bytes of each array that the callback returns to the program.
+          operands: bytes of each array that the callback gets from the program.
+          results: bytes of each array that the callback returns to the program.
           in_loop: whether a loop of the program calls it.
         """
-        given = [n for n in given if n >= LEAST_BYTES]
-        made = [n for n in made if n >= LEAST_BYTES]
-        down = sum(given)
-        up = sum(made)
+        operands = [n for n in operands if n >= LEAST_BYTES]
+        results = [n for n in results if n >= LEAST_BYTES]
+        bytes_down = sum(operands)
+        bytes_up = sum(results)
         t = self.timeline
         self.count += 1
-        updates = self.mode in ("update", "delayed") or (
-            self.mode == "nvme_update" and (bool(down) or not up)
-        )
         if self.mode == "plain":
             t.add(HOST, self.rates.sync_seconds, after=[t.last.get(MAIN)], label=WAIT)
-        python = self.rates.callback_seconds + self.rates.leaf_seconds * (len(given) + len(made))
-        self._work(python, f"callbacks: Python ({self.mode})")
-        if self.mode == "delayed":
-            self._delayed(given, made, in_loop)
-        elif updates and down and in_loop:
-            self._update_layer(given, made)
-        elif updates and down:
-            self._update_arrays(given)
-        elif updates:
-            self._take(made)
-        elif self.mode in ("nvme", "nvme_update") and up:
-            self._fetch(tuple(made))
-        elif self.mode == "nvme" and down:
-            self._store(down)
+        num_arrays = len(operands) + len(results)
+        seconds = self.rates.callback_seconds + self.rates.leaf_seconds * num_arrays
+        t.add(HOST, seconds, label=f"callbacks: Python ({self.mode})")
 
-    def _work(self, seconds: float, label: str) -> None:
-        self.timeline.add(HOST, seconds, label=label)
+        updates = self.mode in ("update", "delayed") or (
+            self.mode == "nvme_update" and (bool(bytes_down) or not bytes_up)
+        )
+        if self.mode == "delayed":
+            self._delayed(operands, results, in_loop)
+        elif updates and bytes_down and in_loop:
+            self._update_layer(operands, results)
+        elif updates and bytes_down:
+            self._update_arrays(operands)
+        elif updates:
+            self._take_updated(results)
+        elif self.mode in ("nvme", "nvme_update") and bytes_up:
+            self._fetch(tuple(results))
+        elif self.mode == "nvme" and bytes_down:
+            self._store(bytes_down)
 
     def _wait(self, task: int | None) -> None:
         if task is not None:
@@ -157,91 +158,96 @@ class Callbacks:
         state_bytes = num_bytes / _ITEM * _STATES
         # The state has been read since the previous layer's gradients were handed over.
         if self.mode == "nvme_update":
-            begun = self._handed
-            self._handed = t.last[HOST]
-            after = [t.last[HOST] if begun is None else begun]
-            read = t.add(
-                "", state_bytes / self.rates.disk_read, (DISK,), after, "disk: optimizer state"
-            )
+            begun = t.last[HOST] if self._last_handover is None else self._last_handover
+            self._last_handover = t.last[HOST]
+            seconds = state_bytes / self.rates.disk_read
+            read = t.add("", seconds, (DISK,), [begun], "disk: optimizer state")
         seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
         kernel = t.add(
             WORKER, seconds, (HOST_KERNEL,), [arrived, t.last[HOST], read], "host kernel: update"
         )
         if read is not None:
-            t.add(
-                "", state_bytes / self.rates.disk_write, (DISK,), [kernel], "disk: optimizer state"
-            )
+            seconds = state_bytes / self.rates.disk_write
+            t.add("", seconds, (DISK,), [kernel], "disk: optimizer state")
         return kernel
 
-    def _update_layer(self, given: list[int], made: list[int]) -> None:
-        down = sum(given)
-        record = tuple(made)
-        slot = self._slot(down, self._down.get(tuple(given)))
-        self._down[tuple(given)] = arrived = self._copy(DOWN, down, [slot])
-        before = self._updates.setdefault(record, collections.deque())
-        if len(before) == self._lag:
-            self._take(made)
-        kernel = self._kernel(down, arrived)
-        # The slot is empty once the program has copied the previous layer's parameters out of it,
-        # which its stream does in order.
-        taken = self.timeline.last[MAIN] if record else None
-        before.append((kernel, self._copy(UP, sum(made), [kernel, taken]) if record else None))
+    def _layer_grads_down(self, grads: tuple[int, ...]) -> int:
+        """Copy a layer's gradients to a slot and down from it; return the copy's task number."""
+        num_bytes = sum(grads)
+        # The previous layer's gradients have left the slot.
+        slot = self._slot(num_bytes, self._grads_down.get(grads))
+        copied = self._copy(DOWN, num_bytes, [slot])
+        self._grads_down[grads] = copied
+        return copied
 
-    def _delayed(self, given: list[int], made: list[int], in_loop: bool) -> None:
+    def _update_layer(self, grads: list[int], params: list[int]) -> None:
+        record = tuple(params)
+        arrived = self._layer_grads_down(tuple(grads))
+        layer_updates = self._updates.setdefault(record, collections.deque())
+        if len(layer_updates) == self._lag:
+            self._take_updated(params)
+        kernel = self._kernel(sum(grads), arrived)
+        copied_up = None
+        if record:
+            # The slot is empty once the program has copied the previous layer's parameters out of
+            # it, which its stream does in order.
+            emptied = self.timeline.last[MAIN]
+            copied_up = self._copy(UP, sum(params), [kernel, emptied])
+        layer_updates.append((kernel, copied_up))
+
+    def _delayed(self, grads: list[int], params: list[int], in_loop: bool) -> None:
         t = self.timeline
-        down = sum(given)
-        up = sum(made)
-        if self._handed is None:  # the first call begins the update
-            self._handed = t.last[HOST]
-        if down and in_loop:
-            slot = self._slot(down, self._down.get(tuple(given)))
-            self._down[tuple(given)] = self._copy(DOWN, down, [slot])
-        elif down:
-            self._main_copy(DOWN, down)
-        if up:
-            self._pending_kernel(up)
-        if up and in_loop:
-            record = tuple(made)
-            self._up_slot[record] = self._slot(
-                up, self._copy(UP, up, [t.last[HOST], self._up_slot.get(record)])
-            )
-        elif up:
-            self._main_copy(UP, up)
-        elif not down:
+        grad_bytes = sum(grads)
+        param_bytes = sum(params)
+        if self._last_handover is None:  # the first call begins the update
+            self._last_handover = t.last[HOST]
+        if grad_bytes and in_loop:
+            self._layer_grads_down(tuple(grads))
+        elif grad_bytes:
+            self._main_copy(DOWN, grad_bytes)
+
+        if param_bytes:
+            self._pending_kernel(param_bytes)
+        if param_bytes and in_loop:
+            record = tuple(params)
+            copied_up = self._copy(UP, param_bytes, [t.last[HOST], self._up_slot.get(record)])
+            self._up_slot[record] = self._slot(param_bytes, copied_up)
+        elif param_bytes:
+            self._main_copy(UP, param_bytes)
+        elif not grad_bytes:
             # In the first and the last call, as many gradients have arrived as went down in this
             # step.
-            self._pending_kernel(max(0, self.bytes_down - self._made))
+            self._pending_kernel(max(0, self.bytes_down - self._updated_bytes))
 
     def _pending_kernel(self, num_bytes: int) -> None:
         """Wait for a delayed update's next kernels, which make `num_bytes` bytes of parameters."""
         if num_bytes:
             seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
-            self._made += num_bytes
-            self._wait(
-                self.timeline.add(
-                    WORKER, seconds, (HOST_KERNEL,), [self._handed], "host kernel: update"
-                )
+            self._updated_bytes += num_bytes
+            kernel = self.timeline.add(
+                WORKER, seconds, (HOST_KERNEL,), [self._last_handover], "host kernel: update"
             )
-
-    def _update_arrays(self, given: list[int]) -> None:
-        for num_bytes in given:
-            arrived = self._main_copy(DOWN, num_bytes)
-            self._updates.setdefault((), collections.deque()).append(
-                (self._kernel(num_bytes, arrived), None)
-            )
-
-    def _take(self, made: list[int]) -> None:
-        """Take an update's results: a layer's oldest update, or each update of the other arrays."""
-        record = tuple(made)
-        if record and self._updates.get(record):
-            kernel, up = self._updates[record].popleft()
             self._wait(kernel)
-            self._slot(sum(made), up)
+
+    def _update_arrays(self, grads: list[int]) -> None:
+        for num_bytes in grads:
+            arrived = self._main_copy(DOWN, num_bytes)
+            kernel = self._kernel(num_bytes, arrived)
+            self._updates.setdefault((), collections.deque()).append((kernel, None))
+
+    def _take_updated(self, params: list[int]) -> None:
+        """Take an update's results: a layer's oldest update, or each update of the other arrays."""
+        record = tuple(params)
+        if record and self._updates.get(record):
+            kernel, copied_up = self._updates[record].popleft()
+            self._wait(kernel)
+            self._slot(sum(params), copied_up)
             return
         waiting = self._updates.get((), collections.deque())
-        for num_bytes in made or [0] * len(waiting):
+        for num_bytes in params or [0] * len(waiting):
             if waiting:
-                self._wait(waiting.popleft()[0])
+                kernel, _ = waiting.popleft()
+                self._wait(kernel)
             if num_bytes:
                 self._main_copy(UP, num_bytes)
 
@@ -251,8 +257,8 @@ class Callbacks:
 
     def _slot(self, num_bytes: int, after: int | None = None) -> int:
         # Read and written once on the device, in the program's stream.
-        seconds = 2 * num_bytes / self.rates.memory
         t = self.timeline
+        seconds = 2 * num_bytes / self.rates.memory
         return t.add(MAIN, seconds, (CORES,), [t.last[HOST], after], "copies on the device: slots")
 
     def _fetch(self, record: tuple[int, ...]) -> None:
@@ -264,9 +270,8 @@ class Callbacks:
         self._read_after[record] = t.last[HOST]
         ups = self._ups.setdefault(record, collections.deque(maxlen=_READ_INTO))
         freed = ups[0] if len(ups) == _READ_INTO else None
-        read = t.add(
-            "", num_bytes / self.rates.disk_read, (DISK,), [begun, freed], "disk: records read"
-        )
+        seconds = num_bytes / self.rates.disk_read
+        read = t.add("", seconds, (DISK,), [begun, freed], "disk: records read")
         self._wait(read)
         ups.append(self._copy(UP, num_bytes, [read, self._up_slot.get(record)]))
         self._up_slot[record] = self._slot(num_bytes, ups[-1])
@@ -275,9 +280,9 @@ class Callbacks:
         t = self.timeline
         # The slot must have been emptied.
         slot = self._slot(num_bytes, self._down_slot.get(num_bytes))
-        self._down_slot[num_bytes] = copied = self._copy(DOWN, num_bytes, [slot])
-        self._writes.append(
-            t.add("", num_bytes / self.rates.disk_write, (DISK,), [copied], "disk: records written")
-        )
+        copied = self._copy(DOWN, num_bytes, [slot])
+        self._down_slot[num_bytes] = copied
+        seconds = num_bytes / self.rates.disk_write
+        self._writes.append(t.add("", seconds, (DISK,), [copied], "disk: records written"))
         if len(self._writes) > _WRITTEN_FROM:
             self._wait(self._writes[-1 - _WRITTEN_FROM])

@@ -40,7 +40,7 @@ _DTYPE = re.compile(r"pred|token|opaque|[su](1|2|4|8|16|32|64)|bf16|f(16|32|64)|
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _INDEX = re.compile(r"\bindex=(-?\d+)")
 _NUMBER = re.compile(r"(\d+)\)")
-_GIVES_OPERANDS = ("fusion", "fusion-start", "call", "call-start", "async-start")
+_PASSES_OPERANDS = ("fusion", "fusion-start", "call", "call-start", "async-start")
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _NO_OPERANDS = frozenset(
     {
@@ -101,7 +101,7 @@ def checked_module(text: str) -> Module:
             raise fault(last, f"computation {computation.name} has no ROOT")
     _check_calls(module)
     for computation in module.computations.values():
-        _check_given(computation, module)
+        _check_operands(computation, module)
     return module
 
 
@@ -147,9 +147,9 @@ def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
         index = _INDEX.search(i.rest)
         count = len(tuple_shapes(seen[i.operands[0]].shape))
         if index is None or not 0 <= int(index[1]) < count:
-            of = "no element" if index is None else f"element {index[1]}"
+            element = "no element" if index is None else f"element {index[1]}"
             raise fault(
-                i.line, f"{i.result} reads {of} of {i.operands[0]}, which has {count} elements"
+                i.line, f"{i.result} reads {element} of {i.operands[0]}, which has {count} elements"
             )
     elif i.op == "parameter" and _NUMBER.match(i.rest) is None:
         raise fault(i.line, f"{i.result} is parameter({i.rest}: a number is needed")
@@ -171,8 +171,8 @@ def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
 
 
 def _check_loop(i: Instruction) -> None:
-    found = re.findall(r"\b(condition|body)=%?[\w.\-]+", _QUOTED.sub("", i.rest))
-    if sorted(found) != ["body", "condition"] or len(i.operands) != 1:
+    roles = re.findall(r"\b(condition|body)=%?[\w.\-]+", _QUOTED.sub("", i.rest))
+    if sorted(roles) != ["body", "condition"] or len(i.operands) != 1:
         raise fault(i.line, f"the loop {i.result} needs one condition, one body and one operand")
     if i.trips is not None and not 0 <= i.trips <= MOST_TRIPS:
         raise fault(
@@ -182,26 +182,26 @@ def _check_loop(i: Instruction) -> None:
 
 
 def _check_slice(i: Instruction, seen: Mapping[str, Instruction]) -> None:
-    first = 2 if i.op == "dynamic-update-slice" else 1
-    operands = [parse_arrays(seen[name].shape) for name in i.operands[:first]]
-    arrays = [a[0] for a in [*operands, parse_arrays(i.shape)] if a]
+    num_arrays = 2 if i.op == "dynamic-update-slice" else 1  # operands before the indices
+    shapes = [seen[name].shape for name in i.operands[:num_arrays]] + [i.shape]
+    arrays = [parse_arrays(shape)[0] for shape in shapes if parse_arrays(shape)]
     ranks = {len(a.dims) for a in arrays}
     if (
-        len(arrays) != first + 1
+        len(arrays) != num_arrays + 1
         or len(ranks) != 1
-        or len(i.operands) != first + len(arrays[0].dims)
+        or len(i.operands) != num_arrays + len(arrays[0].dims)
     ):
         raise fault(i.line, f"{i.result} ({i.op}) needs one index per dim of its operand")
-    # of an update: the operand and the part written to it; of a slice: the operand and the result
-    whole, part = arrays[:2]
-    if not _is_part(part, whole):
+    # The second array is what an update writes, or the result of a slice.
+    operand, piece = arrays[:2]
+    if not _fits_in(piece, operand):
         raise fault(
-            i.line, f"{i.result} slices {part.dims}, which does not fit its operand {whole.dims}"
+            i.line, f"{i.result} slices {piece.dims}, which does not fit its operand {operand.dims}"
         )
 
 
-def _is_part(part: Array, whole: Array) -> bool:
-    return all(n <= of for n, of in zip(part.dims, whole.dims, strict=True))
+def _fits_in(piece: Array, array: Array) -> bool:
+    return all(n <= size for n, size in zip(piece.dims, array.dims, strict=True))
 
 
 def _check_calls(module: Module) -> None:
@@ -225,21 +225,21 @@ def _check_calls(module: Module) -> None:
             continue
         open_calls.add(name)
         stack.append((name, True))
-        for other, i in called.items():
-            if other in open_calls:
+        for callee, i in called.items():
+            if callee in open_calls:
                 raise fault(
                     i.line,
-                    f"{i.result} calls {other}, which calls it back: recursion is not valid HLO",
+                    f"{i.result} calls {callee}, which calls it back: recursion is not valid HLO",
                 )
-            if other not in depth:
-                stack.append((other, False))
+            if callee not in depth:
+                stack.append((callee, False))
 
 
-def _check_given(computation: Computation, module: Module) -> None:
+def _check_operands(computation: Computation, module: Module) -> None:
     """Raise for an instruction that passes fewer operands to a computation than it reads."""
     for i in computation.instructions.values():
-        if i.op in _GIVES_OPERANDS:
-            needed = max((_parameters(module.computations[c]) for c in i.called[:1]), default=0)
+        if i.op in _PASSES_OPERANDS:
+            needed = _num_parameters(module.computations[i.called[0]]) if i.called else 0
             if not i.called or needed > len(i.operands):
                 raise fault(
                     i.line,
@@ -248,15 +248,15 @@ def _check_given(computation: Computation, module: Module) -> None:
                 )
         elif i.op in ("while", "conditional"):
             for name in i.called:
-                if (needed := _parameters(module.computations[name])) > 1:
+                needed = _num_parameters(module.computations[name])
+                if needed > 1:
                     raise fault(
                         i.line, f"{i.result} passes 1 operand to {name}, which reads {needed}"
                     )
 
 
-def _parameters(computation: Computation) -> int:
+def _num_parameters(computation: Computation) -> int:
     """Return the number of operands that a computation reads."""
-    numbers = [
-        int(i.rest.split(")")[0]) for i in computation.instructions.values() if i.op == "parameter"
-    ]
+    parameters = [i for i in computation.instructions.values() if i.op == "parameter"]
+    numbers = [int(i.rest.split(")")[0]) for i in parameters]
     return max(numbers, default=-1) + 1

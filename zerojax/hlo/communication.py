@@ -93,12 +93,12 @@ def collectives(
             if kind in COLLECTIVES:
                 operations.append(_collective(kind, i, shapes, times, name, devices))
             if i.op == "while":
-                before = len(operations)
+                num_before = len(operations)
+                trips = unknown_trips if i.trips is None else i.trips
                 for computation in i.called:
-                    trips = unknown_trips if i.trips is None else i.trips
                     visit(computation, times * (1 if trips is None else trips))
                 # Only a loop that contains collectives makes the count wrong.
-                if i.trips is None and unknown_trips is None and len(operations) > before:
+                if trips is None and len(operations) > num_before:
                     raise ValueError(
                         f"loop {i.result} contains collectives, and its trip count is unknown: "
                         "give unknown_trips"
@@ -122,12 +122,11 @@ def _collective(
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
     # A reduce-scatter's result is the shard; its full array is the operand.
     arrays = operands if kind == "reduce-scatter" else _results(i, len(operands))
-    widest = max(arrays, key=lambda a: parse_bits(a.dtype), default=None)
+    dtypes = [a.dtype for a in arrays]
     num_bytes = sum(a.num_bytes for a in arrays)
     axes = None if devices is None else devices.axes(kind, i)
-    return Collective(
-        kind, "token" if widest is None else widest.dtype, num_bytes, times, computation, axes
-    )
+    widest = max(dtypes, key=parse_bits, default="token")
+    return Collective(kind, widest, num_bytes, times, computation, axes)
 
 
 def _results(i: Instruction, num_operands: int) -> list[Array]:
@@ -136,9 +135,8 @@ def _results(i: Instruction, num_operands: int) -> list[Array]:
     The shape of an asynchronous start is the pair (operands, results).
     """
     arrays = parse_arrays(i.shape)
-    return (
-        arrays[num_operands:] if i.op.endswith("-start") and len(arrays) > num_operands else arrays
-    )
+    is_pair = i.op.endswith("-start") and len(arrays) > num_operands
+    return arrays[num_operands:] if is_pair else arrays
 
 
 @overload
@@ -179,8 +177,8 @@ def collective_bytes(
     total: dict[Any, Any] = {}
     for c in collectives(text, unknown_trips, mesh=mesh):
         if c.num_bytes >= least_bytes:
-            of_axes = total if mesh is None else total.setdefault(c.axes, {})
-            of_axes[c.op] = of_axes.get(c.op, 0) + c.num_bytes * c.times
+            by_op = total if mesh is None else total.setdefault(c.axes, {})
+            by_op[c.op] = by_op.get(c.op, 0) + c.num_bytes * c.times
     return total
 
 
@@ -201,12 +199,13 @@ def peak_gathered_bytes(text: str) -> int:
         instructions = module.instructions(name)
         # Bytes that the computation of a loop, a call or a branch holds while it runs, on top of
         # the values that are live here.
-        inner = [
-            max((peak(c) for c in i.called), default=0) if i.op == "while" or i.op in _CALLS else 0
-            for i in instructions
-        ]
+        inner = []
+        for i in instructions:
+            runs_others = i.op == "while" or i.op in _CALLS
+            inner.append(max(map(peak, i.called), default=0) if runs_others else 0)
         buffers = _gathered_buffers(instructions)
-        live = most = 0
+        live = 0
+        most = 0
         for index in range(len(instructions)):
             live += sum(b.num_bytes for b in buffers if b.first == index)
             most = max(most, live + inner[index])
@@ -239,8 +238,10 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
     constants = {i.result for i in instructions if i.op in ("constant", "iota")}
     for index, i in enumerate(instructions):
         # Each buffer once: nested tuples would otherwise double its entries at every level.
-        found = {id(buffer): buffer for operand in i.operands for buffer in viewed.get(operand, ())}
-        reads = list(found.values())
+        by_id: dict[int, _Buffer] = {}
+        for operand in i.operands:
+            by_id |= {id(buffer): buffer for buffer in viewed.get(operand, ())}
+        reads = list(by_id.values())
         for buffer in reads:
             buffer.last = index
         # A fusion that also reads data makes an activation, not a gathered parameter.
@@ -253,16 +254,15 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
         if i.op in _VIEWS:
             viewed[i.result] = reads
         elif i.op in ("all-gather", "all-gather-start") or copies:
-            arrays = (
-                _results(i, len(i.operands))
-                if i.op == "all-gather-start"
-                else parse_arrays(i.shape)
-            )
-            if i.op == "copy-start":
+            arrays = parse_arrays(i.shape)
+            if i.op == "all-gather-start":
+                arrays = _results(i, len(i.operands))
+            elif i.op == "copy-start":
                 arrays = arrays[:1]  # the copy, of (copy, source, context)
-            buffers.append(_Buffer(sum(a.num_bytes for a in arrays), index, index))
+            buffer = _Buffer(sum(a.num_bytes for a in arrays), index, index)
+            buffers.append(buffer)
             # An asynchronous copy reads its source until it is done.
-            viewed[i.result] = [buffers[-1], *reads] if i.op == "copy-start" else [buffers[-1]]
+            viewed[i.result] = [buffer, *reads] if i.op == "copy-start" else [buffer]
         elif i.op == "copy-done":
             viewed[i.result] = reads[:1]
     return buffers

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import re
 
-from zerojax.hlo.parse import Instruction, Module, parse_arrays, parse_ints
+from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, parse_ints
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _PRODUCT = re.compile(r"gemm|matmul|cublas", re.IGNORECASE)
@@ -62,7 +62,7 @@ class Costs:
         self.module = module
         self._fusions: dict[str, tuple[int, float]] = {}
 
-    def of(self, computation: str, i: Instruction) -> Cost:
+    def price(self, computation: str, i: Instruction) -> Cost:
         """Return the cost of a scheduled instruction; an asynchronous start costs its work.
 
         Args:
@@ -86,21 +86,20 @@ class Costs:
             num_bytes, flops = self._fusion(i.called[0])
             return Cost(PRODUCT if flops else ELEMENTWISE, flops, num_bytes)
         if op == "async":
-            inner = [
-                self.of(c, x)
-                for c in i.called
-                for x in self.module.instructions(c)
-                if x.op not in ("parameter", *_VIEWS)
-            ]
+            inner = []
+            for called in i.called:
+                for x in self.module.instructions(called):
+                    if x.op not in ("parameter", *_VIEWS):
+                        inner.append(self.price(called, x))
             return max(inner, key=lambda c: (c.flops, c.num_bytes), default=Cost(ELEMENTWISE, 0, 0))
-        result = sum(a.num_bytes for a in parse_arrays(i.shape))
-        return Cost(DEVICE_COPY if op == "copy" else ELEMENTWISE, 0, 2 * result)
+        result_bytes = _shape_bytes(i)
+        return Cost(DEVICE_COPY if op == "copy" else ELEMENTWISE, 0, 2 * result_bytes)
 
     def _dims(self, computation: str, name: str) -> tuple[int, ...]:
         arrays = self._arrays(computation, name)
         return arrays[0].dims if arrays else ()
 
-    def _arrays(self, computation: str, name: str) -> list:
+    def _arrays(self, computation: str, name: str) -> list[Array]:
         i = self.module.computations[computation].instructions.get(name)
         return [] if i is None else parse_arrays(i.shape)
 
@@ -108,17 +107,15 @@ class Costs:
         return sum(a.num_bytes for a in self._arrays(computation, name))
 
     def _moved(self, computation: str, i: Instruction) -> int:
-        return sum(self._bytes(computation, o) for o in i.operands) + sum(
-            a.num_bytes for a in parse_arrays(i.shape)
-        )
+        return sum(self._bytes(computation, o) for o in i.operands) + _shape_bytes(i)
 
     def _rate(self, computation: str, i: Instruction) -> str:
         left = self._arrays(computation, i.operands[0])
         return "products_float32" if left and left[0].dtype == "f32" else "products"
 
     def _call(self, computation: str, i: Instruction) -> Cost:
-        found = _TARGET.search(i.rest)
-        target = "" if found is None else found[1]
+        match = _TARGET.search(i.rest)
+        target = "" if match is None else match[1]
         if "fmha" in target:
             flops = self._attention(computation, i, is_backward="Backward" in target)
             rate = "attention_backward" if "Backward" in target else "attention"
@@ -135,11 +132,10 @@ class Costs:
     def _product(self, computation: str, i: Instruction) -> float:
         """Return a product's FLOPs: 2 x elements of the result x contracted dims on the left."""
         left = self._dims(computation, i.operands[0])
-        found = _CONTRACTED.search(i.rest)
-        contracted = parse_ints(found[1]) if found is not None else (len(left) - 1,)
-        return (
-            2.0 * math.prod(parse_arrays(i.shape)[0].dims) * math.prod(left[d] for d in contracted)
-        )
+        match = _CONTRACTED.search(i.rest)
+        contracted = (len(left) - 1,) if match is None else parse_ints(match[1])
+        result = parse_arrays(i.shape)[0]
+        return 2.0 * math.prod(result.dims) * math.prod(left[d] for d in contracted)
 
     def _attention(self, computation: str, i: Instruction, is_backward: bool) -> float:
         scores = _SCORES.search(i.rest)
@@ -161,51 +157,54 @@ class Costs:
             for i in instructions:
                 if i.op == "fusion":
                     flops += self._fusion(i.called[0])[1]
-                elif i.op in ("dot", "convolution") or i.op == "custom-call":
-                    flops += self.of(name, i).flops
+                elif i.op in ("dot", "convolution", "custom-call"):
+                    flops += self.price(name, i).flops
             read = sum(self._read(name, i) for i in instructions if i.op == "parameter")
-            self._fusions[name] = (
-                read + self._written(name, self.module.computations[name].root),
-                flops,
-            )
+            written = self._written(name, self.module.computations[name].root)
+            self._fusions[name] = (read + written, flops)
         return self._fusions[name]
 
     def _read(self, computation: str, parameter: Instruction) -> int:
         """Return the bytes that a fusion reads from a parameter."""
         instructions = self.module.instructions(computation)
         root = self.module.computations[computation].root
-        whole = sum(a.num_bytes for a in parse_arrays(parameter.shape))
+        parameter_bytes = _shape_bytes(parameter)
 
-        def of(name: str) -> int:
+        def read_of(name: str) -> int:
             total = 0
             for user in instructions:
                 if name not in user.operands:
                     continue
                 is_first = user.operands[0] == name
                 if user.op in _SLICES and is_first:
-                    total += sum(a.num_bytes for a in parse_arrays(user.shape))
+                    total += _shape_bytes(user)
                 elif user.op == "dynamic-update-slice" and is_first:
                     pass  # updated in place
                 elif user.op in _VIEWS and user.result != root:
-                    total += of(user.result)
+                    total += read_of(user.result)
                 else:
-                    return whole
-            return min(total, whole)
+                    return parameter_bytes
+            return min(total, parameter_bytes)
 
-        return of(parameter.result)
+        return read_of(parameter.result)
 
     def _written(self, computation: str, name: str) -> int:
-        """Return the bytes that a fusion writes to a result; in an update in place, the part's."""
-        of = self.module.computations[computation].instructions
-        if name not in of:
+        """Return the bytes that a fusion writes to a result; in an update in place, the slice's."""
+        instructions = self.module.computations[computation].instructions
+        if name not in instructions:
             return 0
-        i = of[name]
+        i = instructions[name]
         if i.op == "tuple":
             return sum(self._written(computation, o) for o in i.operands)
-        if i.op == "dynamic-update-slice" and i.operands[1] in of:
+        if i.op == "dynamic-update-slice" and i.operands[1] in instructions:
             return self._bytes(computation, i.operands[1])
-        if i.op in ("bitcast", "convert", "reshape", "copy") and i.operands and i.operands[0] in of:
-            inner = of[i.operands[0]]
-            if inner.op in ("dynamic-update-slice", "bitcast", "convert"):
-                return self._written(computation, inner.result)
-        return sum(a.num_bytes for a in parse_arrays(i.shape))
+        if i.op in ("bitcast", "convert", "reshape", "copy") and i.operands:
+            source = instructions.get(i.operands[0])
+            if source is not None and source.op in ("dynamic-update-slice", "bitcast", "convert"):
+                return self._written(computation, source.result)
+        return _shape_bytes(i)
+
+
+def _shape_bytes(i: Instruction) -> int:
+    """Return the bytes of an instruction's results."""
+    return sum(a.num_bytes for a in parse_arrays(i.shape))

@@ -82,22 +82,24 @@ class Devices:
         """
         if kind == "collective-permute":
             pairs = np.asarray(parse_ints(_match(_PAIRS, i)[1]), int).reshape(-1, 2)
-            return self._named(self._numbered(kind, i, pairs), is_group=False)
-        return self._named(self._numbered(kind, i, self._groups(kind, i)), is_group=True)
+            return self._axis_names(self._device_numbers(kind, i, pairs), is_group=False)
+        groups = self._device_numbers(kind, i, self._groups(kind, i))
+        return self._axis_names(groups, is_group=True)
 
-    def _groups(self, kind: str, i: Instruction) -> Any:
+    def _groups(self, kind: str, i: Instruction) -> np.ndarray:
         """Return the groups as they are written, [groups, devices]."""
-        if (lists := _LISTS.search(i.rest)) or "replica_groups=" not in i.rest:
-            groups = (
-                [parse_ints(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])]
-                if lists
-                else []
-            )
+        lists = _LISTS.search(i.rest)
+        if lists is not None:
+            groups = [parse_ints(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])]
             if len({len(group) for group in groups}) > 1:
-                raise ValueError(f"{i.result}: groups of different sizes, {lists and lists[0]}")
-            return np.asarray(groups, int) if groups else np.arange(self._count(kind, i))[None]
-        if iota := _IOTA.search(i.rest):
-            return _permuted(parse_ints(iota[2]), iota[3]).reshape(parse_ints(iota[1]))
+                raise ValueError(f"{i.result}: groups of different sizes, {lists[0]}")
+            if groups:
+                return np.asarray(groups, int)
+        if lists is not None or "replica_groups=" not in i.rest:
+            return np.arange(self._count(kind, i))[None]  # one group of all
+        iota = _IOTA.search(i.rest)
+        if iota is not None:
+            return _transposed_iota(parse_ints(iota[2]), iota[3]).reshape(parse_ints(iota[1]))
         mesh = _match(_MESH, i)
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
 
@@ -105,30 +107,30 @@ class Devices:
         """Return the number of replicas, partitions or devices that a collective counts."""
         if "use_global_device_ids=true" in i.rest:
             return self.replicas * self.partitions
-        return (
-            self.partitions if "channel_id=" in i.rest and kind in _BY_PARTITION else self.replicas
-        )
+        counts_partitions = "channel_id=" in i.rest and kind in _BY_PARTITION
+        return self.partitions if counts_partitions else self.replicas
 
-    def _numbered(self, kind: str, i: Instruction, groups: Any) -> Any:
+    def _device_numbers(self, kind: str, i: Instruction, groups: np.ndarray) -> np.ndarray:
         """Return groups of device numbers, given groups of whatever the collective counts."""
         if "use_global_device_ids=true" in i.rest:
             return groups
-        every_replica = np.arange(self.replicas)
-        every_partition = np.arange(self.partitions)
+        replicas = np.arange(self.replicas)
+        partitions = np.arange(self.partitions)
+        group_size = groups.shape[1]
         if "channel_id=" not in i.rest:  # each partition separately
-            return (groups[None] * self.partitions + every_partition[:, None, None]).reshape(
-                -1, groups.shape[1]
-            )
+            numbers = groups[None] * self.partitions + partitions[:, None, None]
+            return numbers.reshape(-1, group_size)
         if kind in _BY_PARTITION:  # each replica separately
-            return (every_replica[:, None, None] * self.partitions + groups[None]).reshape(
-                -1, groups.shape[1]
-            )
-        return (groups[:, :, None] * self.partitions + every_partition).reshape(len(groups), -1)
+            numbers = replicas[:, None, None] * self.partitions + groups[None]
+            return numbers.reshape(-1, group_size)
+        numbers = groups[:, :, None] * self.partitions + partitions
+        return numbers.reshape(len(groups), -1)
 
-    def _named(self, groups: Any, is_group: bool) -> str:
+    def _axis_names(self, groups: np.ndarray, is_group: bool) -> str:
+        """Return the axes in which the devices of a group, or of a permute's pair, differ."""
         sizes = tuple(self.sizes.values())
-        places = np.stack(np.unravel_index(groups, sizes))  # [axes, groups, devices]
-        differ = (places != places[:, :, :1]).any((1, 2))
+        coordinates = np.stack(np.unravel_index(groups, sizes))  # [axes, groups, devices]
+        differ = (coordinates != coordinates[:, :, :1]).any((1, 2))
         names = [name for name, differs in zip(self.sizes, differ, strict=True) if differs]
         if not names:
             return NONE
@@ -158,40 +160,41 @@ def read_devices(text: str, mesh: Any) -> Devices:
 
 
 def _match(pattern: re.Pattern[str], i: Instruction) -> re.Match[str]:
-    if (match := pattern.search(i.rest)) is None:
-        at = max(i.rest.find("replica_groups="), i.rest.find("source_target_pairs="), 0)
+    match = pattern.search(i.rest)
+    if match is None:
+        start = max(i.rest.find("replica_groups="), i.rest.find("source_target_pairs="), 0)
         raise ValueError(
-            f"{i.result}: its device groups are in an unknown notation: {i.rest[at : at + 120]}"
+            f"{i.result}: its device groups are in an unknown notation: "
+            f"{i.rest[start : start + 120]}"
         )
     return match
 
 
-def _permuted(dims: tuple[int, ...], order: str | None) -> Any:
+def _transposed_iota(dims: tuple[int, ...], order: str | None) -> np.ndarray:
     """Return 0, 1, .. as an array of these dims, transposed."""
     devices = np.arange(math.prod(dims)).reshape(dims)
     return devices.transpose(parse_ints(order)) if order else devices
 
 
 @functools.lru_cache(maxsize=256)  # few distinct groups, many collectives each
-def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Any:
+def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     """Return the groups that a collective describes by axes of a mesh."""
     sizes = {name: int(size) for name, _, _, size in _AXIS.findall(mesh)}
     if device_ids is None:
         devices = np.arange(math.prod(sizes.values()))
     elif (iota := _PERMUTED.match(device_ids)) is not None:
-        devices = _permuted(parse_ints(iota[2]), iota[3])
+        devices = _transposed_iota(parse_ints(iota[2]), iota[3])
     else:  # a list, preceded by its dims in an older notation
         devices = np.asarray(parse_ints(device_ids.rpartition("]")[2]))
-    # One dim for each axis; three dims if only part of an axis is named: before, part, after.
-    over = {
-        name: (int(before or 1), int(part or sizes[name]))
-        for name, before, part, _ in _AXIS.findall(axes)
-    }
+    # Each axis becomes three dims, (before, part, after), since a collective may run over a part.
+    factors = {}
+    for name, before, part, _ in _AXIS.findall(axes):
+        factors[name] = (int(before or 1), int(part or sizes[name]))
     dims = []
-    grouped = []
+    group_dims = []
     for name, size in sizes.items():
-        before, part = over.get(name, (size, 1))
-        grouped.append(len(dims) + 1)
+        before, part = factors.get(name, (size, 1))
+        group_dims.append(len(dims) + 1)
         dims += [before, part, size // (before * part)]
-    devices = np.moveaxis(devices.reshape(dims), grouped, range(-len(grouped), 0))
-    return devices.reshape(-1, math.prod(dims[d] for d in grouped))
+    devices = np.moveaxis(devices.reshape(dims), group_dims, range(-len(group_dims), 0))
+    return devices.reshape(-1, math.prod(dims[d] for d in group_dims))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerojax.hlo.index_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, walk
-from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
+from zerojax.hlo.parse import Array, Instruction, parse_arrays, reads_program
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _VIEWS = (
@@ -199,53 +199,62 @@ def _known(times: int | None, frame: Frame, i: Instruction) -> int:
 
 
 def _direction(source_on_host: bool, target_on_host: bool) -> str:
-    return (
-        "host_to_host"
-        if source_on_host and target_on_host
-        else "to_device"
-        if source_on_host
-        else "to_host"
-    )
+    if source_on_host and target_on_host:
+        return "host_to_host"
+    return "to_device" if source_on_host else "to_host"
 
 
 def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     stack = frame.arrays(i.operands[0])[0]
     result = parse_arrays(i.shape)[0]
     is_write = i.op == "dynamic-update-slice"
-    part = frame.arrays(i.operands[1])[0] if is_write else result
-    # Operands: the stack; for an update, the part; then one start index per dim.
-    starts = [frame.value(o) for o in i.operands[2 if is_write else 1 :]]
-    # If the part is as long as the stack, the start can only be 0.
-    sliced = [
-        d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole
-    ]
-    address: Any = np.asarray(0)  # bytes, an array over the enclosing loops' iterations
-    for d in sliced:  # starts are clamped so that the slice stays inside
-        start = starts[d]
-        inside = (
-            np.clip(start, 0, stack.dims[d] - part.dims[d])
-            if isinstance(start, np.ndarray)
-            else None
-        )
-        address = None if address is None or inside is None else address + inside * stack.stride(d)
-    has, descriptor = _descriptor(i.rest)
+    # Operands: the stack; for an update, the slice; then one start index per dim.
+    if is_write:
+        record = frame.arrays(i.operands[1])[0]
+        direction = _direction(record.on_host, True)
+        starts = [frame.value(o) for o in i.operands[2:]]
+    else:
+        record = result
+        direction = _direction(True, record.on_host)
+        starts = [frame.value(o) for o in i.operands[1:]]
+
+    # If the slice is as long as the stack, the start can only be 0.
+    sliced = [d for d in range(len(stack.dims)) if record.dims[d] < stack.dims[d]]
+    address = _address(starts, sliced, record, stack)
+    has_descriptor, descriptor = _descriptor(i.rest)
+    is_proven = (
+        descriptor is not None and address is not None and _has_address(descriptor, address, frame)
+    )
     return HostSlice(
         computation=frame.computation.name,
         op=i.op,
-        direction=_direction(part.on_host, True) if is_write else _direction(True, result.on_host),
-        num_bytes=part.num_bytes,
+        direction=direction,
+        num_bytes=record.num_bytes,
         times=_known(times, frame, i),
-        index=_kind(frame, starts[sliced[0]] if sliced else np.asarray(0)),
-        has_descriptor=has,
+        index=_index_kind(frame, starts[sliced[0]] if sliced else np.asarray(0)),
+        has_descriptor=has_descriptor,
         descriptor=descriptor,
-        proven=descriptor is not None
-        and address is not None
-        and _gives(descriptor, address, frame),
+        proven=is_proven,
         instruction=i.result,
     )
 
 
-def _kind(frame: Frame, index: Any) -> str:
+def _address(starts: list[Any], sliced: list[int], record: Array, stack: Array) -> Any:
+    """Return the bytes from a stack's start to a slice, over the enclosing loops' iterations.
+
+    None if the start in one of the dims `sliced` is unknown.
+    """
+    address = np.asarray(0)
+    for d in sliced:
+        if not isinstance(starts[d], np.ndarray):
+            return None
+        # Starts are clamped so that the slice stays inside.
+        start = np.clip(starts[d], 0, stack.dims[d] - record.dims[d])
+        address = address + start * stack.stride(d)
+    return address
+
+
+def _index_kind(frame: Frame, index: Any) -> str:
     if not isinstance(index, np.ndarray):
         return index if isinstance(index, str) else OTHER
     for loop in range(len(frame.trips)):
@@ -256,9 +265,12 @@ def _kind(frame: Frame, index: Any) -> str:
     return "constant" if np.all(index == index.flat[0]) else OTHER
 
 
-def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
-    # A stride of 0 gives one address in all iterations, even if the trip count is unknown.
-    counter = frame.iterations(descriptor.loop_index) if descriptor.byte_stride else np.asarray(0)
+def _has_address(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
+    """Return whether a descriptor gives an address in every iteration."""
+    if not descriptor.byte_stride:
+        # One address in all iterations, even if the trip count is unknown.
+        return equal(np.asarray(descriptor.byte_offset), address)
+    counter = frame.iterations(descriptor.loop_index)
     if counter is None:
         return False
     return equal(descriptor.byte_offset + descriptor.byte_stride * counter, address)
@@ -284,23 +296,24 @@ def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
 
 def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | None:
     sources = [frame.arrays(o)[0] for o in i.operands if frame.arrays(o)]
-    results = parse_arrays(i.shape)[
-        : 1 if i.op == "copy-start" else None
-    ]  # (result, operand, context)
+    results = parse_arrays(i.shape)
+    if i.op == "copy-start":
+        results = results[:1]  # of (result, operand, context)
     if i.op in _SLICES and sources and sources[0].on_host:
-        return None  # a slice
+        return None  # listed by `host_slices`
     host_sources = [a for a in sources if a.on_host]
     host_results = [a for a in results if a.on_host]
     if not host_sources and not host_results:
         return None
     # A kernel that works on host memory reads its operands over the link. A copy or a slice moves
     # only its result.
-    whole = i.op not in ("copy", "copy-start", "slice") and host_sources
+    reads_operands = i.op not in ("copy", "copy-start", "slice") and host_sources
+    moved = host_sources if reads_operands else results
     return HostCopy(
         computation=frame.computation.name,
         op=i.op,
         direction=_direction(bool(host_sources), bool(host_results)),
-        num_bytes=sum(a.num_bytes for a in (host_sources if whole else results)),
+        num_bytes=sum(a.num_bytes for a in moved),
         times=_known(times, frame, i),
         instruction=i.result,
     )

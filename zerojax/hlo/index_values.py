@@ -132,11 +132,8 @@ class Frame:
 
     def arrays(self, name: str) -> list[Array]:
         """Return the arrays of a result."""
-        return (
-            parse_arrays(self.computation.instructions[name].shape)
-            if name in self.computation.instructions
-            else []
-        )
+        instruction = self.computation.instructions.get(name)
+        return [] if instruction is None else parse_arrays(instruction.shape)
 
     def iterations(self, loop: int) -> np.ndarray | None:
         """Return the iteration numbers 0, 1, .. of an enclosing loop, on the loop's axis.
@@ -148,7 +145,7 @@ class Frame:
           The numbers; None if the loop does not exist or its trip count is unknown.
         """
         trips = self.trips[loop] if loop < len(self.trips) else None
-        return None if trips is None else _column(trips, len(self.trips) - loop)
+        return None if trips is None else _counter(trips, len(self.trips) - loop)
 
     def value(self, name: str) -> Any:
         """Return the known value of a result, or the reason why it is unknown."""
@@ -156,11 +153,8 @@ class Frame:
             i = self.computation.instructions.get(name)
             value = OTHER if i is None else self._evaluate(i)
             # An array has an element per iteration; it must fit the result's shape and type.
-            if isinstance(value, np.ndarray):
-                array = self.arrays(name)[0]
-                ends = (int(value.min(initial=0)), int(value.max(initial=0)))
-                fits = array.integers is not None and all(end in array.integers for end in ends)
-                value = value if fits and math.prod(array.dims) == 1 else OTHER
+            if isinstance(value, np.ndarray) and not _fits(value, self.arrays(name)[0]):
+                value = OTHER
             self._values[name] = value
         return self._values[name]
 
@@ -169,24 +163,22 @@ class Frame:
 
         A count is None if the trip count of a loop is unknown.
         """
+        frames = []
         if i.op == "while":
             trips, element, _ = self._loop(i)
-            return [
-                (Frame(self.program, c, lambda _: element, (trips, *self.trips)), trips)
-                for c in i.called
-            ]
-        if i.op == "conditional":  # operands: the branch number, then one argument per branch
-            branches = [lambda _, o=o: self.value(o) for o in i.operands[1:]]
-            return [
-                (Frame(self.program, c, b, self.trips), 1)
-                for c, b in zip(i.called, branches, strict=True)
-            ]
-        if i.op in CALLS:
-            return [
-                (Frame(self.program, c, lambda n: self.value(i.operands[n]), self.trips), 1)
-                for c in i.called[:1]
-            ]
-        return []
+            for name in i.called:
+                frame = Frame(self.program, name, lambda _: element, (trips, *self.trips))
+                frames.append((frame, trips))
+        elif i.op == "conditional":  # operands: the branch number, then one argument per branch
+            for name, operand in zip(i.called, i.operands[1:], strict=True):
+                frame = Frame(self.program, name, lambda _, o=operand: self.value(o), self.trips)
+                frames.append((frame, 1))
+        elif i.op in CALLS and i.called:
+            frame = Frame(
+                self.program, i.called[0], lambda n: self.value(i.operands[n]), self.trips
+            )
+            frames.append((frame, 1))
+        return frames
 
     def _evaluate(self, i: Instruction) -> Any:
         if i.op == "parameter":
@@ -196,9 +188,9 @@ class Frame:
             return lambda n: self.value(i.operands[n])
         if i.op == "get-tuple-element":
             index = re.search(r"index=(\d+)", i.rest)
-            return (
-                OTHER if index is None else _element(self.value(i.operands[0]), int(index.group(1)))
-            )
+            if index is None:
+                return OTHER
+            return _element(self.value(i.operands[0]), int(index.group(1)))
         if i.op == "while":
             return self._loop(i)[2]
         if i.op in _SAME:
@@ -225,6 +217,11 @@ class Frame:
         return self._loops[i.result]
 
     def _follow(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
+        """Run a loop's body on each element's first values, and keep the guesses that it confirms.
+
+        Returns:
+          (trip count, value of each element in the loop, value of each element after it).
+        """
         trips = i.trips
         body = _BODY.search(i.rest)
         initial = self.value(i.operands[0])
@@ -255,20 +252,19 @@ class Frame:
                 return OTHER
             if math.prod(n or 1 for n in (trips, *self.trips)) > _MOST_ITERATIONS:
                 return OTHER
-            guess = first + (second - first) * _column(trips, 1 + len(self.trips))
+            guess = first + (second - first) * _counter(trips, 1 + len(self.trips))
             # Two values suggest a line. It is right only if the body maps each of its points to the
             # next.
-            after = following(n, guess)
-            if not isinstance(after, np.ndarray):
+            next_value = following(n, guess)
+            if not isinstance(next_value, np.ndarray):
                 return OTHER
-            after, guess = np.broadcast_arrays(after, guess)
-            return guess if equal(after[:-1], guess[1:]) else OTHER
+            next_value, guess = np.broadcast_arrays(next_value, guess)
+            return guess if equal(next_value[:-1], guess[1:]) else OTHER
 
-        return (
-            trips,
-            element,
-            lambda n: _element(initial, n) if following(n, unchanged) is unchanged else OTHER,
-        )
+        def after(n: int) -> Any:
+            return _element(initial, n) if following(n, unchanged) is unchanged else OTHER
+
+        return trips, element, after
 
 
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
@@ -276,17 +272,31 @@ def equal(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.all(a == b))
 
 
-def _column(trips: int, axes: int) -> np.ndarray:
+def _fits(value: np.ndarray, array: Array) -> bool:
+    """Return whether an HLO array holds one integer, of a type that has all integers of `value`."""
+    if array.integers is None or math.prod(array.dims) != 1:
+        return False
+    least = int(value.min(initial=0))
+    most = int(value.max(initial=0))
+    return least in array.integers and most in array.integers
+
+
+def _counter(trips: int, axes: int) -> np.ndarray:
     # [trips, 1, ..]: the axes after the first belong to the outer loops.
     return np.arange(trips).reshape(-1, *(1,) * (axes - 1))
 
 
 def _element(value: Any, n: int) -> Any:
-    return value(n) if callable(value) else value if isinstance(value, str) else OTHER
+    """Return element n of a known tuple, or the reason why the tuple is unknown."""
+    if callable(value):
+        return value(n)
+    return value if isinstance(value, str) else OTHER
 
 
 def _constant(i: Instruction) -> Any:
-    text = {"true": "1", "false": "0"}.get(i.rest.split(")")[0], i.rest.split(")")[0])
+    text = i.rest.split(")")[0]
+    if text in ("true", "false"):
+        return np.asarray(int(text == "true"))
     if re.fullmatch(r"-?\d+", text):
         return np.asarray(int(text))
     return parse_ints(text) if re.fullmatch(r"\{(-?\d+(, )?)+\}", text) else OTHER
@@ -297,16 +307,16 @@ def _compute(i: Instruction, values: list[Any]) -> Any:
     if all(isinstance(v, np.ndarray) for v in values):
         if i.op == "compare":
             direction = re.search(r"direction=(\w+)", i.rest)
-            return np.asarray(_COMPARE[direction.group(1)](*values), int) if direction else OTHER
+            if direction is None:
+                return OTHER
+            return np.asarray(_COMPARE[direction.group(1)](*values), int)
         return np.asarray(_ARITHMETIC[i.op](*values)) if i.op in _ARITHMETIC else OTHER
-    if (
-        i.op == "dynamic-slice"
-        and isinstance(values[0], tuple)
-        and isinstance(values[-1], np.ndarray)
-    ):
-        # int[n] with one index. A slice of several elements is dropped because of its shape.
-        table = np.asarray(values[0])
-        return table[np.clip(values[1], 0, len(table) - 1)] if len(values) == 2 else OTHER
+    if i.op == "dynamic-slice" and isinstance(values[0], tuple):
+        index = values[-1]
+        if isinstance(index, np.ndarray):
+            # int[n] with one index. A slice of several elements is dropped because of its shape.
+            table = np.asarray(values[0])
+            return table[np.clip(index, 0, len(table) - 1)] if len(values) == 2 else OTHER
     if i.op in ("dynamic-slice", "gather") and values[0] is ARGUMENT:
         return ARGUMENT  # at any index
     unknown = [v for v in values if not isinstance(v, np.ndarray | tuple)]

@@ -67,21 +67,17 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
             kind = _kind(i, shapes, module)
             if kind is not None:
                 end = _end(instructions, index)
-                beside = (
-                    instructions[index + 1 : end]
-                    if end is not None and not _WAITED.search(i.rest)
-                    else None
-                )
+                is_async = end is not None and not _WAITED.search(i.rest)
+                overlapped = instructions[index + 1 : end] if is_async else []
+                last = i if end is None else instructions[end]
                 transfers.append(
                     Span(
                         kind=kind,
                         computation=name,
-                        num_bytes=_num_bytes(
-                            i, kind, shapes, instructions[end] if end is not None else i
-                        ),
+                        num_bytes=_num_bytes(i, kind, shapes, last),
                         times=times,
-                        is_async=beside is not None,
-                        products=products.of(beside or []),
+                        is_async=is_async,
+                        products=products.count(overlapped),
                     )
                 )
             elif i.op == "while":
@@ -104,7 +100,7 @@ def num_products(text: str, unknown_trips: int = 1) -> int:
       unknown_trips: trip count to assume for a loop whose count XLA does not know.
     """
     module = checked_module(text)
-    return _Products(module, unknown_trips).of(module.instructions(module.entry))
+    return _Products(module, unknown_trips).count(module.instructions(module.entry))
 
 
 @reads_program
@@ -118,10 +114,12 @@ def carried_arrays(text: str) -> list[list[Array]]:
       One list of arrays per loop, largest array first.
     """
     module = checked_module(text)
-    loops = [
-        i for name in module.computations for i in module.instructions(name) if i.op == "while"
-    ]
-    return [sorted(parse_arrays(i.shape), key=lambda a: -a.num_bytes) for i in loops]
+    carried = []
+    for name in module.computations:
+        for i in module.instructions(name):
+            if i.op == "while":
+                carried.append(sorted(parse_arrays(i.shape), key=lambda a: -a.num_bytes))
+    return carried
 
 
 class _Products:
@@ -135,25 +133,26 @@ class _Products:
     def trips(self, i: Instruction) -> int:
         return self.unknown_trips if i.trips is None else i.trips
 
-    def of(self, instructions: list[Instruction]) -> int:
-        return sum(self._one(i) for i in instructions)
+    def count(self, instructions: list[Instruction]) -> int:
+        return sum(self._count_one(i) for i in instructions)
 
-    def _one(self, i: Instruction) -> int:
+    def _count_one(self, i: Instruction) -> int:
         if i.op in ("dot", "convolution"):
             return 1
         if i.op == "custom-call":
             return int(_PRODUCT.search(i.rest) is not None)
-        inner = sum(self._in(computation) for computation in i.called)
+        inner = sum(self._count_computation(computation) for computation in i.called)
         if i.op == "while":
             return inner * self.trips(i)
-        # A fusion is one kernel, however many products it contains.
-        return (
-            min(inner, 1) if i.op == "fusion" else inner if i.op in ("call", "conditional") else 0
-        )
+        if i.op == "fusion":
+            return min(inner, 1)  # one kernel, however many products it contains
+        if i.op in ("call", "conditional"):
+            return inner
+        return 0
 
-    def _in(self, computation: str) -> int:
+    def _count_computation(self, computation: str) -> int:
         if computation not in self._counts:
-            self._counts[computation] = self.of(self.module.instructions(computation))
+            self._counts[computation] = self.count(self.module.instructions(computation))
         return self._counts[computation]
 
 
@@ -162,30 +161,23 @@ def _end(instructions: list[Instruction], start: int) -> int | None:
     i = instructions[start]
     if not i.op.endswith("-start"):
         return None
+    later = enumerate(instructions[start + 1 :], start + 1)
     # The first reader of a start is its done.
-    return next(
-        n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands
-    )
+    return next(n for n, reader in later if i.result in reader.operands)
 
 
 def _kind(i: Instruction, shapes: dict[str, str], module: Module) -> str | None:
     op = i.op.removesuffix("-start")
     # A generic async-start has its collective in a separate computation.
     if op == "async":
-        op = next(
-            (
-                inner.op
-                for c in i.called
-                for inner in module.instructions(c)
-                if inner.op in COLLECTIVES
-            ),
-            op,
-        )
+        called = [inner.op for c in i.called for inner in module.instructions(c)]
+        op = next((inner_op for inner_op in called if inner_op in COLLECTIVES), op)
     if op in COLLECTIVES:
         return op
-    if op not in _MOVES or (
-        not any(_HOST in shapes.get(o, "") for o in i.operands) and _HOST not in i.shape
-    ):
+    if op not in _MOVES:
+        return None
+    touches_host = _HOST in i.shape or any(_HOST in shapes.get(o, "") for o in i.operands)
+    if not touches_host:
         return None
     return "to_host" if _HOST in _result(i) else "to_device"
 
@@ -195,23 +187,19 @@ def _result(i: Instruction) -> str:
     if i.op == "copy-start":  # (result, operand, context)
         return i.shape.split("}, ")[0]
     if i.op == "fusion-start":  # ((operands), result, context)
-        return (
-            i.shape[i.shape.index(")}), ") + 4 :]
-            if ")}), " in i.shape
-            else i.shape.partition("), ")[2]
-        )
+        end_of_operands = ")}), " if ")}), " in i.shape else "), "
+        return i.shape.partition(end_of_operands)[2]
     return i.shape
 
 
 def _num_bytes(i: Instruction, kind: str, shapes: dict[str, str], end: Instruction) -> int:
-    # The full array is a reduce-scatter's operand, and any other collective's result. The result of
-    # a split collective is that of its end.
-    if kind in COLLECTIVES:
-        counted = [i.shape] if kind != "reduce-scatter" else [shapes.get(o, "") for o in i.operands]
-        counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted
+    if kind == "reduce-scatter":
+        # Its full arrays are the operands.
+        counted = [shapes.get(o, "") for o in i.operands]
     elif kind == "to_host" and "update-slice" in i.rest + i.result:
-        # Written in place into a stack: only the part crosses the link.
+        # Written in place into a stack: only the slice crosses the link.
         counted = [shapes.get(i.operands[1], "")]
     else:
+        # The end of a split transfer returns its result; an unsplit one is its own end.
         counted = [end.shape]
     return sum(a.num_bytes for shape in counted for a in parse_arrays(shape))

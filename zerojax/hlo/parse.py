@@ -63,9 +63,11 @@ class Array:
         bits = parse_bits(self.dtype)
         if self.dtype == "pred":
             return range(2)
-        return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(
-            self.dtype[0]
-        )
+        if self.dtype.startswith("u"):
+            return range(1 << bits)
+        if self.dtype.startswith("s"):
+            return range(-(1 << bits - 1), 1 << bits - 1)
+        return None
 
     def stride(self, dim: int) -> int:
         """Return the number of bytes from one index of `dim` to the next."""
@@ -109,12 +111,13 @@ class Instruction:
 
         They are a fusion's computation, a loop's condition and body, or a conditional's branches.
         """
-        branches = [
-            c.strip().lstrip("%")
-            for group in _BRANCHES.findall(self.rest)
-            for c in group.split(",")
-        ]
-        return _CALLED.findall(self.rest) + [c for c in branches if c]
+        names = _CALLED.findall(self.rest)
+        for branches in _BRANCHES.findall(self.rest):
+            for branch in branches.split(","):
+                name = branch.strip().lstrip("%")
+                if name:
+                    names.append(name)
+        return names
 
     @property
     def trips(self) -> int | None:
@@ -152,11 +155,9 @@ class Module:
 
     def instructions(self, computation: str) -> list[Instruction]:
         """Return a computation's instructions in scheduled order, [] if it is not in the text."""
-        return (
-            list(self.computations[computation].instructions.values())
-            if computation in self.computations
-            else []
-        )
+        if computation not in self.computations:
+            return []
+        return list(self.computations[computation].instructions.values())
 
 
 class _Lines(NamedTuple):
@@ -186,31 +187,39 @@ def parse_module(text: str) -> Module:
         )
     entry = ""
     computations = {}
-    for name, is_entry, lines in _computations(text):
+    for name, is_entry, lines in _split_computations(text):
         if name in computations:
             raise fault(lines[0][0] if lines else 0, f"two computations are named {name}")
-        instructions = dict[str, Instruction]()
-        root = ""
-        for number, line in lines:
-            match = _INSTRUCTION.match(line)
-            if match is None:
-                raise fault(number, f"not an instruction: {line.strip()}")
-            if (long := _TOO_LONG.search(line)) is not None:
-                raise fault(number, f"a number with {len(long.group()):,} digits is too long")
-            is_root, result, *texts = match.groups()
-            i = Instruction(result, *texts, line=number)
-            instructions |= _elements(i, instructions)
-            if result in instructions:
-                raise fault(number, f"{name} has two instructions named {result}")
-            instructions[result] = i
-            root = result if is_root else root
-        computations[name] = Computation(name, root, instructions)
-        entry = name if is_entry else entry
+        computations[name] = _parse_computation(name, lines)
+        if is_entry:
+            entry = name
     if not entry:
         raise ValueError(
             "the text has no ENTRY, or was cut before it: give the full text of a compiled program"
         )
     return Module(entry, computations)
+
+
+def _parse_computation(name: str, lines: list[tuple[int, str]]) -> Computation:
+    """Parse the numbered lines of a computation."""
+    instructions = dict[str, Instruction]()
+    root = ""
+    for number, line in lines:
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            raise fault(number, f"not an instruction: {line.strip()}")
+        long = _TOO_LONG.search(line)
+        if long is not None:
+            raise fault(number, f"a number with {len(long.group()):,} digits is too long")
+        is_root, result, *texts = match.groups()
+        i = Instruction(result, *texts, line=number)
+        instructions |= _elements(i, instructions)
+        if result in instructions:
+            raise fault(number, f"{name} has two instructions named {result}")
+        instructions[result] = i
+        if is_root:
+            root = result
+    return Computation(name, root, instructions)
 
 
 def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, Instruction]:
@@ -219,33 +228,35 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
     Dumps of jax 0.12 write such an operand as `%loop#2`. Each element is returned as the equivalent
     get-tuple-element, named "loop#2".
     """
-    found = {}
+    elements = {}
     for name, number in _ELEMENT.findall(i.rest.split("), ")[0]):
-        if name in before and f"{name}#{number}" not in before:
-            result, parts = f"{name}#{number}", tuple_shapes(before[name].shape)
-            if int(number) >= len(parts):
-                raise fault(
-                    i.line,
-                    f"{i.result} reads element {number} of {name}, which has {len(parts)} elements",
-                )
-            rest = f"%{name}), index={number}"
-            found[result] = Instruction(
-                result, parts[int(number)], "get-tuple-element", rest, line=i.line
+        result = f"{name}#{number}"
+        if name not in before or result in before:
+            continue
+        shapes = tuple_shapes(before[name].shape)
+        if int(number) >= len(shapes):
+            raise fault(
+                i.line,
+                f"{i.result} reads element {number} of {name}, which has {len(shapes)} elements",
             )
-    return found
+        rest = f"%{name}), index={number}"
+        elements[result] = Instruction(
+            result, shapes[int(number)], "get-tuple-element", rest, line=i.line
+        )
+    return elements
 
 
 def tuple_shapes(shape: str) -> list[str]:
     """Return the shapes of a tuple's elements, given the text of the tuple's shape."""
     depth = 0
-    parts = [""]
+    elements = [""]
     for c in _COMMENT.sub("", shape)[1:-1]:
         depth += (c in "({[") - (c in ")}]")
         if c == "," and not depth:
-            parts.append("")
+            elements.append("")
         else:
-            parts[-1] += c
-    return [part.strip() for part in parts]
+            elements[-1] += c
+    return [element.strip() for element in elements]
 
 
 def module_name(text: str) -> str:
@@ -258,39 +269,38 @@ def module_name(text: str) -> str:
     return "" if name is None else name.group(1)
 
 
-def _computations(text: str) -> Iterator[_Lines]:
+def _split_computations(text: str) -> Iterator[_Lines]:
     """Yield each computation of a module.
 
     Raises:
       ValueError: a computation is not closed, or an instruction is outside any computation.
     """
-    found: _Lines | None = None
+    current: _Lines | None = None  # the computation that is open
     for number, line in enumerate(text.splitlines(), 1):
         header = None if line.startswith("HloModule") else _HEADER.match(line)
-        if found is None and header is None:
-            if _INSTRUCTION.match(line):
-                raise fault(number, f"an instruction is outside any computation: {line.strip()}")
-        elif header is not None:
-            if found is not None:
+        if header is not None:
+            if current is not None:
                 raise fault(
                     number,
-                    f"computation {found.name} is not closed before {header.group(2)} begins",
+                    f"computation {current.name} is not closed before {header.group(2)} begins",
                 )
-            found = _Lines(header.group(2), bool(header.group(1)), [])
-        elif found is not None and line.startswith("}"):  # lines inside a computation are indented
-            yield found
-            found = None
-        elif found is not None and not _COMMENTED.match(line):
-            found.lines.append((number, line))
-    if found is not None:
-        raise ValueError(f"the text was cut: computation {found.name} is not closed")
+            current = _Lines(header.group(2), bool(header.group(1)), [])
+        elif current is None:
+            if _INSTRUCTION.match(line):
+                raise fault(number, f"an instruction is outside any computation: {line.strip()}")
+        elif line.startswith("}"):  # lines inside a computation are indented
+            yield current
+            current = None
+        elif not _COMMENTED.match(line):
+            current.lines.append((number, line))
+    if current is not None:
+        raise ValueError(f"the text was cut: computation {current.name} is not closed")
 
 
 def is_shape(shape: str) -> bool:
     """Return whether a text consists only of arrays and tuples of arrays."""
-    rest = _ARRAY.sub("", _COMMENT.sub("", shape))
     depth = 0
-    for c in rest:
+    for c in _ARRAY.sub("", _COMMENT.sub("", shape)):
         depth += (c == "(") - (c == ")")
         if c not in "(), " or depth < 0:
             return False
@@ -300,14 +310,11 @@ def is_shape(shape: str) -> bool:
 def parse_arrays(shape: str) -> list[Array]:
     """Return the arrays in the text of a shape: one array, or a tuple's arrays."""
     arrays = []
-    for dtype, sizes, order, rest in _ARRAY.findall(shape):
+    for dtype, sizes, order, tiling_and_space in _ARRAY.findall(shape):
         dims = parse_ints(sizes)
         # Without a layout, as in a signature, the last dim varies fastest.
-        arrays.append(
-            Array(
-                dtype, dims, parse_ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest
-            )
-        )
+        minor_to_major = parse_ints(order) or tuple(reversed(range(len(dims))))
+        arrays.append(Array(dtype, dims, minor_to_major, "S(5)" in tiling_and_space))
     return arrays
 
 
@@ -371,25 +378,25 @@ def reads_program(function: Callable[P, R]) -> Callable[P, R]:
         except ProgramTextError:
             raise
         except _STUMBLES as error:
-            line, name = _place(error)
-            said = f"{type(error).__name__}: {error}"
-            raise fault(line, f"{name or 'the text'} is not valid HLO text ({said})") from error
+            line, name = _failed_instruction(error)
+            cause = f"{type(error).__name__}: {error}"
+            raise fault(line, f"{name or 'the text'} is not valid HLO text ({cause})") from error
 
     return checked
 
 
-def _place(error: BaseException) -> tuple[int, str]:
+def _failed_instruction(error: BaseException) -> tuple[int, str]:
     """Return the line and name of the instruction being read when `error` was raised.
 
     It is the local variable `i` of the innermost call that has one.
     """
-    found = (0, "")
+    innermost = (0, "")
     trace = error.__traceback__
     while trace is not None:
         i = trace.tb_frame.f_locals.get("i")
         line = getattr(i, "line", None)
         result = getattr(i, "result", None)
         if isinstance(line, int) and isinstance(result, str):
-            found = (line, result)
+            innermost = (line, result)
         trace = trace.tb_next
-    return found
+    return innermost

@@ -129,12 +129,12 @@ def rates_of_chip(chip: Chip) -> Rates:
     a data sheet does not have (launches, callbacks, the host and its disk) equal an H200's.
     """
     base = Rates()
-    of = CHIPS["h200"]
+    h200 = CHIPS["h200"]
     return rates_with(
-        products=base.products * (chip.half_peak / of.half_peak),
-        products_float32=base.products_float32 * (chip.peak["fp32"] / of.peak["fp32"]),
-        memory=base.memory * (chip.memory_rate / of.memory_rate),
-        link=base.link * (chip.link_rate / of.link_rate),
+        products=base.products * (chip.half_peak / h200.half_peak),
+        products_float32=base.products_float32 * (chip.peak["fp32"] / h200.peak["fp32"]),
+        memory=base.memory * (chip.memory_rate / h200.memory_rate),
+        link=base.link * (chip.link_rate / h200.link_rate),
     )
 
 
@@ -153,9 +153,9 @@ def find_rates(rates: Rates | str) -> Rates:
     if isinstance(rates, Rates):
         return rates
     if not isinstance(rates, str) or rates not in RATES:
-        told = repr(rates) if isinstance(rates, str) else f"of type {type(rates).__name__}"
+        shown = repr(rates) if isinstance(rates, str) else f"of type {type(rates).__name__}"
         raise ValueError(
-            f"rates {told} are unknown: choose from {', '.join(RATES)}, or give an hlo.Rates; for "
+            f"rates {shown} are unknown: choose from {', '.join(RATES)}, or give an hlo.Rates; for "
             'another machine use zerojax.machine("lab.toml").rates()'
         )
     return RATES[rates]

@@ -41,7 +41,7 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zerojax.compat import find_stream_assignment
 from zerojax.hlo.callbacks import (
@@ -63,7 +63,7 @@ from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
 from zerojax.hlo.rates import Rates, find_rates
 from zerojax.hlo.thunks import Thunks
 from zerojax.hlo.timeline import Timeline
-from zerojax.hlo.traffic import COPY, KERNEL, HostMove, HostTraffic, host_traffic
+from zerojax.hlo.traffic import KERNEL, HostMove, HostTraffic, host_traffic
 
 STREAMS: Mapping[str, str] = {
     "turns": "four streams in turn, as XLA before 0.12 does",
@@ -111,7 +111,8 @@ FOR_CPUS = (
     "the program was compiled for a CPU: a GPU runs other fusions in another schedule, so compile "
     "it for a GPU"
 )
-_TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
+_CALLBACK_TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
+_CONTROL_FLOW = ("while", "conditional", "call")
 _DONE = "-done"
 _START = "-start"
 
@@ -195,43 +196,22 @@ class Simulation:
         It is the time of the busiest resource alone: compute, the busier direction of the link with
         all bytes moved by copies at `rates.link`, the disk, or the host's kernel.
         """
-        by = (self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes)
-        moved = max(sum(b[way] for b in by) for way in (_TO_DEVICE, _TO_HOST))
+        copies = self.traffic.by_copies
+        kernels = self.traffic.by_kernels
+        callbacks = self.callback_bytes
+        link_bytes = max(
+            copies[way] + kernels[way] + callbacks[way] for way in (_TO_DEVICE, _TO_HOST)
+        )
         return max(
-            self.compute_seconds, moved / self.rates.link, self.busy[DISK], self.busy[HOST_KERNEL]
+            self.compute_seconds,
+            link_bytes / self.rates.link,
+            self.busy[DISK],
+            self.busy[HOST_KERNEL],
         )
 
     def __str__(self) -> str:
         """Return the prediction as a table, which states that it is predicted."""
-        graphs = []
-        if self.graphs:
-            in_graphs = sum(self.traffic.in_graphs.values()) / 1e9
-            graphs = [
-                f"{in_graphs:.2f} GB of the copies are nodes of CUDA graphs, assumed to be made "
-                f"{self.graphs}"
-            ]
-        copies = self.traffic.by_copies
-        kernels = self.traffic.by_kernels
-        callbacks = self.callback_bytes
-        rows = [
-            "predicted from the compiled program at assumed rates; nothing here was measured",
-            f"streams: {self.streams}; copies and kernels distinguished by the program's "
-            f"{self.traffic.source}",
-            f"predicted step {_ms(self.seconds)}: compute {_ms(self.compute_seconds)}, "
-            f"idle {100 * self.idle:.1f} %, "
-            f"{self.flops / max(self.seconds, 1e-12) / 1e12:.0f} TF/s",
-            f"predicted waits: main stream for transfers {_ms(self.transfer_wait_seconds)}; "
-            f"host thread {_ms(self.host_wait_seconds)}, with {self.num_host_waits} drains of the "
-            f"device; {self.num_callbacks} callbacks; floor {_ms(self.floor_seconds)}",
-            *graphs,
-            f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} "
-            f"{'callbacks':>10}",
-        ]
-        for name, way in (("up, to the device", _TO_DEVICE), ("down, to the host", _TO_HOST)):
-            rows.append(
-                f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} "
-                f"{callbacks[way] / 1e9:>10.2f}"
-            )
+        rows = [*self._headline_rows(), *self._link_rows()]
         rows.append(
             "predicted busy:  " + ", ".join(f"{name} {_ms(s)}" for name, s in self.busy.items())
         )
@@ -247,6 +227,43 @@ class Simulation:
         rates = dataclasses.asdict(self.rates)
         rows.append("rates: " + ", ".join(f"{name} {value:g}" for name, value in rates.items()))
         return "\n".join(rows)
+
+    def _headline_rows(self) -> list[str]:
+        """Return the table's first rows: what was assumed, the step's time, and its waits."""
+        rows = [
+            "predicted from the compiled program at assumed rates; nothing here was measured",
+            f"streams: {self.streams}; copies and kernels distinguished by the program's "
+            f"{self.traffic.source}",
+            f"predicted step {_ms(self.seconds)}: compute {_ms(self.compute_seconds)}, "
+            f"idle {100 * self.idle:.1f} %, "
+            f"{self.flops / max(self.seconds, 1e-12) / 1e12:.0f} TF/s",
+            f"predicted waits: main stream for transfers {_ms(self.transfer_wait_seconds)}; "
+            f"host thread {_ms(self.host_wait_seconds)}, with {self.num_host_waits} drains of the "
+            f"device; {self.num_callbacks} callbacks; floor {_ms(self.floor_seconds)}",
+        ]
+        if self.graphs:
+            in_graphs = sum(self.traffic.in_graphs.values()) / 1e9
+            rows.append(
+                f"{in_graphs:.2f} GB of the copies are nodes of CUDA graphs, assumed to be made "
+                f"{self.graphs}"
+            )
+        return rows
+
+    def _link_rows(self) -> list[str]:
+        """Return the table's rows of bytes over the host link, by direction and by mover."""
+        copies = self.traffic.by_copies
+        kernels = self.traffic.by_kernels
+        callbacks = self.callback_bytes
+        rows = [
+            f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} "
+            f"{'callbacks':>10}"
+        ]
+        for name, way in (("up, to the device", _TO_DEVICE), ("down, to the host", _TO_HOST)):
+            rows.append(
+                f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} "
+                f"{callbacks[way] / 1e9:>10.2f}"
+            )
+        return rows
 
 
 @reads_program
@@ -301,145 +318,167 @@ def simulate(
         raise ValueError(
             f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns"
         )
-    if kernels not in ("exclusive", "beside"):
-        raise ValueError(f"kernels={kernels!r}: choose from exclusive, beside")
-    if graphs not in GRAPHS:
-        raise ValueError(f"graphs={graphs!r}: choose from {', '.join(GRAPHS)}")
-    if callbacks not in CALLBACKS:
-        raise ValueError(f"callbacks={callbacks!r}: choose from {', '.join(CALLBACKS)}")
-    if streams is not None and streams not in STREAMS:
-        raise ValueError(f"streams={streams!r}: choose from {', '.join(STREAMS)}")
-    if (
-        isinstance(unknown_trips, bool)
-        or not isinstance(unknown_trips, int)
-        or not 0 <= unknown_trips <= MOST_TRIPS
-    ):
-        raise ValueError(
-            f"unknown_trips={unknown_trips!r}: a whole number from 0 to {MOST_TRIPS:,} is needed"
-        )
+    assumptions = _Assumptions(
+        streams=streams,
+        kernels=kernels,
+        graphs=graphs,
+        callbacks=callbacks,
+        unknown_trips=unknown_trips,
+    )
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "the program is not scheduled: give the text of a compiled program, compiled.as_text()"
         )
-    walk = _StreamWalk(
-        text,
-        find_rates(rates),
-        thunks,
-        streams,
-        kernels == "exclusive",
-        graphs,
-        callbacks,
-        unknown_trips,
-    )
+    walk = _StreamWalk(text, find_rates(rates), thunks, assumptions)
     walk.check_length()
     walk.run(walk.module.entry)
     return walk.result()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Assumptions:
+    """What the text of a program does not state, as `simulate` describes it."""
+
+    streams: str | None
+    kernels: str
+    graphs: str
+    callbacks: str
+    unknown_trips: int
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        if self.kernels not in ("exclusive", "beside"):
+            raise ValueError(f"kernels={self.kernels!r}: choose from exclusive, beside")
+        if self.graphs not in GRAPHS:
+            raise ValueError(f"graphs={self.graphs!r}: choose from {', '.join(GRAPHS)}")
+        if self.callbacks not in CALLBACKS:
+            raise ValueError(f"callbacks={self.callbacks!r}: choose from {', '.join(CALLBACKS)}")
+        if self.streams is not None and self.streams not in STREAMS:
+            raise ValueError(f"streams={self.streams!r}: choose from {', '.join(STREAMS)}")
+        if (
+            isinstance(self.unknown_trips, bool)
+            or not isinstance(self.unknown_trips, int)
+            or not 0 <= self.unknown_trips <= MOST_TRIPS
+        ):
+            raise ValueError(
+                f"unknown_trips={self.unknown_trips!r}: a whole number from 0 to {MOST_TRIPS:,} "
+                "is needed"
+            )
+
+
+class _WalkedLoop(NamedTuple):
+    """A loop of the entry computation, with the last tasks of the main stream around it."""
+
+    instruction: Instruction
+    trips: int
+    task_before: int | None
+    last_task: int | None
 
 
 class _StreamWalk:
     """A walk through a program that fills a timeline."""
 
     def __init__(
-        self,
-        text: str,
-        rates: Rates,
-        thunks: Thunks | None,
-        streams: str | None,
-        exclusive: bool,
-        graphs: str,
-        callbacks: str,
-        unknown_trips: int,
+        self, text: str, rates: Rates, thunks: Thunks | None, assumptions: _Assumptions
     ) -> None:
         self.module = checked_module(text)
         self.rates = rates
-        self.exclusive = exclusive
-        self.unknown_trips = unknown_trips
-        self.graphs = graphs
-        self.traffic = host_traffic(text, thunks, unknown_trips)
+        self.exclusive = assumptions.kernels == "exclusive"
+        self.unknown_trips = assumptions.unknown_trips
+        self.graphs = assumptions.graphs
+        self.traffic = host_traffic(text, thunks, self.unknown_trips)
         self.timeline = Timeline()
-        self.callbacks = Callbacks(callbacks, rates, self.timeline)
+        self.callbacks = Callbacks(assumptions.callbacks, rates, self.timeline)
         self._moves: dict[tuple[str, str], list[HostMove]] = {}
         for move in self.traffic.moves:
             self._moves.setdefault((move.computation, move.instruction), []).append(move)
         self._costs = Costs(self.module)
-        self._cost = dict[tuple[str, str], Cost]()
+        self._cost_of = dict[tuple[str, str], Cost]()
         self._started: dict[str, int] = {}
         self._flops = 0.0
-        self._unpriced = dict[str, None]()
+        self._unpriced = dict[str, None]()  # an ordered set
         self._dones: list[int] = []
-        self._loops: list[tuple[Instruction, int, int | None, int | None]] = []
+        self._loops: list[_WalkedLoop] = []
         self._lengths = dict[str, int]()
         is_of_cpu = _OF_GPUS not in text and _OF_CPUS.search(text) is not None
         self.notes = (f"{FOR_CPUS} (zerojax.aot)",) if is_of_cpu else ()
         self._depth = 0
-        self._streams, self.streams = self._lanes(thunks, streams)
+        self._streams, self.streams = self._assign_streams(thunks, assumptions.streams)
 
-    def _lanes(self, thunks: Thunks | None, streams: str | None) -> tuple[Mapping[str, str], str]:
-        """Return the stream of each asynchronous start, and in words how they were chosen."""
+    def _assign_streams(
+        self, thunks: Thunks | None, rule: str | None
+    ) -> tuple[Mapping[str, str], str]:
+        """Return the stream of each asynchronous start, and in words how they were chosen.
+
+        Args:
+          thunks: thunks of the program, if known.
+          rule: a name in `STREAMS`; None to follow the thunks or the installed jaxlib.
+        """
         names = frozenset[str]() if thunks is None else thunks.in_graphs
-        in_graph = {name: MAIN if self.graphs == "in_turn" else name for name in names}
-        if streams is None and thunks is not None:
-            lanes = {name: in_graph.get(name, stream) for name, stream in thunks.streams.items()}
+        graph_lanes = {name: MAIN if self.graphs == "in_turn" else name for name in names}
+        if rule is None and thunks is not None:
+            lanes = {name: graph_lanes.get(name, stream) for name, stream in thunks.streams.items()}
             return lanes, "as the program's thunks name them"
-        installed = importlib.metadata.version("jaxlib")
-        rule = streams or find_stream_assignment(installed)
-        starts = [
-            (c, i)
-            for c in self._scheduled()
-            for i in self.module.instructions(c)
-            if i.op.endswith(_START)
-        ]
+
+        assumed = ""
+        if rule is None:
+            installed = importlib.metadata.version("jaxlib")
+            rule = find_stream_assignment(installed)
+            assumed = f" (assumed: jaxlib {installed} is installed)"
         lanes = dict[str, str]()
-        for number, (computation, i) in enumerate(starts):
-            way = self._way(computation, i)
-            lanes[i.result] = (
-                in_graph.get(i.result)
-                or {
-                    "turns": f"stream {number % _NUM_STREAMS}",
-                    "direction": f"stream {way}" if way else f"stream {number % _NUM_STREAMS}",
-                    "each": i.result,
-                }[rule]
-            )
-        assumed = "" if streams else f" (assumed: jaxlib {installed} is installed)"
+        number = 0
+        for computation in self._scheduled_computations():
+            for i in self.module.instructions(computation):
+                if not i.op.endswith(_START):
+                    continue
+                moves = self._moves.get((computation, i.result))
+                if i.result in graph_lanes:
+                    lanes[i.result] = graph_lanes[i.result]
+                elif rule == "each":
+                    lanes[i.result] = i.result
+                elif rule == "direction" and moves:
+                    lanes[i.result] = f"stream {moves[0].direction}"
+                else:
+                    lanes[i.result] = f"stream {number % _NUM_STREAMS}"
+                number += 1
         return lanes, STREAMS[rule] + assumed
 
-    def _way(self, computation: str, i: Instruction) -> str:
-        moves = self._moves.get((computation, i.result))
-        return moves[0].direction if moves else ""
-
-    def _scheduled(self) -> list[str]:
+    def _scheduled_computations(self) -> list[str]:
         """Return the computations whose instructions are enqueued one by one.
 
         They are the entry computation and the computations of control flow.
         """
-        found = [self.module.entry]
-        for computation in found:
+        names = [self.module.entry]
+        for computation in names:  # the list grows while it is read
             for i in self.module.instructions(computation):
-                if i.op in ("while", "conditional", "call"):
-                    found += [c for c in i.called if c not in found]
-        return found
+                if i.op in _CONTROL_FLOW:
+                    names += [c for c in i.called if c not in names]
+        return names
 
     def check_length(self) -> None:
         """Raise ValueError if the program's loops run too many operations to walk one by one."""
-        if (count := self._operations(self.module.entry)) > MOST_OPERATIONS:
+        count = self._num_operations(self.module.entry)
+        if count > MOST_OPERATIONS:
             raise ValueError(
                 f"the program runs {count:,} operations in a step; at most {MOST_OPERATIONS:,} are "
                 "supported"
             )
 
-    def _operations(self, computation: str) -> int:
+    def _num_operations(self, computation: str) -> int:
         """Return the number of operations that a computation enqueues, including its loops."""
         if computation not in self._lengths:
             total = 0
             for i in self.module.instructions(computation):
-                inner = (
-                    sum(map(self._operations, i.called))
-                    if i.op in ("while", "conditional", "call")
-                    else 0
-                )
-                trips = self.unknown_trips if i.trips is None else i.trips
-                # The walk also visits the iterations of a loop without operations.
-                total += 1 + (trips * (1 + inner) if i.op == "while" else inner)
+                total += 1
+                if i.op not in _CONTROL_FLOW:
+                    continue
+                inner = sum(map(self._num_operations, i.called))
+                if i.op == "while":
+                    trips = self.unknown_trips if i.trips is None else i.trips
+                    # The walk also visits the iterations of a loop without operations.
+                    total += trips * (1 + inner)
+                else:
+                    total += inner
             self._lengths[computation] = total
         return self._lengths[computation]
 
@@ -463,32 +502,37 @@ class _StreamWalk:
                 self.run(i.called[-1])
             elif i.op == "call":
                 self.run(i.called[0])
-            elif i.op == "custom-call" and _TARGET.search(i.rest):
-                of = self.module.computations[computation].instructions
-                given = [
-                    sum(a.num_bytes for a in parse_arrays(of[o].shape))
-                    for o in i.operands
-                    if o in of
-                ]
-                self.callbacks.call(
-                    given, [a.num_bytes for a in parse_arrays(i.shape)], in_loop=self._depth > 0
-                )
+            elif i.op == "custom-call" and _CALLBACK_TARGET.search(i.rest):
+                self._callback(computation, i)
             elif i.op.endswith(_DONE):
-                if (start := self._started.pop(i.operands[0], None)) is not None:
-                    self._dones.append(
-                        self.timeline.add(MAIN, after=[start, self.timeline.last.get(HOST)])
-                    )
+                self._done(i)
             elif i.op.endswith(_START) and not _WAITED.search(i.rest):
-                self._started[i.result] = self._operation(
-                    computation, i, self._streams.get(i.result, MAIN)
-                )
+                lane = self._streams.get(i.result, MAIN)
+                self._started[i.result] = self._operation(computation, i, lane)
             else:
                 self._operation(computation, i, MAIN)
 
+    def _callback(self, computation: str, i: Instruction) -> None:
+        instructions = self.module.computations[computation].instructions
+        operand_bytes = []
+        for name in i.operands:
+            if name in instructions:
+                arrays = parse_arrays(instructions[name].shape)
+                operand_bytes.append(sum(a.num_bytes for a in arrays))
+        result_bytes = [a.num_bytes for a in parse_arrays(i.shape)]
+        self.callbacks.call(operand_bytes, result_bytes, in_loop=self._depth > 0)
+
+    def _done(self, i: Instruction) -> None:
+        """Let the main stream wait for an asynchronous start."""
+        start = self._started.pop(i.operands[0], None)
+        if start is not None:
+            enqueued = self.timeline.last.get(HOST)
+            self._dones.append(self.timeline.add(MAIN, after=[start, enqueued]))
+
     def _while(self, i: Instruction) -> None:
-        condition, body = _loop_parts(i)
+        condition, body = _loop_computations(i)
         trips = self.unknown_trips if i.trips is None else i.trips
-        before = self.timeline.last.get(MAIN)
+        task_before = self.timeline.last.get(MAIN)
         self._depth += 1
         for trip in range(trips + (i.trips is None)):
             # The condition is computed on the device, and read back before each iteration and after
@@ -500,7 +544,7 @@ class _StreamWalk:
                 self.run(body)
         self._depth -= 1
         if not self._depth:
-            self._loops.append((i, trips, before, self.timeline.last.get(MAIN)))
+            self._loops.append(_WalkedLoop(i, trips, task_before, self.timeline.last.get(MAIN)))
 
     def _wait_for_device(self) -> None:
         self.timeline.add(
@@ -514,9 +558,9 @@ class _StreamWalk:
         moves = self._moves.get((computation, i.result))
         if moves:
             return self._move(moves, lane, after)
-        if (computation, i.result) not in self._cost:
-            self._cost[computation, i.result] = self._costs.of(computation, i)
-        cost = self._cost[computation, i.result]
+        if (computation, i.result) not in self._cost_of:
+            self._cost_of[computation, i.result] = self._costs.price(computation, i)
+        cost = self._cost_of[computation, i.result]
         self._flops += cost.flops
         if cost.target:
             self._unpriced[cost.target] = None
@@ -532,59 +576,40 @@ class _StreamWalk:
         """Add an operation that moves host memory; both directions run at the same time."""
         in_graph = any(m.in_graph for m in moves)
         by_cores = any(m.by == KERNEL for m in moves) or (in_graph and self.graphs == "kernels")
-        by = COPY
-        rate = self.rates.graph_link if in_graph else self.rates.link
         if by_cores:
-            by = KERNEL
             rate = self.rates.kernel_link
-        ways = {UP: (_TO_DEVICE, "host_to_host"), DOWN: (_TO_HOST, "host_to_host")}
-        num_bytes = {
-            way: sum(m.num_bytes for m in moves if m.direction in of) for way, of in ways.items()
-        }
-        used = tuple(way for way, n in num_bytes.items() if n)
+        elif in_graph:
+            rate = self.rates.graph_link
+        else:
+            rate = self.rates.link
+
+        num_bytes = {UP: 0, DOWN: 0}
+        for move in moves:
+            if move.direction != _TO_HOST:
+                num_bytes[UP] += move.num_bytes
+            if move.direction != _TO_DEVICE:
+                num_bytes[DOWN] += move.num_bytes
+        links = tuple(link for link, n in num_bytes.items() if n)
         seconds = max(num_bytes.values()) / rate + self.rates.launch_seconds
-        cores = (CORES,) if by == KERNEL and self.exclusive else ()
-        return self.timeline.add(
-            lane, seconds, (*used, *cores), after, f"{' and '.join(used)}: {_BY[by]}"
-        )
+        cores = (CORES,) if by_cores and self.exclusive else ()
+        label = f"{' and '.join(links)}: {'kernels' if by_cores else 'copies'}"
+        return self.timeline.add(lane, seconds, (*links, *cores), after, label)
 
     # --- results ----------------------------------------------------------------------------------
 
     def result(self) -> Simulation:
         spans = self.timeline.play()
-        tasks = self.timeline.tasks
-        busy: dict[str, float] = dict.fromkeys((CORES, UP, DOWN, DISK, HOST_KERNEL, HOST), 0.0)
-        work: dict[str, tuple[int, float]] = {}
-        compute = waits = 0.0
-        num_waits = 0
-        host_end = 0.0
-        for task, (start, end) in zip(tasks, spans, strict=True):
-            for resource in task.resources:
-                busy[resource] += task.seconds
-            if task.lane == HOST:
-                num_waits += task.label == WAIT
-                # Time from the end of the thread's last work until it continues.
-                waits += start - host_end + (task.seconds if task.label == WAIT else 0.0)
-                busy[HOST] += task.seconds if task.label != WAIT else 0.0
-                host_end = end
-            if task.label and task.label != WAIT:
-                times, seconds = work.get(task.label, (0, 0.0))
-                work[task.label] = (times + 1, seconds + task.seconds)
-            compute += (
-                task.seconds
-                if CORES in task.resources and not {UP, DOWN} & set(task.resources)
-                else 0.0
-            )
-        traffic_waits = self._transfer_waits(spans)
-        loops = tuple(
-            Loop(i.result, trips, i.trips is not None, _end(spans, after) - _end(spans, before))
-            for i, trips, before, after in self._loops
-        )
+        num_host_waits, host_wait_seconds = self._host_waits(spans)
+        loops = []
+        for loop in self._loops:
+            i = loop.instruction
+            seconds = _end(spans, loop.last_task) - _end(spans, loop.task_before)
+            loops.append(Loop(i.result, loop.trips, i.trips is not None, seconds))
         return Simulation(
             seconds=max((end for _, end in spans), default=0.0),
-            compute_seconds=compute,
-            busy=busy,
-            work=dict(sorted(work.items(), key=lambda item: -item[1][1])),
+            compute_seconds=self._compute_seconds(),
+            busy=self._busy(),
+            work=self._work_by_kind(),
             flops=self._flops,
             traffic=self.traffic,
             callback_bytes={
@@ -592,16 +617,60 @@ class _StreamWalk:
                 _TO_HOST: self.callbacks.bytes_down,
             },
             num_callbacks=self.callbacks.count,
-            num_host_waits=num_waits,
-            host_wait_seconds=waits,
-            transfer_wait_seconds=traffic_waits,
-            loops=loops,
+            num_host_waits=num_host_waits,
+            host_wait_seconds=host_wait_seconds,
+            transfer_wait_seconds=self._transfer_waits(spans),
+            loops=tuple(loops),
             not_priced=tuple(self._unpriced),
             streams=self.streams,
             rates=self.rates,
             graphs=GRAPHS[self.graphs] if any(self.traffic.in_graphs.values()) else "",
             notes=self.notes,
         )
+
+    def _busy(self) -> dict[str, float]:
+        """Return the seconds in which each resource, and the host thread, is occupied."""
+        busy: dict[str, float] = dict.fromkeys((CORES, UP, DOWN, DISK, HOST_KERNEL, HOST), 0.0)
+        for task in self.timeline.tasks:
+            for resource in task.resources:
+                busy[resource] += task.seconds
+            if task.lane == HOST and task.label != WAIT:
+                busy[HOST] += task.seconds
+        return busy
+
+    def _compute_seconds(self) -> float:
+        """Return the seconds of kernels that do not move host memory."""
+        seconds = 0.0
+        for task in self.timeline.tasks:
+            if CORES in task.resources and not {UP, DOWN} & set(task.resources):
+                seconds += task.seconds
+        return seconds
+
+    def _work_by_kind(self) -> dict[str, tuple[int, float]]:
+        """Return (number of runs, seconds) by kind of work, most seconds first."""
+        work: dict[str, tuple[int, float]] = {}
+        for task in self.timeline.tasks:
+            if task.label and task.label != WAIT:
+                times, seconds = work.get(task.label, (0, 0.0))
+                work[task.label] = (times + 1, seconds + task.seconds)
+        return dict(sorted(work.items(), key=lambda item: -item[1][1]))
+
+    def _host_waits(self, spans: list[tuple[float, float]]) -> tuple[int, float]:
+        """Return how often the host thread waits for the device, and the seconds of all waits."""
+        num_waits = 0
+        seconds = 0.0
+        host_end = 0.0
+        for task, (start, end) in zip(self.timeline.tasks, spans, strict=True):
+            if task.lane != HOST:
+                continue
+            # Time from the end of the thread's last work until it continues.
+            idle = start - host_end
+            if task.label == WAIT:
+                num_waits += 1
+                idle += task.seconds
+            seconds += idle
+            host_end = end
+        return num_waits, seconds
 
     def _transfer_waits(self, spans: list[tuple[float, float]]) -> float:
         """Return the seconds for which the main stream waits in dones.
@@ -624,17 +693,14 @@ class _StreamWalk:
         return total
 
 
-_BY = {COPY: "copies", KERNEL: "kernels"}
-
-
-def _loop_parts(i: Instruction) -> tuple[str, str]:
+def _loop_computations(i: Instruction) -> tuple[str, str]:
     """Return the names of a loop's condition and body."""
-    parts = {
-        key: match[1]
-        for key in ("condition", "body")
-        if (match := re.search(rf"{key}=%?([\w.\-]+)", i.rest))
-    }
-    return parts["condition"], parts["body"]
+    condition = re.search(r"condition=%?([\w.\-]+)", i.rest)
+    body = re.search(r"body=%?([\w.\-]+)", i.rest)
+    # `zerojax.hlo.check` refuses a loop without them.
+    assert condition is not None
+    assert body is not None
+    return condition[1], body[1]
 
 
 def _end(spans: list[tuple[float, float]], task: int | None) -> float:

@@ -85,7 +85,7 @@ def dumped_text(path: str | pathlib.Path, module: str | None = None) -> str:
     Raises:
       ValueError: the folder contains no such program, or several.
     """
-    return _one(pathlib.Path(path), "_gpu_after_optimizations.txt", module).read_text()
+    return _find_file(pathlib.Path(path), "_gpu_after_optimizations.txt", module).read_text()
 
 
 def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
@@ -104,30 +104,34 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
       ValueError: the folder contains the thunks of no such program, or of several.
     """
     path = pathlib.Path(path)
-    given = _one(path, _BEFORE_PASSES, module) if path.is_dir() else path
-    stem = given.name.removesuffix(_SEQUENCE).removesuffix(_BEFORE_PASSES)
-    metadata = given.with_name(f"{stem}.thunk_metadata.txt")
-    after_passes = given.with_name(f"{stem}{_SEQUENCE}")
-    if stem == given.name or not metadata.is_file():
+    file = _find_file(path, _BEFORE_PASSES, module) if path.is_dir() else path
+    stem = file.name.removesuffix(_SEQUENCE).removesuffix(_BEFORE_PASSES)
+    metadata = file.with_name(f"{stem}.thunk_metadata.txt")
+    after_passes = file.with_name(f"{stem}{_SEQUENCE}")
+    if stem == file.name or not metadata.is_file():
         raise ValueError(
             f"{path}: thunks are read from a file ...{_BEFORE_PASSES} with its "
             "...thunk_metadata.txt next to it"
         )
-    sequence = after_passes if after_passes.is_file() else given
-    names = _names(metadata.read_text())
+    sequence = after_passes if after_passes.is_file() else file
+    return _parse_thunks(sequence.read_text(), _parse_names(metadata.read_text()))
+
+
+def _parse_thunks(sequence: str, names: Mapping[int, str]) -> Thunks:
+    """Parse a tree of thunks, given the instruction of each thunk number."""
     kinds: dict[str, str] = {}
     streams: dict[str, str] = {}
     in_graphs = set[str]()
-    # (indent, instruction) of the thunks around the current one
-    around: list[tuple[int, str]] = []
+    # (indent, instruction) of the wrappers around the current thunk
+    wrappers: list[tuple[int, str]] = []
     graphs: list[int] = []  # indents of the graphs around the current thunk
-    for match in _THUNK.finditer(sequence.read_text()):
+    for match in _THUNK.finditer(sequence):
         indent = len(match[1])
         number = int(match[2])
         kind = match[3]
         rest = match[4]
-        while around and around[-1][0] >= indent:
-            around.pop()
+        while wrappers and wrappers[-1][0] >= indent:
+            wrappers.pop()
         while graphs and graphs[-1] >= indent:
             graphs.pop()
 
@@ -135,50 +139,50 @@ def read_thunks(path: str | pathlib.Path, module: str | None = None) -> Thunks:
             graphs.append(indent)
             continue
 
-        name = around[-1][1] if around else names.get(number, "")
-        if not around:
+        if wrappers:
+            _, name = wrappers[-1]
+            if kinds[name].rsplit("/", 1)[-1] in _WRAPPERS:
+                kinds[name] += f"/{kind}"
+        else:
+            name = names.get(number, "")
             kinds[name] = kind
-        elif kinds[name].rsplit("/", 1)[-1] in _WRAPPERS:
-            kinds[name] += f"/{kind}"
         if kind in _WRAPPERS:
-            around.append((indent, name))
-        if (stream := _STREAM.search(rest)) is not None:
+            wrappers.append((indent, name))
+        stream = _STREAM.search(rest)
+        if stream is not None:
             streams[name] = stream[1]
         if graphs:
             in_graphs.add(name)
     return Thunks(kinds, streams, frozenset(in_graphs))
 
 
-def _names(metadata: str) -> dict[int, str]:
+def _parse_names(metadata: str) -> dict[int, str]:
     """Return the instruction of each thunk number."""
-    found = {}
+    names = {}
     for block in metadata.split("thunk_metadata {"):
         name = _ANNOTATION.search(block)
         number = _NUMBER.search(block)
         if name is not None and number is not None:
-            found[int(number[1])] = name[1]
-    return found
+            names[int(number[1])] = name[1]
+    return names
 
 
-def _one(folder: pathlib.Path, ending: str, module: str | None) -> pathlib.Path:
-    """Return the one file of a folder with an ending, for one module.
+def _find_file(folder: pathlib.Path, ending: str, module: str | None) -> pathlib.Path:
+    """Return the only file of a folder with an ending, for one module.
 
     File names look like module_0001.jit_step.thunk_sequence.txt.
     """
-    part = "." if module is None else f".{module}."
-    found = sorted(
-        path for path in folder.glob("*") if path.name.endswith(ending) and part in path.name
+    middle = "." if module is None else f".{module}."
+    paths = [p for p in folder.glob("*") if p.name.endswith(ending) and middle in p.name]
+    if len(paths) == 1:
+        return paths[0]
+    named = "" if module is None else f" named {module}"
+    if paths:
+        names = ", ".join(path.name for path in sorted(paths))
+        contents = f"several programs{named}: {names}"
+    else:
+        contents = f"no program{named} that XLA dumped for a GPU"
+    raise ValueError(
+        f"{folder} holds {contents}; the dump of exactly one program is needed: give XLA an empty "
+        "folder and one compilation"
     )
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found)
-        of = "" if module is None else f" named {module}"
-        what = (
-            f"several programs{of}: {names}"
-            if found
-            else f"no program{of} that XLA dumped for a GPU"
-        )
-        raise ValueError(
-            f"{folder} holds {what}; the dump of exactly one program is needed: give XLA an empty "
-            "folder and one compilation"
-        )
-    return found[0]

@@ -76,7 +76,7 @@ class Timeline:
             for before in task.after:
                 followers[before].append(number)
         spans = [(0.0, 0.0)] * len(tasks)
-        taken: set[str] = set()
+        occupied: set[str] = set()  # resources
         # (ready since, number) of tasks that wait for a resource
         ready: list[tuple[float, int]] = []
         running: list[tuple[float, int]] = []  # a heap of (end, number)
@@ -86,14 +86,15 @@ class Timeline:
 
             A follower that takes no time and no resources ends immediately.
             """
-            over = [number]
-            while over:
-                for follower in followers[over.pop()]:
+            ended = [number]
+            while ended:
+                for follower in followers[ended.pop()]:
                     missing[follower] -= 1
                     if not missing[follower]:
-                        over += become_ready(follower, now)
+                        ended += become_ready(follower, now)
 
         def become_ready(number: int, now: float) -> list[int]:
+            """Queue a task, or end it if it takes nothing; return the tasks that ended."""
             if tasks[number].resources or tasks[number].seconds:
                 bisect.insort(ready, (now, number))
                 return []
@@ -101,15 +102,16 @@ class Timeline:
             return [number]
 
         for number in [n for n, count in enumerate(missing) if not count]:
-            for over in become_ready(number, 0.0):
-                release(over, 0.0)
+            for ended in become_ready(number, 0.0):
+                release(ended, 0.0)
+
         now = 0.0
         while ready or running:
             waiting = []
             for since, number in ready:
                 task = tasks[number]
-                if taken.isdisjoint(task.resources):
-                    taken.update(task.resources)
+                if occupied.isdisjoint(task.resources):
+                    occupied.update(task.resources)
                     spans[number] = (now, now + task.seconds)
                     heapq.heappush(running, (now + task.seconds, number))
                 else:
@@ -119,6 +121,6 @@ class Timeline:
             # All tasks that end now, before others start.
             while running and running[0][0] == now:
                 _, number = heapq.heappop(running)
-                taken.difference_update(tasks[number].resources)
+                occupied.difference_update(tasks[number].resources)
                 release(number, now)
         return spans

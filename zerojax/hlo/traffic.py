@@ -17,7 +17,8 @@ to an argument of the program, whose name is the leaf's name.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from zerojax.hlo.check import checked_module
 from zerojax.hlo.host_link import HostCopy, HostSlice, host_copies, host_slices
@@ -111,9 +112,8 @@ class HostTraffic:
     @property
     def kernels(self) -> tuple[HostMove, ...]:
         """The moves made by kernels, most bytes per step first."""
-        return tuple(
-            sorted((m for m in self.moves if m.by == KERNEL), key=lambda m: -m.num_bytes * m.times)
-        )
+        moves = [m for m in self.moves if m.by == KERNEL]
+        return tuple(sorted(moves, key=lambda m: -m.num_bytes * m.times))
 
     @property
     def share_of_copies(self) -> float:
@@ -132,23 +132,22 @@ class HostTraffic:
                 f"  by {by:<6}  to device {total['to_device']:>16,}"
                 f"  to host {total['to_host']:>16,}"
             )
-        if any((graphs := self.in_graphs).values()):
+        in_graphs = self.in_graphs
+        if any(in_graphs.values()):
             rows.append(
-                f"  copies in CUDA graphs  to device {graphs['to_device']:>10,}"
-                f"  to host {graphs['to_host']:>16,}"
+                f"  copies in CUDA graphs  to device {in_graphs['to_device']:>10,}"
+                f"  to host {in_graphs['to_host']:>16,}"
             )
-        moves = any(sum(total.values()) for total in (self.by_copies, self.by_kernels))
-        rows.append(
-            f"  {100 * self.share_of_copies:.1f} % by copies"
-            if moves
-            else "  the program itself moves nothing"
-        )
+        if any(self.by_copies.values()) or any(self.by_kernels.values()):
+            rows.append(f"  {100 * self.share_of_copies:.1f} % by copies")
+        else:
+            rows.append("  the program itself moves nothing")
         if self.has_callbacks:
             rows.append("  plus the bytes that callbacks move, which the program does not state")
         for m in self.kernels:
-            what = m.leaf or "an array of the program's own"
+            leaf = m.leaf or "an array of the program's own"
             rows.append(
-                f"  kernel {m.direction:<9} {m.times:>6} x {m.num_bytes:>13,}  {what} {m.shape}"
+                f"  kernel {m.direction:<9} {m.times:>6} x {m.num_bytes:>13,}  {leaf} {m.shape}"
             )
         return "\n".join(rows)
 
@@ -157,7 +156,8 @@ def _bytes(moves: Iterable[HostMove]) -> dict[str, int]:
     """Return the bytes of moves per step, by direction; host-to-host moves count in both."""
     total: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
     for move in moves:
-        for direction in DIRECTIONS if move.direction not in DIRECTIONS else (move.direction,):
+        crossed = (move.direction,) if move.direction in DIRECTIONS else DIRECTIONS
+        for direction in crossed:
             total[direction] += move.num_bytes * move.times
     return total
 
@@ -184,43 +184,50 @@ def host_traffic(
     """
     tree = _CallTree(checked_module(text))
     moves: dict[tuple[str, str], HostMove] = {}
-    for found in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
-        move = _move(tree, found, thunks)
-        key = (found.computation, found.instruction)
-        # A computation that two loops call is visited in each.
-        moves[key] = (
-            dataclasses.replace(move, times=move.times + moves[key].times) if key in moves else move
-        )
-    has_callbacks = _CALLBACK.search(text) is not None
-    return HostTraffic(
-        tuple(moves.values()), "descriptors" if thunks is None else "thunks", has_callbacks
-    )
+    for access in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
+        move = _move(tree, access, thunks)
+        key = (access.computation, access.instruction)
+        if key in moves:  # a computation that two loops call is visited in each
+            move = dataclasses.replace(move, times=move.times + moves[key].times)
+        moves[key] = move
+    source = "descriptors" if thunks is None else "thunks"
+    return HostTraffic(tuple(moves.values()), source, _CALLBACK.search(text) is not None)
 
 
-def _move(tree: "_CallTree", found: HostSlice | HostCopy, thunks: Thunks | None) -> HostMove:
-    computation, scheduled = tree.scheduled(found.computation, found.instruction)
+def _move(tree: "_CallTree", access: HostSlice | HostCopy, thunks: Thunks | None) -> HostMove:
+    computation, scheduled = tree.scheduled(access.computation, access.instruction)
     if thunks is not None:
         is_copy = thunks.is_copy(scheduled)
-    elif isinstance(found, HostSlice):
-        is_copy = found.has_descriptor
+    elif isinstance(access, HostSlice):
+        is_copy = access.has_descriptor
     else:
         # A copy inside a fusion is part of a kernel.
-        is_copy = found.op in _COPIES and scheduled == found.instruction
-    of, name = tree.host_array(found.computation, found.instruction)
+        is_copy = access.op in _COPIES and scheduled == access.instruction
+    array, name = tree.host_array(access.computation, access.instruction)
+    leaf = ""
     # A copy to the host makes a new array, whatever its source is.
-    array, leaf = (None, "") if name == found.instruction else tree.leaf(found.computation, name)
-    dims = ",".join(map(str, (array or of).dims))
+    if name != access.instruction:
+        argument, leaf = tree.leaf(access.computation, name)
+        array = argument or array
+    dims = ",".join(map(str, array.dims))
     return HostMove(
         computation=computation,
         instruction=scheduled,
         by=COPY if is_copy else KERNEL,
-        direction=found.direction,
-        num_bytes=found.num_bytes,
-        times=found.times,
+        direction=access.direction,
+        num_bytes=access.num_bytes,
+        times=access.times,
         leaf=leaf,
-        shape=f"{(array or of).dtype}[{dims}]",
+        shape=f"{array.dtype}[{dims}]",
         in_graph=thunks is not None and scheduled in thunks.in_graphs,
     )
+
+
+class _Caller(NamedTuple):
+    """The instruction that calls a computation, and the computation that contains it."""
+
+    computation: str
+    instruction: Instruction
 
 
 class _CallTree:
@@ -228,59 +235,54 @@ class _CallTree:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self._caller = {
-            c: (name, i)
-            for name in module.computations
-            for i in module.instructions(name)
-            for c in i.called
-        }
+        self._callers: dict[str, _Caller] = {}  # by the called computation
+        for name in module.computations:
+            for i in module.instructions(name):
+                for called in i.called:
+                    self._callers[called] = _Caller(name, i)
 
     def scheduled(self, computation: str, instruction: str) -> tuple[str, str]:
         """Return the computation and instruction that the schedule runs.
 
         For an instruction inside a fusion, it is the fusion; else the instruction itself.
         """
-        while (caller := self._caller.get(computation)) is not None and caller[
-            1
-        ].op not in _CONTROL:
-            computation = caller[0]
-            instruction = caller[1].result
+        caller = self._callers.get(computation)
+        while caller is not None and caller.instruction.op not in _CONTROL:
+            computation = caller.computation
+            instruction = caller.instruction.result
+            caller = self._callers.get(computation)
         return computation, instruction
 
     def host_array(self, computation: str, instruction: str) -> tuple[Array, str]:
         """Return the host-memory array that an instruction accesses, and its result's name."""
         i = self.module.computations[computation].instructions[instruction]
-        for name, shape in [*self._operands(computation, i), (i.result, i.shape)]:
-            arrays = [a for a in parse_arrays(shape) if a.on_host]
-            if arrays:
-                return arrays[0], name
+        for operand in [*self._operands(computation, i), i]:
+            for array in parse_arrays(operand.shape):
+                if array.on_host:
+                    return array, operand.result
         raise AssertionError(f"{instruction} touches no host memory")
 
-    def _operands(self, computation: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        of = self.module.computations[computation].instructions
-        yield from ((o, of[o].shape) for o in i.operands if o in of)
+    def _operands(self, computation: str, i: Instruction) -> list[Instruction]:
+        instructions = self.module.computations[computation].instructions
+        return [instructions[name] for name in i.operands if name in instructions]
 
     def leaf(self, computation: str, name: str) -> tuple[Array | None, str]:
         """Follow a result back to the program argument that it is; (None, "") if it is none."""
         element: int | None = None
         while (i := self.module.computations[computation].instructions.get(name)) is not None:
             if i.op == "parameter":
-                number = int(i.rest.split(")")[0])
-                caller = self._caller.get(computation)
+                caller = self._callers.get(computation)
                 if caller is None:
-                    named = _OP_NAME.search(i.rest)
-                    return parse_arrays(i.shape)[0], "" if named is None else named[1].replace(
-                        "\\'", "'"
-                    )
-                # A branch of a conditional has one operand, after the condition. A loop's body has
-                # the carried tuple.
-                number = (
-                    caller[1].called.index(computation) + 1
-                    if caller[1].op == "conditional"
-                    else number
-                )
-                computation = caller[0]
-                name = caller[1].operands[number]
+                    op_name = _OP_NAME.search(i.rest)
+                    leaf = "" if op_name is None else op_name[1].replace("\\'", "'")
+                    return parse_arrays(i.shape)[0], leaf
+                if caller.instruction.op == "conditional":
+                    # A branch has one operand, after the condition.
+                    number = caller.instruction.called.index(computation) + 1
+                else:
+                    number = int(i.rest.split(")")[0])  # 0 in a loop's body: the carried tuple
+                computation = caller.computation
+                name = caller.instruction.operands[number]
             elif i.op == "get-tuple-element":
                 index = _INDEX.search(i.rest)
                 name = i.operands[0]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.given import as_flag, as_integer, as_number
+from zerojax.user_values import as_flag, as_integer, as_number
 
 MOST = 2**31 - 1
 """Largest token and position: both are i32."""

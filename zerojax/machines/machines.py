@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from zerojax.given import as_int_or_float, as_integer, as_number
 from zerojax.hlo import Rates, rates_with
 from zerojax.machines.machine_files import to_text
 from zerojax.precision import PRECISIONS
+from zerojax.user_values import as_int_or_float, as_integer, as_number
 
 T = TypeVar("T")
 GIVEN = "given"

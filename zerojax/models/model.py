@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.given import whole_number
 from zerojax.trees import Batch, Params, Tree
+from zerojax.user_values import whole_number
 
 Key = jax.Array | None
 

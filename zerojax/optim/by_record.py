@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.config import reason
+from zerojax.config import piecewise_update_setting
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
 from zerojax.optim.late_records import MOST_PIECES, Pieces, cut_leaf, update_in_pieces
 from zerojax.optim.layer_wise import (
@@ -67,7 +67,7 @@ class RecordUpdate:
             self.rule = elementwise_update(
                 tx,
                 layout.abstract_params,
-                reason(layout.config),
+                piecewise_update_setting(layout.config),
                 stacked,
                 lambda: why_not_by_leaf(tx, layout.abstract_params, stacked),
             )

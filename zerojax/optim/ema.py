@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.given import as_number
 from zerojax.jaxprs import flatten
 from zerojax.state import Layout, OptStateMap
 from zerojax.trees import Params
+from zerojax.user_values import as_number
 
 
 class EmaState(NamedTuple):

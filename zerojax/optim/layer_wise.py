@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zerojax.config import reason
+from zerojax.config import piecewise_update_setting
 from zerojax.optim.decisions import Differences, Traced, differences
 from zerojax.optim.elementwise import (
     ElementwiseUpdate,
@@ -277,8 +277,8 @@ def check_whole_leaves(layout: Layout) -> None:
         holds a full leaf of a layer.
     """
     what = (
-        f"{reason(layout.config)} with an optimizer that combines elements of a leaf (Muon, "
-        "Adafactor, LAMB, ..)"
+        f"{piecewise_update_setting(layout.config)} with an optimizer that combines elements of "
+        "a leaf (Muon, Adafactor, LAMB, ..)"
     )
     if layout.config.update_on == "host":
         raise ValueError(

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
 from zerojax.choice import LayerOption
-from zerojax.config import ZeroConfig, check_unlayered, require_built, streams, whole_layers
+from zerojax.config import ZeroConfig, check_unlayered, require_built, streams, untiled_setting
 from zerojax.costs import CHECKPOINTED, Grid, Workload
 from zerojax.machines import Machine
 from zerojax.precision import PRECISIONS
@@ -181,7 +181,7 @@ class Space:
                 ]
                 for fields in itertools.chain.from_iterable(map(self._details, [first, *named])):
                     for tiles in (
-                        self.tiles if whole_layers(self.view(fields)) is None else self.tiles[:1]
+                        self.tiles if untiled_setting(self.view(fields)) is None else self.tiles[:1]
                     ):
                         yield Candidate(
                             bound.seconds(fields), complexity(fields, tiles), fields, tiles

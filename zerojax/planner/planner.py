@@ -53,7 +53,6 @@ from zerojax.costs import (
     workload_of_model,
     workload_of_sizes,
 )
-from zerojax.given import as_integer, as_number
 from zerojax.machines import Machine, format_bytes, machine_of, probe
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory, steps_of_program
@@ -67,6 +66,7 @@ from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
 from zerojax.trees import Batch
+from zerojax.user_values import as_integer, as_number
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5

@@ -21,12 +21,12 @@ from jax.sharding import Mesh
 
 from zerojax.chips import find_chip
 from zerojax.config import ZeroConfig, streams
-from zerojax.given import whole_number
 from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program import LoweredStep, Program, build_train_step
 from zerojax.sharding import own_mesh, without_mesh
 from zerojax.trees import Batch
+from zerojax.user_values import whole_number
 
 DISTANCES = (1, 2, 4)
 GROUPS = (2, 4, 5, 6, 8, 10)

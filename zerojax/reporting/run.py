@@ -41,7 +41,6 @@ from typing import Any, Self, SupportsFloat
 
 import jax
 
-from zerojax.given import as_path, whole_number
 from zerojax.machines import Machine
 from zerojax.memory import MemoryReport
 from zerojax.planner import Plan, StepWatch
@@ -63,6 +62,7 @@ from zerojax.reporting.summary import (
 )
 from zerojax.reporting.writers import import_writers
 from zerojax.runtime import AllProcesses, raise_on_sigterm
+from zerojax.user_values import as_path, whole_number
 
 _PAGE_SECONDS = 60.0
 _MOST_NOTICES = 20

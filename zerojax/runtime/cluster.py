@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from zerojax.given import whole_number
+from zerojax.user_values import whole_number
 
 PORT = 55527
 """Port of process 0, unless JAX_COORDINATOR_PORT or Slurm's job sets another."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from zerojax.given import as_integer
+from zerojax.user_values import as_integer
 
 logger = logging.getLogger("zerojax")
 Axes = Mapping[str, str | tuple[str, ...]]

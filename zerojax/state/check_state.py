@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.given import as_integer, as_number, shown
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
 from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
 from zerojax.trees import Tree
+from zerojax.user_values import as_integer, as_number, shown
 
 _SHOWN = 3
 """Number of leaves that an error lists."""

@@ -108,7 +108,7 @@ class RecordSpec:
         """
         if isinstance(index, Tile):
             # Tiles are never in a Split: only full layers stay on the device
-            # (`zerojax.config.whole_layers`).
+            # (`zerojax.config.untiled_setting`).
             start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
             value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(
                 stack.shape[2:]

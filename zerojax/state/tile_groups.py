@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from zerojax.config import ZeroConfig, streams, whole_layers
-from zerojax.given import as_flag, as_integer
+from zerojax.config import ZeroConfig, streams, untiled_setting
 from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
 from zerojax.state.leaves import TileGroup, is_stacked, stack_name
 from zerojax.trees import Params
+from zerojax.user_values import as_flag, as_integer
 
 logger = logging.getLogger("zerojax")
 
@@ -98,7 +98,7 @@ def tile_groups(
         return ()
     if not streams(config):
         return ()
-    if (why := whole_layers(config)) is not None:
+    if (why := untiled_setting(config)) is not None:
         logger.info(
             "%s moves full layers: stacks of tiles are fetched and gathered with the rest of their "
             "layer",

@@ -258,7 +258,7 @@ class StreamedPlan:
         self.host = None
         if self.update is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            # An update on the host moves full layers (`whole_layers`), so gradient records are
+            # An update on the host moves full layers (`untiled_setting`), so gradient records are
             # never tiles.
             on_disk = {
                 i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None

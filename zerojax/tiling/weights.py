@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from zerojax.given import as_integer, whole_number
+from zerojax.user_values import as_integer, whole_number
 
 logger = logging.getLogger("zerojax")
 Array = jax.Array

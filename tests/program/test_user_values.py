@@ -19,10 +19,10 @@ import zerojax as zj
 from zerojax.config import Segment
 from zerojax.costs import Sizes
 from zerojax.data import batches
-from zerojax.given import as_flag, as_int_or_float, as_integer, as_number, as_path
 from zerojax.hf import Lora
 from zerojax.machines import machine as named_machine
 from zerojax.tiling.weights import check_tiles
+from zerojax.user_values import as_flag, as_int_or_float, as_integer, as_number, as_path
 
 WHOLE = (3, np.int64(3), np.uint8(3), np.array(3), jnp.int32(3))
 NO_WHOLE = (

@@ -43,8 +43,8 @@ def as_int_or_float(value: object) -> int | float | None:
 
     Anything else gives None.
     """
-    whole = as_integer(value)
-    return as_number(value) if whole is None else whole
+    integer = as_integer(value)
+    return as_number(value) if integer is None else integer
 
 
 def as_flag(value: object) -> bool | None:
@@ -116,13 +116,13 @@ def positive_number(name: str, value: object, otherwise: str = "") -> float:
       ValueError: the value is not a number, or it is not finite and positive in float32.
     """
     number = as_number(value)
-    held = None if number is None else in_float32(number)
-    if held is None:
+    clamped = None if number is None else in_float32(number)
+    if clamped is None:
         raise ValueError(
             f"{name}={shown(value)}: a positive finite number that float32 holds is "
             f"needed{otherwise}"
         )
-    return held
+    return clamped
 
 
 def as_path(value: object) -> str | None:
