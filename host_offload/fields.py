@@ -99,11 +99,10 @@ class Field:
     def integer(self, least: int = 0, most: int = MOST) -> int:
         """Return an integer from `least` to `most`."""
         if type(self.value) is not int or not least <= self.value <= most:
-            span = (
-                f"{least}"
-                if least == most
-                else f"from {least} to {'2^63 - 1' if most == MOST else most}"
-            )
+            if least == most:
+                span = f"{least}"
+            else:
+                span = f"from {least} to {'2^63 - 1' if most == MOST else most}"
             self.refuse(f"an integer, {span},")
         return self.value
 

@@ -238,11 +238,9 @@ class DiskRecords:
     @property
     def slot_bytes(self) -> int:
         """Bytes of device memory per GPU for the slots; see `host_offload.device.copies`."""
-        return (
-            0
-            if self.swap.mesh.devices.flat[0].platform == "cpu"
-            else sum(self.slots) * self.num_bytes
-        )
+        if self.swap.mesh.devices.flat[0].platform == "cpu":
+            return 0
+        return sum(self.slots) * self.num_bytes
 
     def can_share_files(self, other: "DiskRecords | None") -> bool:
         """Return whether another kind's files and buffers can also hold this kind's records.

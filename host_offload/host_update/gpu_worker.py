@@ -115,13 +115,28 @@ class LeafGroup:
     @property
     def num_slots_up(self) -> int:
         """Number of slots through which new parameters are copied to the device."""
-        return 0 if not (self.stacked and self.params) else 1 if self.stashes else LAG
+        if not (self.stacked and self.params):
+            return 0
+        return 1 if self.stashes else LAG
+
+    @property
+    def num_buffers(self) -> int:
+        """Number of buffers in host memory that receive what the device sends."""
+        if self.stashes:
+            return 0
+        return LAG + 1 if self.stacked else 1
+
+    @property
+    def num_rooms(self) -> int:
+        """Number of rooms in host memory for new parameters on their way to the device."""
+        if self.stashes or not self.params:
+            return 0
+        return LAG if self.stacked else 1
 
     @property
     def host_bytes(self) -> int:
         """Bytes of page-locked host memory per device for buffers and rooms."""
-        buffers, rooms = (0, 0) if self.stashes else (LAG + 1, LAG) if self.stacked else (1, 1)
-        return buffers * self.down.num_bytes + rooms * self.up.num_bytes
+        return self.num_buffers * self.down.num_bytes + self.num_rooms * self.up.num_bytes
 
 
 class Packing:
@@ -197,14 +212,14 @@ class Part:
         self.up = spec.up
         by_slots = spec.stacked
         self._memory = list[np.ndarray]()
-        num_buffers = 0 if spec.stashes else LAG + 1 if by_slots else 1
-        self.buffers = [self.down.views(self._host(self.down)) for _ in range(num_buffers)]
-        num_rooms = 0 if spec.stashes or not spec.params else LAG if by_slots else 1
-        self.rooms = [self.up.views(self._host(self.up)) for _ in range(num_rooms)]
+        self.buffers = [self.down.views(self._host(self.down)) for _ in range(spec.num_buffers)]
+        self.rooms = [self.up.views(self._host(self.up)) for _ in range(spec.num_rooms)]
         self.slot_down = self._slot(self.down, device) if by_slots else None
         self.slots_up = [self._slot(self.up, device) for _ in range(spec.num_slots_up)]
         self.full = driver.make_event()
-        num_events = 1 if spec.stashes else num_buffers if by_slots else max(1, len(spec.leaves))
+        num_events = spec.num_buffers if by_slots else max(1, len(spec.leaves))
+        if spec.stashes:
+            num_events = 1
         self.arrived = [driver.make_event() for _ in range(num_events)]
         self.sent, self.empty = ([driver.make_event() for _ in self.slots_up] for _ in range(2))
         self.reset()

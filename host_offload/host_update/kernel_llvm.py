@@ -111,7 +111,11 @@ def _claim(typing: Any, counter: Any, num: Any) -> Any:
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 ARM = platform.machine().lower() in ("aarch64", "arm64")
-FLUSH = 0x8040 if X86 else 1 << 24 if ARM else 0  # MXCSR's FTZ and DAZ; FPCR's FZ
+FLUSH = 0
+if X86:
+    FLUSH = 0x8040  # FTZ and DAZ of MXCSR
+elif ARM:
+    FLUSH = 1 << 24  # FZ of FPCR
 
 
 @intrinsic

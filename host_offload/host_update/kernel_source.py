@@ -354,14 +354,11 @@ def _constant(value: Any, aval: Any) -> Value:
     if dtype in ("int32", "uint32"):
         return Value(f"{dtype[0]}32({int(number)})", dtype)
     x = float(number.astype(np.float32))
-    return Value(
-        f"f32({x!r})"
-        if math.isfinite(x)
-        else "nan"
-        if math.isnan(x)
-        else f"f32({'-' * (x < 0)}inf)",
-        dtype,
-    )
+    if math.isfinite(x):
+        return Value(f"f32({x!r})", dtype)
+    if math.isnan(x):
+        return Value("nan", dtype)
+    return Value("f32(-inf)" if x < 0 else "f32(inf)", dtype)
 
 
 def _live(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:

@@ -465,7 +465,9 @@ class _Writer:
         backward = _Pass("backward", downward, taken, (), () if host else away("grads"))
         if host and host.is_delayed:
             return [forward, backward]
-        needs = () if host else away("grads", "opt_state", *([] if self.master else ["params"]))
+        needs = ()
+        if not host:
+            needs = away("grads", "opt_state", *([] if self.master else ["params"]))
         if self.stores_late:
             # Each tick loads the record that it updates while the previous record is stored, so
             # prefetching would gain nothing.

@@ -76,11 +76,9 @@ def _kind(part: Part, names: Mapping[str, tuple[str, str]], record: Record) -> s
     if part.group:
         return tiles_kind(record.kind, part.group)
     stack, activations = names.get(part.stack, (part.stack, ""))
-    return (
-        activations
-        if activations and record.kind == "activations"
-        else layers_kind(record.kind, stack)
-    )
+    if activations and record.kind == "activations":
+        return activations
+    return layers_kind(record.kind, stack)
 
 
 def _moves_of_phase(phase: Phase, name: Callable[[Record], str]) -> Iterator[Move]:

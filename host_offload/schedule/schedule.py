@@ -300,11 +300,9 @@ class Phase:
           kinds: kinds of records, such as "params" and "opt_state".
           layer: index of the layer, counted from 0.
         """
-        return (
-            kinds
-            if layer >= self.device_layers
-            else tuple(kind for kind in kinds if kind != "opt_state")
-        )
+        if layer >= self.device_layers:
+            return kinds
+        return tuple(kind for kind in kinds if kind != "opt_state")
 
     def list_fetches(self, tick: int) -> tuple[str, ...]:
         """Return the `fetches` that are off the device for the layer of a tick.
@@ -343,11 +341,10 @@ class Phase:
                 if op.inner is not None:
                     total += loop.trips * op.inner.moved(*lanes, called=called)
                 elif op.lane in lanes:
-                    by_callbacks = (
-                        op.num_bytes
-                        if op.record.kind in _CALLED
-                        else min(op.num_bytes, on_disk.get(op.record, 0))
-                    )
+                    if op.record.kind in _CALLED:
+                        by_callbacks = op.num_bytes
+                    else:
+                        by_callbacks = min(op.num_bytes, on_disk.get(op.record, 0))
                     counted = {
                         None: op.num_bytes,
                         True: by_callbacks,
@@ -466,13 +463,11 @@ class Phase:
         last = len(self.layer)
 
         def at(tick):
-            return (
-                "before the loop"
-                if tick < 0
-                else f"tick {tick}"
-                if tick < last
-                else "after the loop"
-            )
+            if tick < 0:
+                return "before the loop"
+            if tick < last:
+                return f"tick {tick}"
+            return "after the loop"
 
         for leaves, name in _UNSTACKED.items():
             loaded = self.list_ticks(leaves, "load")

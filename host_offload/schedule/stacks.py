@@ -108,11 +108,10 @@ class StepPlan:
                 ]
                 found += layers
                 # After a stack's layers, the tiles of all its layers are updated, group by group.
-                groups = (
-                    schedule.tiles
-                    if isinstance(schedule, TiledSchedule) and layers and name == "update"
-                    else ()
-                )
+                if isinstance(schedule, TiledSchedule) and layers and name == "update":
+                    groups = schedule.tiles
+                else:
+                    groups = ()
                 found += [
                     Part(group.phase("update"), "update", stack, group.name) for group in groups
                 ]

@@ -194,9 +194,10 @@ def _svg_strip(strip: Strip, y: int, cell: int) -> list[str]:
 
 
 def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> list[str]:
-    when = (
-        f"tick {box.start}" if box.stop - box.start == 1 else f"ticks {box.start} to {box.stop - 1}"
-    )
+    if box.stop - box.start == 1:
+        when = f"tick {box.start}"
+    else:
+        when = f"ticks {box.start} to {box.stop - 1}"
     lines = [
         '<g class="box">',
         f"<title>{lane}, {when}: layer {box.layer}, {', '.join(box.kinds)}</title>",

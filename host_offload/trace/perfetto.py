@@ -289,9 +289,10 @@ class _Builder:
         seconds = end - run.start
         args["stall_ms"] = {cause: _ms(stall) for cause, stall in sorted(stalls.items())}
         args["misses"] = sum(e.name == "read" and not e.ahead for e in run.events)
-        args["disk_busy"] = (
-            round(self.busy.covered(run.start, end) / seconds, 4) if seconds else 0.0
-        )
+        if seconds:
+            args["disk_busy"] = round(self.busy.covered(run.start, end) / seconds, 4)
+        else:
+            args["disk_busy"] = 0.0
         return args | ({} if run.end is not None else {"ended": False})
 
     def _counters(self) -> list[Json]:
@@ -323,11 +324,13 @@ def _names(runs: Sequence[Run], first: int) -> list[str]:
 
 
 def _lateness(late: Lateness) -> Json:
-    return (
-        {"late_ms": _ms(late.seconds), "disk_rested_ms": _ms(late.rested), "cause": late.cause}
-        if late.cause
-        else {}
-    )
+    if late.cause:
+        return {
+            "late_ms": _ms(late.seconds),
+            "disk_rested_ms": _ms(late.rested),
+            "cause": late.cause,
+        }
+    return {}
 
 
 def _ms(seconds: float) -> float:

@@ -203,7 +203,9 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
         of_record = turns.get(move, [])
         k = counts.get((first.rank, move), 0)
         counts[first.rank, move] = k + 1
-        turn = None if k >= len(of_record) else of_record[-1 - k if backward else k]
+        turn = None
+        if k < len(of_record):
+            turn = of_record[-1 - k if backward else k]
         uses.append(
             Use(
                 run=index,
@@ -353,7 +355,8 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
         for move, moments in zip(run.moves, of_run, strict=True):
             # A read is wanted when the first device asks for it, a write when the last device has
             # handed its record over.
-            last = (max(moments) if move.writes else min(moments)) if moments else last
+            if moments:
+                last = max(moments) if move.writes else min(moments)
             row.append(last)
         wanted.append(row)
     return wanted

@@ -242,11 +242,10 @@ class Checkpointer:
         If it fails, everything is as before.
         """
         # Only frozen weights can be linked; trainable ones change at each step.
-        last = (
-            self._directory.state_folder(saving.before)
-            if program.layout.frozen and saving.before is not None
-            else None
-        )
+        if program.layout.frozen and saving.before is not None:
+            last = self._directory.state_folder(saving.before)
+        else:
+            last = None
         save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier, last)
         # From here on, the end of the program has a save to wait for.
         _OPEN.add(self)
@@ -435,11 +434,10 @@ class Checkpointer:
             with self._open_step(step, program.mesh) as saved:
                 # The position first: if this process has none, nothing of the program's is
                 # overwritten.
-                position = (
-                    None
-                    if data is None
-                    else own_position(saved.folder, saved.num_processes, saved.data)
-                )
+                if data is None:
+                    position = None
+                else:
+                    position = own_position(saved.folder, saved.num_processes, saved.data)
                 return (
                     restore_state(program, saved, verify=self._verify),
                     position,

@@ -222,13 +222,10 @@ def _leaves(saved: SavedState) -> list[str]:
     frozen = saved.frozen
     for name, leaf in saved.leaves.items():
         rows.append((name, str(list(leaf.shape)), leaf.dtype, leaf.spec, f"{leaf.num_bytes:,}"))
-        kind = (
-            "weights"
-            if name.startswith("weights")
-            else "opt_state"
-            if name.startswith("opt_state")
-            else "other"
-        )
+        if name.startswith("weights"):
+            kind = "weights"
+        else:
+            kind = "opt_state" if name.startswith("opt_state") else "other"
         kind = "frozen" if name in frozen else kind
         totals[kind] = totals.get(kind, 0) + leaf.num_bytes
     for name, value in saved.values.items():

@@ -150,11 +150,10 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
         # The part after a Split's first part, or the full leaf.
         rest = array.host if isinstance(array, Split) else array
         first = array.device.shape[0] if isinstance(array, Split) else 0
-        shape = (
-            (first + rest.shape[0], *rest.shape[1:])
-            if isinstance(array, Split)
-            else tuple(rest.shape)
-        )
+        if isinstance(array, Split):
+            shape = (first + rest.shape[0], *rest.shape[1:])
+        else:
+            shape = tuple(rest.shape)
         field = path[0].name
         leaf = StateLeaf(
             name=_name(path, layout),
@@ -206,11 +205,10 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
                 range(len(layout.leaves), len(layout.all_leaves)), records.frozen, strict=True
             )
         else:
-            grads = (
-                [*layout.stacked, *layout.unstacked]
-                if field.name == "pending" and value is not None
-                else []
-            )
+            if field.name == "pending" and value is not None:
+                grads = [*layout.stacked, *layout.unstacked]
+            else:
+                grads = []
             yield from ((i, None) for i in grads)  # the first field of Pending
             yield from [(None, None)] * (len(jax.tree.leaves(value)) - len(grads))
 
@@ -236,18 +234,16 @@ def _name(path: tuple[Any, ...], layout: Layout) -> str:
         return f"weights{jax.tree_util.keystr(path[1:])}"
     # A wrapper's state: a count, and the state of the wrapped optimizer.
     if field == "opt_state" and layout.config.moments == "bfloat16":
-        return (
-            f"opt_state{jax.tree_util.keystr(path[2:])}"
-            if path[1].name == "inner"
-            else ROUNDING_STEP
-        )
+        if path[1].name == "inner":
+            return f"opt_state{jax.tree_util.keystr(path[2:])}"
+        return ROUNDING_STEP
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
 def _tier(array: Any) -> str:
-    return (
-        "pinned_host" if getattr(array.sharding, "memory_kind", None) == "pinned_host" else "device"
-    )
+    if getattr(array.sharding, "memory_kind", None) == "pinned_host":
+        return "pinned_host"
+    return "device"
 
 
 def arrays_in_memory(leaf: StateLeaf, value: Any) -> Iterator[tuple[jax.Array, int]]:

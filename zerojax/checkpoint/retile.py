@@ -293,11 +293,10 @@ class Reblocked:
         # Read the saved rows that contain the box's rows. Arrays of groups are small, and are read
         # in full.
         (start, stop), width, length = rest[0], math.prod(self.here[1:]), math.prod(self.saved[1:])
-        low, high = (
-            (0, self.saved[0])
-            if self.index is not None
-            else (start * width // length, -(-stop * width // length))
-        )
+        if self.index is not None:
+            low, high = (0, self.saved[0])
+        else:
+            low, high = (start * width // length, -(-stop * width // length))
         part = ((low, high), *((0, n) for n in self.saved[1:]))
         rows = np.empty([high - low, *self.saved[1:]], out.dtype)
         for record in np.ndindex(*(last - first for first, last in front)):

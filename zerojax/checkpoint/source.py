@@ -75,11 +75,10 @@ class LeafSource:
         """
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
-            part = (
-                self.value[tuple(slice(*bounds) for bounds in box)]
-                if self.value.shape
-                else self.value
-            )
+            if self.value.shape:
+                part = self.value[tuple(slice(*bounds) for bounds in box)]
+            else:
+                part = self.value
             out[...] = part.reshape(out.shape) if part.shape else part
             return
         try:

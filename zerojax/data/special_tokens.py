@@ -76,11 +76,10 @@ class SpecialTokens:
         )
         starts, ends = np.asarray(out["offset_mapping"], np.int64).reshape(-1, 2).T
         found = Tokenized(text, np.asarray(out["input_ids"], np.int32), starts, ends)
-        kept = (
-            _added_once(found, np.asarray(out["special_tokens_mask"], bool))
-            if add_special_tokens
-            else slice(None)
-        )
+        if add_special_tokens:
+            kept = _added_once(found, np.asarray(out["special_tokens_mask"], bool))
+        else:
+            kept = slice(None)
         return Tokenized(text, found.tokens[kept], starts[kept], ends[kept])
 
     def stop_after(self, tokenized: Tokenized, first: int, stop: int) -> int | None:

@@ -146,11 +146,9 @@ def attend_to_cache(
     seen = behind >= 0
     if window is not None:
         seen &= (window == 0) | (behind < window)
-    return (
-        _by_xla(q, k, v, mask=seen, scale=scale)
-        if cap is None
-        else _capped(q, k, v, scale, cap, seen)
-    )
+    if cap is None:
+        return _by_xla(q, k, v, mask=seen, scale=scale)
+    return _capped(q, k, v, scale, cap, seen)
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

@@ -201,11 +201,10 @@ class _Codes:
             first = (a * columns + c) // block
             last = ((b - 1) * columns + d) // block
             blocks = np.arange(first, last)
-            row, column = (
-                (np.zeros_like(blocks), blocks)
-                if self._is_flat
-                else np.divmod(blocks, columns // block)
-            )
+            if self._is_flat:
+                row, column = (np.zeros_like(blocks), blocks)
+            else:
+                row, column = np.divmod(blocks, columns // block)
             row = row // self._group[0]
             column = column // self._group[1]
             box = (

@@ -242,11 +242,10 @@ def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: s
         )
     for key in ("quantization_config", "quantization"):
         if quantized := raw.get(key):
-            method = (
-                quantized.get("quant_method", "unknown")
-                if isinstance(quantized, Mapping)
-                else quantized
-            )
+            if isinstance(quantized, Mapping):
+                method = quantized.get("quant_method", "unknown")
+            else:
+                method = quantized
             raise ValueError(
                 f"{where}: its weights are quantized ({reprlib.repr(method)} in {key}): use the "
                 "original checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or "
@@ -414,11 +413,10 @@ def _check_kinds(given: object, kinds: list[str]) -> None:
     told = read_kinds(Field(given, "layer_types"))
     if told == kinds:
         return
-    alike = (
-        f"{kinds[0]!r} in each of {len(kinds)} layers"
-        if len(set(kinds)) == 1
-        else f"{reprlib.repr(kinds)}"
-    )
+    if len(set(kinds)) == 1:
+        alike = f"{kinds[0]!r} in each of {len(kinds)} layers"
+    else:
+        alike = f"{reprlib.repr(kinds)}"
     raise ValueError(
         f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or remove the "
         "key"

@@ -261,11 +261,10 @@ def _write_shards(
         shards[-1].append(name)
         used += size
     count = len(shards)
-    files = (
-        [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-        if count > 1
-        else ["model.safetensors"]
-    )
+    if count > 1:
+        files = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    else:
+        files = ["model.safetensors"]
     for file, names in zip(files, shards, strict=True):
         # transformers checks which framework wrote a file, and treats "pt" as its own.
         write_safetensors(

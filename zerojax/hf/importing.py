@@ -185,7 +185,9 @@ def map_names(
 
 
 def _name(here: Any) -> str:
-    return "" if here is None else here if isinstance(here, str) else here[0]
+    if here is None:
+        return ""
+    return here if isinstance(here, str) else here[0]
 
 
 def _in_tiles(here: Any) -> Any:

@@ -99,9 +99,10 @@ def map_sources(
                 f"{name} of {tensor.dtype} in {like}, which is not a supported floating dtype"
             )
             continue
-        shape = (
-            tensor.shape if place.axes is None else tuple(tensor.shape[axis] for axis in place.axes)
-        )
+        if place.axes is None:
+            shape = tensor.shape
+        else:
+            shape = tuple(tensor.shape[axis] for axis in place.axes)
         shape = shape if place.layer is None else (layers, *shape)
         if place.name not in leaves:
             differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")

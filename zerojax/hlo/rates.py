@@ -86,9 +86,10 @@ class Rates:
                 and abs(value) <= _MOST
             )
             if not is_number or not (value >= 0 if is_duration else value > 0):
-                kind = (
-                    "a duration, at least 0 seconds" if is_duration else "a rate, above 0 a second"
-                )
+                if is_duration:
+                    kind = "a duration, at least 0 seconds"
+                else:
+                    kind = "a rate, above 0 a second"
                 raise ValueError(f"{field.name} = {value!r}: it must be {kind}, and finite")
 
 

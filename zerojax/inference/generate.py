@@ -153,9 +153,10 @@ def _logits(
     has_cache = isinstance(model, LayeredModel) and model.cache is not None
     on_device = not (isinstance(model, LayeredModel) and streams(program.config))
     if use_cache and not (has_cache and on_device):
-        why = (
-            "layers are loaded to the device one by one" if has_cache else "the model has no cache="
-        )
+        if has_cache:
+            why = "layers are loaded to the device one by one"
+        else:
+            why = "the model has no cache="
         raise ValueError(f"use_cache=True: {why}; leave it None to read all tokens in each pass")
     if has_cache and on_device and use_cache is not False:
         return _Cached(program, state, width)

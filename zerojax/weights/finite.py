@@ -109,9 +109,10 @@ class _Faults:
         infinite = int(np.isinf(faults).sum())
         first = self.first
         if first is None:
-            inside = (
-                np.unravel_index(found[0], [stop - start for start, stop in box]) if box else ()
-            )
+            if box:
+                inside = np.unravel_index(found[0], [stop - start for start, stop in box])
+            else:
+                inside = ()
             index = tuple(start + int(i) for (start, _), i in zip(box, inside, strict=True))
             first = float(faults[0]), index
         beyond = self.beyond + found.size - nans - infinite

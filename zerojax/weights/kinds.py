@@ -95,11 +95,10 @@ def _kind_of_json(path: str, file: ReadFile) -> str:
     lost = f" ({len(absent)} missing next to it, the first is {absent[0]})" if absent else ""
     if len(shards) == 1 and form == "safetensors":
         return f"a Hugging Face index of one file: import {shards[0]} next to it{lost}"
-    repair = (
-        _JOIN
-        if form == "safetensors"
-        else f"load each by torch.load(path, weights_only=True), {_RESAVE}"
-    )
+    if form == "safetensors":
+        repair = _JOIN
+    else:
+        repair = f"load each by torch.load(path, weights_only=True), {_RESAVE}"
     return f"a Hugging Face index of weights in {len(shards)} {form} files, {names}{lost}: {repair}"
 
 

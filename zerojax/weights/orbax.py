@@ -290,11 +290,10 @@ class OrbaxFolder:
         # All are opened concurrently.
         futures = {}
         for name in names:
-            store = (
-                {"driver": "ocdbt", "base": files, "path": name + "/"}
-                if self._is_joined
-                else files | {"path": f"{self.path}/{name}/"}
-            )
+            if self._is_joined:
+                store = {"driver": "ocdbt", "base": files, "path": name + "/"}
+            else:
+                store = files | {"path": f"{self.path}/{name}/"}
             futures[name] = ts.open(
                 {"driver": driver, "kvstore": store}, open=True, read=True, context=context
             )
@@ -315,9 +314,10 @@ class OrbaxFolder:
                 f"{name} {list(shape)} has chunks of {list(chunk)}, which are larger than it is"
             )
         # In a database it is not known which bytes belong to which array.
-        stored = (
-            self._stored["."] if self._is_joined else self._stored.get(os.path.normpath(name), 0)
-        )
+        if self._is_joined:
+            stored = self._stored["."]
+        else:
+            stored = self._stored.get(os.path.normpath(name), 0)
         # 0: missing chunks have one value everywhere, and take no memory.
         if stored and num_bytes > stored * MOST_RATIO:
             raise FieldError(
@@ -343,11 +343,9 @@ class OrbaxFolder:
 
 def _key(key: Field) -> str:
     """Return a key of the tree as it appears in names; numbers are list indices."""
-    return (
-        str(key.integer())
-        if isinstance(key.value, int) and not isinstance(key.value, bool)
-        else key.text()
-    )
+    if isinstance(key.value, int) and not isinstance(key.value, bool):
+        return str(key.integer())
+    return key.text()
 
 
 def _stored_bytes(path: str) -> dict[str, int]:

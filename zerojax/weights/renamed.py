@@ -139,11 +139,10 @@ class RenamedFile:
                 continue
             parts = self._parts.setdefault(found.name, {})
             if found.layer in parts or (parts and (None in parts or found.layer is None)):
-                other = (
-                    next(iter(parts.values()))
-                    if None in parts or found.layer is None
-                    else parts[found.layer]
-                )
+                if None in parts or found.layer is None:
+                    other = next(iter(parts.values()))
+                else:
+                    other = parts[found.layer]
                 raise CheckpointError(
                     f"{file.path}: {other[0]} and {name} both belong to {found.name}"
                 )
@@ -160,7 +159,9 @@ class RenamedFile:
         dtypes = {self._file.tensors[tensor].dtype for tensor in shapes}
         unread = sorted(dtypes - DTYPES.keys())
         # Layers of several dtypes are read as float32, unless one has an unsupported dtype.
-        dtype = unread[0] if unread else dtypes.pop() if len(dtypes) == 1 else "float32"
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        if unread:
+            dtype = unread[0]
         first, shape = next(iter(shapes.items()))
         if None in parts:
             return Tensor(shape, dtype)
