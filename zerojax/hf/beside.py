@@ -220,7 +220,7 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, but a JSON object is needed")
     given = config.get("eos_token_id")
-    tokens: list[Any] = []
+    tokens = list[object]()
     if isinstance(given, list):
         tokens = given
     elif given is not None:
