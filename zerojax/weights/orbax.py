@@ -277,9 +277,10 @@ class OrbaxFolder:
             if not is_inner_path(name):
                 leaf["key_metadata"].refuse("keys that name a folder in this one")
             # Both would have the same files.
-            if (other := names.setdefault(name, path)) != path:
+            namesake = names.setdefault(name, path)
+            if namesake != path:
                 raise FieldError(
-                    f"{other} and {path} are both stored as {name}: rename one of them, "
+                    f"{namesake} and {path} are both stored as {name}: rename one of them, "
                     "and save them again"
                 )
         return list(names), "zarr3" if zarr3 is not None and zarr3.flag() else "zarr"
@@ -290,11 +291,10 @@ class OrbaxFolder:
         # All are opened concurrently.
         futures = {}
         for name in names:
-            store = (
-                {"driver": "ocdbt", "base": files, "path": name + "/"}
-                if self._is_joined
-                else files | {"path": f"{self.path}/{name}/"}
-            )
+            if self._is_joined:
+                store = {"driver": "ocdbt", "base": files, "path": name + "/"}
+            else:
+                store = files | {"path": f"{self.path}/{name}/"}
             futures[name] = ts.open(
                 {"driver": driver, "kvstore": store}, open=True, read=True, context=context
             )
@@ -315,9 +315,10 @@ class OrbaxFolder:
                 f"{name} {list(shape)} has chunks of {list(chunk)}, which are larger than it is"
             )
         # In a database it is not known which bytes belong to which array.
-        stored = (
-            self._stored["."] if self._is_joined else self._stored.get(os.path.normpath(name), 0)
-        )
+        if self._is_joined:
+            stored = self._stored["."]
+        else:
+            stored = self._stored.get(os.path.normpath(name), 0)
         # 0: missing chunks have one value everywhere, and take no memory.
         if stored and num_bytes > stored * MOST_RATIO:
             raise FieldError(
@@ -325,7 +326,7 @@ class OrbaxFolder:
                 f"each, and its files have {stored} bytes: they cannot hold such a chunk"
             )
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:
@@ -343,11 +344,9 @@ class OrbaxFolder:
 
 def _key(key: Field) -> str:
     """Return a key of the tree as it appears in names; numbers are list indices."""
-    return (
-        str(key.integer())
-        if isinstance(key.value, int) and not isinstance(key.value, bool)
-        else key.text()
-    )
+    if isinstance(key.value, int) and not isinstance(key.value, bool):
+        return str(key.integer())
+    return key.text()
 
 
 def _stored_bytes(path: str) -> dict[str, int]:
@@ -363,11 +362,11 @@ def _stored_bytes(path: str) -> dict[str, int]:
     for folder, _, names in os.walk(path, onerror=_raise):
         num_bytes = 0
         for name in names:
-            found = os.stat(os.path.join(folder, name))
-            if not stat.S_ISREG(found.st_mode):
+            status = os.stat(os.path.join(folder, name))
+            if not stat.S_ISREG(status.st_mode):
                 ReadFile(os.path.join(folder, name))  # raises an error that says what it is
                 raise NotRegularError(f"{os.path.join(folder, name)} was not a regular file")
-            num_bytes += found.st_size if name not in (".zarray", "zarr.json") else 0
+            num_bytes += status.st_size if name not in (".zarray", "zarr.json") else 0
         inner = os.path.relpath(folder, path)
         while True:
             sizes[inner] = sizes.get(inner, 0) + num_bytes
