@@ -220,10 +220,8 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, but a JSON object is needed")
     given = config.get("eos_token_id")
-    tokens = list[object]()
-    if isinstance(given, list):
-        tokens = given
-    elif given is not None:
+    tokens = [] if given is None else given
+    if not isinstance(tokens, list):
         tokens = [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
         raise ValueError(

@@ -41,7 +41,7 @@ class ArrayTree:
         """
         self.path = "the tree of arrays"
         self.tiled = frozenset[str]()
-        self._arrays: dict[str, Any] = {}
+        self._arrays: dict[str, np.ndarray | jax.Array] = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             try:
                 name = ".".join(split_path(f"weights{jax.tree_util.keystr(path)}"))
@@ -70,23 +70,22 @@ class ArrayTree:
         for shard in array.addressable_shards:
             if shard.replica_id:
                 continue
-            has = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, has, strict=True)]
+            held_box = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held_box, strict=True)]
             if any(start >= stop for start, stop in common):
                 continue
             # The start is an argument: boxes of the same shape share a compiled slice.
-            starts = [a - c for (a, _), (c, _) in zip(common, has, strict=True)]
+            starts = [a - c for (a, _), (c, _) in zip(common, held_box, strict=True)]
             sizes = [b - a for a, b in common]
             # The program's mesh is in scope, and need not contain this device.
             with jax.set_mesh(Mesh(np.asarray([shard.device]), ("device",))):
                 piece = jax.lax.dynamic_slice(shard.data, starts, sizes) if sizes else shard.data
-            out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))] = (
-                np.asarray(piece)
-            )
+            target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+            out[target] = np.asarray(piece)
         return out
 
 
-def _array(name: str, leaf: Any) -> Any:
+def _array(name: str, leaf: Any) -> np.ndarray | jax.Array:
     """Return a leaf as an array that can be sliced.
 
     Raises:

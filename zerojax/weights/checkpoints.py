@@ -64,8 +64,8 @@ class CheckpointWeights:
             raise
         self.tensors: dict[str, Tensor] = {}
         for name, leaf in self._leaves.items():
-            found = self.saved.leaves[leaf]
-            self.tensors[name] = Tensor(found.shape, found.dtype)
+            saved_leaf = self.saved.leaves[leaf]
+            self.tensors[name] = Tensor(saved_leaf.shape, saved_leaf.dtype)
         self.tiled = frozenset(
             name for name, leaf in self._leaves.items() if self.saved.leaves[leaf].is_tiled
         )
@@ -73,13 +73,14 @@ class CheckpointWeights:
     def _named(self) -> dict[str, str]:
         """Return the leaf of each unencoded floating weight, by its name in a file."""
         leaves: dict[str, str] = {}
-        for leaf, found in self.saved.leaves.items():
-            if not leaf.startswith(_WEIGHTS) or ENCODED in leaf or found.dtype not in DTYPES:
+        for leaf, saved_leaf in self.saved.leaves.items():
+            if not leaf.startswith(_WEIGHTS) or ENCODED in leaf or saved_leaf.dtype not in DTYPES:
                 continue
             name = ".".join(split_path(leaf))
-            if (other := leaves.setdefault(name, leaf)) != leaf:
+            namesake = leaves.setdefault(name, leaf)
+            if namesake != leaf:
                 raise CheckpointError(
-                    f"{self.path}: {other} and {leaf} are both {name}: rename one of them"
+                    f"{self.path}: {namesake} and {leaf} are both {name}: rename one of them"
                 )
         return leaves
 
@@ -144,31 +145,30 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
             weight, _, array = name.partition(ENCODED)
             formats[weight.removeprefix(_WEIGHTS)] = array.split(".")[0]
             arrays[name] = leaf
-    here = {
-        leaf.encodes: leaf.name.partition(ENCODED)[2].split(".")[0]
-        for leaf in leaves
-        if leaf.encodes
-    }
+    program_formats: dict[str, str] = {}
+    for leaf in leaves:
+        if leaf.encodes:
+            program_formats[leaf.encodes] = leaf.name.partition(ENCODED)[2].split(".")[0]
 
     def in_format(format: str | None) -> str:
         return "not encoded" if format is None else f"in {format}"
 
     wrong = []
     for path, format in sorted(formats.items()):
-        if here.get(path) != format:
+        if program_formats.get(path) != format:
             wrong.append(
                 f"{'.'.join(split_path(_WEIGHTS + path))} in {format}, and here it is "
-                f"{in_format(here.get(path))}"
+                f"{in_format(program_formats.get(path))}"
             )
     if wrong:
         raise CheckpointError(
             f"{saved.folder} holds {first_few(wrong)}. Frozen weights in 8 or 4 bits are "
-            "copied bit "
-            f"for bit: import into a program with frozen_dtype={next(iter(formats.values()))!r}, "
-            "or import the folder that the base came from"
+            "copied bit for bit: import into a program with "
+            f"frozen_dtype={next(iter(formats.values()))!r}, or import the folder that "
+            "the base came from"
         )
     names = {leaf.name for leaf in leaves if leaf.name.startswith(_MODEL_STATE)}
-    kept = {name: leaf for name, leaf in saved.leaves.items() if name in names}
+    model_state = {name: leaf for name, leaf in saved.leaves.items() if name in names}
     values = {name: value for name, value in saved.values.items() if name in names}
     keys = {name: key for name, key in saved.keys.items() if name in names}
-    return Untouched(arrays | kept, values, keys, frozenset(formats))
+    return Untouched(arrays | model_state, values, keys, frozenset(formats))

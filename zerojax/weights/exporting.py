@@ -163,12 +163,11 @@ def read_pieces(
     """
     leaf = saved.leaves[name]
     sizes = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
-    for corner in itertools.product(
-        *(range(0, n, size) for n, size in zip(leaf.shape, sizes, strict=True))
-    ):
-        box = tuple(
-            (a, min(a + size, n)) for a, size, n in zip(corner, sizes, leaf.shape, strict=True)
-        )
+    intervals = [
+        [(start, min(start + size, n)) for start in range(0, n, size)]
+        for n, size in zip(leaf.shape, sizes, strict=True)
+    ]
+    for box in itertools.product(*intervals):
         piece = np.empty([b - a for a, b in box], kind)
         read_part(saved, name, box, piece)
         yield box, piece

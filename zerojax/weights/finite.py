@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class FiniteWeights:
         self._compute_dtype = compute_dtype
         self._error = error
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:
@@ -63,11 +62,11 @@ class FiniteWeights:
           Exception: numbers of the tensor are not finite, or beyond the compute dtype; its type is
             `error`.
         """
-        part = self._file.read(name, box)
+        piece = self._file.read(name, box)
         dtype = self.tensors[name].dtype
-        if dtype in DTYPES and _has_fault(part, dtype, self._compute_dtype):
+        if dtype in DTYPES and _has_fault(piece, dtype, self._compute_dtype):
             raise self._error(self._described(name))
-        return part
+        return piece
 
     def _described(self, name: str) -> str:
         """Return a description of a tensor's faults, for which the full tensor is read."""
@@ -98,24 +97,24 @@ class _Faults:
     beyond: int = 0
     first: tuple[float, tuple[int, ...]] | None = None
 
-    def plus(self, part: Any, box: Box, dtype: str, compute_dtype: str) -> "_Faults":
-        """Return these faults plus the faults of a part, whose box in the tensor is `box`."""
-        values = np.asarray(part).reshape(-1)
-        found = np.flatnonzero(_magnitudes(values, dtype) > largest_bits(dtype, compute_dtype))
-        if not found.size:
+    def plus(self, piece: np.ndarray, box: Box, dtype: str, compute_dtype: str) -> "_Faults":
+        """Return these faults plus the faults of a piece, whose box in the tensor is `box`."""
+        values = np.asarray(piece).reshape(-1)
+        fault_indices = np.flatnonzero(
+            _magnitudes(values, dtype) > largest_bits(dtype, compute_dtype)
+        )
+        if not fault_indices.size:
             return self
-        faults = values[found].astype(np.float64)
+        faults = values[fault_indices].astype(np.float64)
         nans = int(np.isnan(faults).sum())
         infinite = int(np.isinf(faults).sum())
         first = self.first
         if first is None:
-            if box:
-                inside = np.unravel_index(found[0], [stop - start for start, stop in box])
-            else:
-                inside = ()
+            shape = [stop - start for start, stop in box]
+            inside = np.unravel_index(fault_indices[0], shape) if box else ()
             index = tuple(start + int(i) for (start, _), i in zip(box, inside, strict=True))
             first = float(faults[0]), index
-        beyond = self.beyond + found.size - nans - infinite
+        beyond = self.beyond + fault_indices.size - nans - infinite
         return _Faults(self.nans + nans, self.infinite + infinite, beyond, first)
 
     def text(self, compute_dtype: str) -> str:
@@ -130,7 +129,11 @@ class _Faults:
                 f"numbers beyond {compute_dtype}'s {most:.6g}",
             ),
         ]
-        kinds = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
+        kinds = [
+            f"{count} {singular if count == 1 else plural}"
+            for count, singular, plural in counts
+            if count
+        ]
         text = " and ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
         if self.first is None or not self.first[1]:
             return text
@@ -164,9 +167,9 @@ def _pieces(shape: tuple[int, ...]) -> Iterator[Box]:
         yield ((start, min(start + rows, shape[0])), *((0, n) for n in shape[1:]))
 
 
-def _has_fault(part: Any, dtype: str, compute_dtype: str) -> bool:
-    """Return whether a part of a tensor holds a number that no step can use."""
-    flat = np.asarray(part).reshape(-1)
+def _has_fault(piece: np.ndarray, dtype: str, compute_dtype: str) -> bool:
+    """Return whether a piece of a tensor holds a number that no step can use."""
+    flat = np.asarray(piece).reshape(-1)
     most = largest_bits(dtype, compute_dtype)
     blocks = (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
     return any(_magnitudes(block, dtype).max() > most for block in blocks)
@@ -177,8 +180,8 @@ def _magnitudes(flat: np.ndarray, dtype: str) -> np.ndarray:
     kind = numpy_dtype(dtype)
     bits = 8 * kind.itemsize
     # Also converts another byte order.
-    whole = np.ascontiguousarray(flat, kind).view(np.dtype(f"u{kind.itemsize}"))
-    return whole & whole.dtype.type(2 ** (bits - 1) - 1)
+    unsigned = np.ascontiguousarray(flat, kind).view(np.dtype(f"u{kind.itemsize}"))
+    return unsigned & unsigned.dtype.type(2 ** (bits - 1) - 1)
 
 
 @functools.cache
@@ -195,13 +198,16 @@ def largest_bits(dtype: str, compute_dtype: str) -> int:
     unsigned = np.dtype(f"u{kind.itemsize}")
     # Bisect between 0, which is finite, and all bits but the sign, which are a NaN.
     finite = 0
-    other = 2 ** (8 * kind.itemsize - 1) - 1
-    while other - finite > 1:
-        middle = (finite + other) // 2
+    not_finite = 2 ** (8 * kind.itemsize - 1) - 1
+    while not_finite - finite > 1:
+        middle = (finite + not_finite) // 2
         number = np.asarray([middle], unsigned).view(kind)
         with np.errstate(over="ignore", invalid="ignore"):
             cast = number.astype(np.float32).astype(compute).astype(np.float32)
-        finite, other = (middle, other) if np.isfinite(cast[0]) else (finite, middle)
+        if np.isfinite(cast[0]):
+            finite = middle
+        else:
+            not_finite = middle
     return finite
 
 

@@ -49,6 +49,7 @@ from zerojax.models import init_state
 from zerojax.program import Program
 from zerojax.sharding import uncommitted, without_mesh
 from zerojax.state import Encoding, TrainState, masters, state_key
+from zerojax.trees import Tree
 from zerojax.weights.arrays import ArrayTree
 from zerojax.weights.checkpoints import CheckpointWeights, Untouched, untouched
 from zerojax.weights.finite import FiniteWeights
@@ -77,12 +78,12 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
         raise CheckpointError(f"{path} does not exist")
     if os.path.isdir(path):
         try:
-            found = weights_in(path)
+            weights_path = weights_in(path)
         except OSError as error:
             raise explained(error, f"reading {path}") from error
-        if found is None:
+        if weights_path is None:
             return OrbaxFolder(path)
-        path = found
+        path = weights_path
     return ShardedSafetensors(path) if path.endswith(INDEX) else SafetensorsFile(path)
 
 
@@ -133,16 +134,13 @@ class StoredRecords(SavedRecords):
         The full record is encoded, which has the same bits as its shards.
         """
         encoding = array.encoding
-        front = box[: array.encoding.lead]
+        front = box[: encoding.lead]
+        record_id = (array.tensor, front)
         with self._lock:
-            if self._last[0] != (array.tensor, front):
-                weight = self._file.read(
-                    array.tensor, front + tuple((0, n) for n in encoding.shape)
-                )
-                self._last = (
-                    (array.tensor, front),
-                    encoding.encode_here(np.asarray(weight, np.float32)),
-                )
+            if self._last[0] != record_id:
+                record_box = front + tuple((0, n) for n in encoding.shape)
+                weight = np.asarray(self._file.read(array.tensor, record_box), np.float32)
+                self._last = (record_id, encoding.encode_here(weight))
             record = self._last[1][array.index]
         starts = [*(start for start, _ in front), *(0,) * (len(box) - len(front))]
         return record[
@@ -165,6 +163,42 @@ class EncodedArray:
     index: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where the weights come from.
+
+    Attributes:
+      file: file of weights, or arrays in memory.
+      error: type of the errors about its contents.
+      saved: checkpoint that the weights belong to, or None.
+      about: settings that the weights' model reports.
+    """
+
+    file: WeightFile
+    error: type[Exception] = CheckpointError
+    saved: SavedState | None = None
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """The weights of a program, as a file holds them.
+
+    Attributes:
+      file: the file, in which missing weights have been completed.
+      tensors: tensors of the file, by leaf.
+      leaves: descriptions of the leaves that are read from the file.
+      encoded: arrays of weights that the program stores in 8 or 4 bits, by leaf.
+      copied: leaves that are copied from a checkpoint unchanged.
+    """
+
+    file: WeightFile
+    tensors: dict[str, str]
+    leaves: dict[str, SavedLeaf]
+    encoded: dict[str, EncodedArray]
+    copied: Untouched
+
+
 class _Imported(SavedState):
     """A file of weights, used like a saved state."""
 
@@ -172,40 +206,34 @@ class _Imported(SavedState):
 
     def __init__(
         self,
-        file: WeightFile,
-        leaves: Mapping[str, SavedLeaf],
-        weights: Mapping[str, str],
+        source: _Source,
+        weights: _Weights,
         constants: Mapping[str, np.ndarray],
         values: Mapping[str, np.ndarray],
-        encoded: Mapping[str, EncodedArray],
-        saved: SavedState | None,
-        keys: Mapping[str, str],
-        about: Mapping[str, Any],
     ) -> None:
         """Collect what a checkpoint would provide.
 
         Args:
-          file: file of weights.
-          leaves: all leaves but the small ones.
-          weights: tensors of the file, by leaf.
-          constants: numbers of the remaining leaves.
-          values: small leaves, random keys as their data.
-          encoded: arrays of weights that the program stores in 8 or 4 bits.
-          saved: checkpoint that the weights belong to, or None; leaves that no other argument
-            provides are read from it.
-          keys: implementations of random keys among the values, by name; missing ones use the
-            default implementation.
-          about: settings that the weights' model reports.
+          source: where the weights come from. Leaves that no other argument provides are read from
+            its checkpoint.
+          weights: weights of the file.
+          constants: numbers of the optimizer's constant leaves.
+          values: small leaves, random keys as their data. Keys whose implementation
+            `weights.copied` does not name use the default implementation.
         """
-        self.folder = file.path
+        self.folder = weights.file.path
         self.num_processes = 1
         self.data = {}
-        self.about = dict(about)
-        self.leaves = dict(leaves)
-        self.keys = dict(keys)
+        self.about = dict(source.about)
+        self.leaves = {**weights.leaves, **weights.copied.leaves}
+        self.keys = dict(weights.copied.keys)
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
         self.records = StoredRecords(
-            file, weights, constants, encoded, None if saved is None else saved.records
+            weights.file,
+            weights.tensors,
+            constants,
+            weights.encoded,
+            None if source.saved is None else source.saved.records,
         )
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
@@ -277,76 +305,116 @@ def import_params(
         )
     may_lack = missing if callable(missing) else lambda _: missing == "init"
     with contextlib.ExitStack() as stack:
-        given: WeightFile
-        error: type[Exception] = CheckpointError
-        kept = Untouched()
-        saved: SavedState | None = None
-        about: Mapping[str, Any] = {}
-        if not isinstance(path, str | os.PathLike):
-            given = ArrayTree(path)
-            error = ValueError
-        elif holds_checkpoint(path := os.path.expanduser(os.fspath(path))):
-            checkpoint = CheckpointWeights(path, program.mesh)
-            stack.callback(checkpoint.close)
-            given = checkpoint
-            saved = checkpoint.saved
-            about = saved.about
-        else:
-            given = open_weights(path)
-            # Only exports of zerojax record it.
-            about = given.about if isinstance(given, SafetensorsFile | OrbaxFolder) else {}
-        # Inside `rename`, so that errors name the tensors as the file does.
-        checked = FiniteWeights(given, program.layout.compute_dtype.name, error)
+        source = _open_source(path, program, stack)
         state_leaves = leaves_of_program(program)
         try:
-            file = checked if rename is None else RenamedFile(checked, rename)
-            here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
-            if saved is not None:
-                kept = untouched(saved, state_leaves)
-                here = [
-                    x for x in here if x.encodes not in kept.weights and x.name not in kept.leaves
-                ]
-            wanted = _as_given(here, program.layout.encodings)
-            told = file.told if isinstance(file, RenamedFile) else str
-            absent_of = file.missing_layers if isinstance(file, RenamedFile) else _no_names
-            shapes = {".".join(split_path(leaf.name)): leaf.shape for leaf in wanted}
-            if absent := {
-                n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)
-            }:
-                file = CompletedFile(file, program.model, key, absent)
-            weights, leaves = _compare(file, wanted, told, absent_of)
-            encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
-        except CheckpointError as found:
-            if error is ValueError:
-                raise ValueError(str(found)) from found
+            weights = _match_weights(program, source, state_leaves, key, rename, may_lack)
+        except CheckpointError as error:
+            if source.error is ValueError:
+                raise ValueError(str(error)) from error
             raise
-        constants, others = _add_opt_state(program, state_leaves, weights, leaves)
+        constants, computed = _add_opt_state(program, state_leaves, weights.tensors, weights.leaves)
         # To run tx.init, all weights must be on the device together.
-        if others and (updates_by_parts(program.config) or program.layout.disk is not None):
+        if computed and (updates_by_parts(program.config) or program.layout.disk is not None):
             raise ValueError(
-                f"tx.init computes {others[0]} from the weights, as neither a constant nor a copy: "
-                "import into a program whose params, grads and opt_state are on the device with "
-                "update='after_backward', save its state, and restore it here"
+                f"tx.init computes {computed[0]} from the weights, as neither a constant nor a "
+                "copy: import into a program whose params, grads and opt_state are on the device "
+                "with update='after_backward', save its state, and restore it here"
             )
         values = {
             "key": _data(state_key(key)),
             **_model_state(program, state_leaves, key),
-            **kept.values,
+            **weights.copied.values,
         }
-        values = {name: value for name, value in values.items() if name not in kept.leaves}
-        given_state = _Imported(
-            file,
-            {**leaves, **kept.leaves},
-            weights,
-            constants,
-            values,
-            encoded,
-            saved,
-            kept.keys,
-            about,
-        )
-        state = restore_state(program, given_state)
-        return _initialised(program, state) if others else state
+        values = {
+            name: value for name, value in values.items() if name not in weights.copied.leaves
+        }
+        state = restore_state(program, _Imported(source, weights, constants, values))
+        return _initialised(program, state) if computed else state
+
+
+def _open_source(
+    path: str | os.PathLike[str] | Tree, program: Program, stack: contextlib.ExitStack
+) -> _Source:
+    """Open a path of weights, or wrap a tree of arrays; `stack` closes it.
+
+    Raises:
+      ValueError: a leaf of the tree is not an array.
+      CheckpointError: the file cannot be read, or has an unknown format.
+      DamagedError: the checkpoint is damaged.
+    """
+    if not isinstance(path, str | os.PathLike):
+        return _Source(ArrayTree(path), ValueError)
+
+    path = os.path.expanduser(os.fspath(path))
+    if holds_checkpoint(path):
+        checkpoint = CheckpointWeights(path, program.mesh)
+        stack.callback(checkpoint.close)
+        return _Source(checkpoint, saved=checkpoint.saved, about=checkpoint.saved.about)
+
+    file = open_weights(path)
+    # Only exports of zerojax record their model's settings.
+    about = file.about if isinstance(file, SafetensorsFile | OrbaxFolder) else {}
+    return _Source(file, about=about)
+
+
+def _match_weights(
+    program: Program,
+    source: _Source,
+    state_leaves: Sequence[StateLeaf],
+    key: jax.Array,
+    rename: Rename | None,
+    may_lack: Callable[[str], bool],
+) -> _Weights:
+    """Find the tensor of each weight of a program.
+
+    Args:
+      program: program whose weights are read.
+      source: where they come from.
+      state_leaves: leaves of the program's state.
+      key: random key of missing weights.
+      rename: mapping from the file's names to the model's, as for `import_params`.
+      may_lack: function of a name; returns whether that weight may be missing.
+
+    Raises:
+      CheckpointError: the file and the model differ.
+      ValueError: `rename` has another form.
+    """
+    # Inside `rename`, so that errors name the tensors as the file does.
+    file: WeightFile = FiniteWeights(source.file, program.layout.compute_dtype.name, source.error)
+    error_name: Callable[[str], str] = str
+    absent_layers = _no_names
+    if rename is not None:
+        renamed = RenamedFile(file, rename)
+        file = renamed
+        error_name = renamed.error_name
+        absent_layers = renamed.missing_layers
+
+    leaves_to_read = [
+        leaf for leaf in state_leaves if leaf.name.startswith("weights") and not leaf.is_derived
+    ]
+    copied = Untouched()
+    if source.saved is not None:
+        copied = untouched(source.saved, state_leaves)
+        leaves_to_read = [
+            leaf
+            for leaf in leaves_to_read
+            if leaf.encodes not in copied.weights and leaf.name not in copied.leaves
+        ]
+
+    encodings = program.layout.encodings
+    unencoded = _unencoded(leaves_to_read, encodings)
+    absent: dict[str, tuple[int, ...]] = {}
+    for leaf in unencoded:
+        name = ".".join(split_path(leaf.name))
+        if name not in file.tensors and may_lack(name):
+            absent[name] = leaf.shape
+    if absent:
+        file = CompletedFile(file, program.model, key, absent)
+
+    tensors, leaves = _compare(file, unencoded, error_name, absent_layers)
+    encoded = _add_encoded(file, leaves_to_read, encodings, tensors, leaves)
+    return _Weights(file, tensors, leaves, encoded, copied)
 
 
 def _add_opt_state(
@@ -375,7 +443,7 @@ def _add_opt_state(
     params = jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]
     names = [f"weights{jax.tree_util.keystr(path)}" for path, _ in params]
     constants: dict[str, np.ndarray] = {}
-    others = []
+    computed: list[str] = []
     opt_leaves = [leaf for leaf in state_leaves if leaf.path.startswith(".opt_state")]
     for leaf, value in zip(opt_leaves, values, strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -389,23 +457,26 @@ def _add_opt_state(
             weights[leaf.name] = weights[weight]
             leaves[leaf.name] = dataclasses.replace(leaves[weight], dtype=dtype)
             continue
-        others += [] if value is not None else [leaf.name]
-        constants[leaf.name] = np.zeros((), np.float32) if value is None else np.asarray(value)
+        if value is None:
+            computed.append(leaf.name)
+            constants[leaf.name] = np.zeros((), np.float32)
+        else:
+            constants[leaf.name] = np.asarray(value)
         leaves[leaf.name] = SavedLeaf(leaf.shape, dtype, leaf.lead, bool(leaf.tiles), "")
-    return constants, others
+    return constants, computed
 
 
-def _as_given(
+def _unencoded(
     state_leaves: Sequence[StateLeaf], encodings: Mapping[str, Encoding]
 ) -> list[StateLeaf]:
     """Return the leaves, with one leaf for each encoded weight instead of its arrays."""
-    given: dict[str, StateLeaf] = {}
+    unencoded: dict[str, StateLeaf] = {}
     for leaf in state_leaves:
         if leaf.encodes:
             shape = leaf.shape[: leaf.lead] + encodings[leaf.encodes].shape
             leaf = dataclasses.replace(leaf, name=f"weights{leaf.encodes}", shape=shape)
-        given.setdefault(leaf.name, leaf)
-    return list(given.values())
+        unencoded.setdefault(leaf.name, leaf)
+    return list(unencoded.values())
 
 
 def _add_encoded(
@@ -468,8 +539,9 @@ def _checked_key(key: Any, program: Program) -> jax.Array:
         raise ValueError(
             f"import_params takes a random key, such as jax.random.key(0), got {key!r}"
         )
-    # A key from jax.random.PRNGKey is plain numbers.
-    key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        # A key from jax.random.PRNGKey is plain numbers.
+        key = jax.random.wrap_key_data(key)
     expected = program.layout.abstract_state.key.dtype
     if key.shape or key.dtype != expected:
         raise ValueError(
@@ -487,82 +559,96 @@ def _no_names(name: str, num_layers: int) -> list[str]:
 def _compare(
     file: WeightFile,
     state_leaves: Sequence[StateLeaf],
-    told: Callable[[str], str] = str,
-    absent_of: Callable[[str, int], list[str]] = _no_names,
+    error_name: Callable[[str], str] = str,
+    absent_layers: Callable[[str, int], list[str]] = _no_names,
 ) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
     """Return the tensor of each weight, and its description.
 
     Args:
       file: file of weights.
       state_leaves: weights of the program.
-      told: function from a tensor's name to its name in errors.
-      absent_of: function of a stack's name and number of layers; returns the names of the tensors
-        that the stack lacks.
+      error_name: function from a tensor's name to its name in errors.
+      absent_layers: function of a stack's name and number of layers; returns the names of the
+        tensors that the stack lacks.
 
     Raises:
       CheckpointError: tensors differ, or two weights have the same name in the file.
     """
-    weights = {}
-    leaves = {}
-    differences = []
-    owners: dict[str, str] = {}
+    weights = _tensor_names(file, state_leaves)
+    model_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
+    file_shapes: dict[str, tuple[int, ...]] = {}
+    for leaf_name, name in weights.items():
+        if name in file.tensors:
+            file_shapes[leaf_name] = file.tensors[name].shape
+
+    leaves: dict[str, SavedLeaf] = {}
+    differences: list[str] = []
     for leaf in state_leaves:
-        name = ".".join(split_path(leaf.name))
-        # Otherwise one tensor would silently be read for both.
-        if (other := owners.setdefault(name, leaf.name)) != leaf.name:
-            raise CheckpointError(
-                f"{other} and {leaf.name} of the model are both {name} in {file.path}: rename "
-                "one of them"
-            )
-    here_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
-    file_shapes = {
-        name: tensor.shape
-        for name in here_shapes
-        if (tensor := file.tensors.get(".".join(split_path(name))))
-    }
-    for leaf in state_leaves:
-        name = weights[leaf.name] = ".".join(split_path(leaf.name))
-        if (tensor := file.tensors.get(name)) is None:
-            differences.append(f"no {told(name)} {list(leaf.shape)}")
+        name = weights[leaf.name]
+        tensor = file.tensors.get(name)
+        if tensor is None:
+            differences.append(f"no {error_name(name)} {list(leaf.shape)}")
             continue
         # Other programs' files do not mark tiles: if the program has tiles, a tensor with as many
         # dims counts as tiles too.
         is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
         leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
+
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
             differences.append(
-                f"{told(name)} of {tensor.dtype}, which is not a supported floating dtype"
+                f"{error_name(name)} of {tensor.dtype}, which is not a supported floating dtype"
             )
-        elif leaf.lead and (absent := absent_of(name, leaf.shape[0])):
-            differences += [f"no {tensor_name}" for tensor_name in absent]
-        elif tensor.shape != leaf.shape:
-            try:
-                if not (name in file.tiled or leaf.tiles):
-                    raise ValueError("")
-                is_mlp = of_mlp(leaf.name, here_shapes) and of_mlp(leaf.name, file_shapes)
-                # Only for its errors: the restore computes the result again.
-                retiled(
-                    tensor.shape,
-                    leaf.shape,
-                    stacked=leaf.lead > 0,
-                    tiled=(is_tiled, leaf.tiles),
-                    is_mlp=is_mlp,
-                )
-            except ValueError as error:
-                differences.append(
-                    f"{told(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}"
-                )
+            continue
+        absent = absent_layers(name, leaf.shape[0]) if leaf.lead else []
+        differences += [f"no {tensor_name}" for tensor_name in absent]
+        if absent or tensor.shape == leaf.shape:
+            continue
+        try:
+            if not (name in file.tiled or leaf.tiles):
+                raise ValueError("")
+            # Only for its errors: the restore computes the result again.
+            retiled(
+                tensor.shape,
+                leaf.shape,
+                stacked=leaf.lead > 0,
+                tiled=(is_tiled, leaf.tiles),
+                is_mlp=of_mlp(leaf.name, model_shapes) and of_mlp(leaf.name, file_shapes),
+            )
+        except ValueError as error:
+            differences.append(
+                f"{error_name(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}"
+            )
+
     # The other direction too, so that one error names all differences.
-    extra = sorted(set(file.tensors) - set(weights.values()))
-    differences += [
-        f"{told(name)} {list(file.tensors[name].shape)}, which this program's model does not have"
-        for name in extra
-    ]
+    for name in sorted(set(file.tensors) - set(weights.values())):
+        shape = list(file.tensors[name].shape)
+        differences.append(f"{error_name(name)} {shape}, which this program's model does not have")
     if differences:
         raise CheckpointError(
             f"{file.path} is of another model. It holds: {first_few(differences)}"
         )
     return weights, leaves
+
+
+def _tensor_names(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> dict[str, str]:
+    """Return the name in a file of each weight, by leaf.
+
+    Raises:
+      CheckpointError: two weights have the same name in the file.
+    """
+    weights: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for leaf in state_leaves:
+        name = ".".join(split_path(leaf.name))
+        owner = owners.setdefault(name, leaf.name)
+        # Otherwise one tensor would silently be read for both.
+        if owner != leaf.name:
+            raise CheckpointError(
+                f"{owner} and {leaf.name} of the model are both {name} in {file.path}: rename "
+                "one of them"
+            )
+        weights[leaf.name] = name
+    return weights
 
 
 def _initialised(program: Program, state: TrainState) -> TrainState:

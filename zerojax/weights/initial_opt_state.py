@@ -15,7 +15,7 @@ over what is known of each value.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 
 from zerojax.checkpoint import INLINE_ELEMENTS
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, Instruction, bind, flatten
-from zerojax.trees import Params
+from zerojax.trees import OptState, Params
 
 _COPIES = frozenset({"copy", "convert_element_type", "reshape", "name", "stop_gradient"})
 
@@ -41,7 +41,9 @@ InitialValue = np.ndarray | np.generic | Copy | None
 """
 
 
-def initial_values(init: Any, abstract_params: Params) -> list[InitialValue]:
+def initial_values(
+    init: Callable[[Params], OptState], abstract_params: Params
+) -> list[InitialValue]:
     """Return the initial value of each leaf of `init(params)`.
 
     Args:
@@ -76,14 +78,11 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     name = i.eqn.primitive.name
     outs = [v.aval for v in i.eqn.outvars]
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
-    if name in _COPIES and isinstance(copy := values[0], Copy):
+    if name in _COPIES and isinstance(values[0], Copy):
         before: Any = i.eqn.invars[0].aval
         after: Any = outs[0]
-        return [
-            copy
-            if (before.shape, before.dtype) == (after.shape, after.dtype) or _narrows(before, after)
-            else None
-        ]
+        is_same = (before.shape, before.dtype) == (after.shape, after.dtype)
+        return [values[0] if is_same or _narrows(before, after) else None]
     numbers = [v for v in values if isinstance(v, np.ndarray | np.generic)]
     if len(numbers) < len(values):
         return [None] * len(outs)
@@ -93,10 +92,8 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):
         # One element stands for all.
         return [_numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]
-    if all(
-        math.prod(getattr(a, "shape", ())) <= INLINE_ELEMENTS
-        for a in [*(v.aval for v in i.eqn.invars), *outs]
-    ):
+    all_shapes = [*shapes, *(getattr(out, "shape", ()) for out in outs)]
+    if all(math.prod(shape) <= INLINE_ELEMENTS for shape in all_shapes):
         arrays = [
             jnp.asarray(np.broadcast_to(n, shape)) for n, shape in zip(numbers, shapes, strict=True)
         ]

@@ -62,7 +62,7 @@ class CompletedFile:
         self._last: tuple[Any, dict[str, np.ndarray]] = (None, {})
         self._lock = threading.Lock()
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:
@@ -76,11 +76,12 @@ class CompletedFile:
             return self._file.read(name, box)
         source, is_stacked = self._sources[name]
         if not is_stacked:
-            return self._made(source, 0)[name][tuple(slice(a, b) for a, b in box)]
-        (start, stop), rest = box[0], tuple(slice(a, b) for a, b in box[1:])
-        return np.stack([self._made(source, layer)[name][rest] for layer in range(start, stop)])
+            return self._create(source, 0)[name][tuple(slice(a, b) for a, b in box)]
+        start, stop = box[0]
+        index = tuple(slice(a, b) for a, b in box[1:])
+        return np.stack([self._create(source, layer)[name][index] for layer in range(start, stop)])
 
-    def _made(self, source: Callable[[int], dict[str, Any]], layer: int) -> dict[str, np.ndarray]:
+    def _create(self, source: Callable[[int], dict[str, Any]], layer: int) -> dict[str, np.ndarray]:
         with self._lock:
             if self._last[0] != (source, layer):
                 device = jax.local_devices()[0]
@@ -89,8 +90,8 @@ class CompletedFile:
                     jax.set_mesh(Mesh(np.asarray([device]), ("device",))),
                     jax.default_device(device),
                 ):
-                    made = jax.tree.map(np.asarray, source(layer))
-                self._last = (source, layer), made
+                    weights = jax.tree.map(np.asarray, source(layer))
+                self._last = (source, layer), weights
             return self._last[1]
 
 
@@ -104,10 +105,10 @@ def _sources(
     sources: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {}
 
     def add(
-        init: Callable[[jax.Array], Any], part: Sequence[str], keys: Callable[[int], jax.Array]
+        init: Callable[[jax.Array], Any], prefix: Sequence[str], keys: Callable[[int], jax.Array]
     ) -> None:
         shapes = jax.eval_shape(init, key)
-        names = [_name(part, path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+        names = [_name(prefix, path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
         wanted = [name for name in names if name in missing]
         if not wanted:
             return
@@ -120,21 +121,25 @@ def _sources(
         def source(layer: int) -> dict[str, Any]:
             return make(keys(layer))
 
-        sources.update(dict.fromkeys(wanted, (source, part[:1] == (BLOCKS,))))
+        sources.update(dict.fromkeys(wanted, (source, prefix[:1] == (BLOCKS,))))
 
     if isinstance(model, Model):
         add(model.init, (), lambda _: key)
         return sources
     k_embed, _, k_head = jax.random.split(key, 3)
-    of_layers = layer_keys(model, key)
+    all_layer_keys = layer_keys(model, key)
     add(model.init_embed, ("embed",), lambda _: k_embed)
     add(model.init_head, ("head",), lambda _: k_head)
     for stack in list_stacks(model):
-        mine = of_layers[stack.first : stack.first + stack.model.num_layers]
-        add(stack.model.init_block, block_path(stack.name), lambda layer, mine=mine: mine[layer])
+        stack_keys = all_layer_keys[stack.first : stack.first + stack.model.num_layers]
+        add(
+            stack.model.init_block,
+            block_path(stack.name),
+            lambda layer, stack_keys=stack_keys: stack_keys[layer],
+        )
     return sources
 
 
-def _name(part: Sequence[str], path: Any) -> str:
-    """Return the name in files of a leaf of a part of the parameters."""
-    return ".".join((*part, *split_path(f"weights{jax.tree_util.keystr(path)}")))
+def _name(prefix: Sequence[str], path: Any) -> str:
+    """Return the name in files of a leaf under a prefix of keys."""
+    return ".".join((*prefix, *split_path(f"weights{jax.tree_util.keystr(path)}")))

@@ -81,8 +81,8 @@ def kind_of_file(path: str) -> str | None:
 def _kind_of_json(path: str, file: ReadFile) -> str:
     """Return what a JSON file is: an index of shards, or something else."""
     try:
-        found = Field(parse_json(file.read_all(_MOST_INDEX)))
-        shards = sorted({shard.text() for _, shard in found["weight_map"].fields()})
+        index = Field(parse_json(file.read_all(_MOST_INDEX)))
+        shards = sorted({shard.text() for _, shard in index["weight_map"].fields()})
     except (ValueError, OSError):
         return "a JSON file without weights"
     if not shards:
@@ -113,10 +113,8 @@ def kind_of_folder(path: str) -> str | None:
         return "an empty folder"
     if os.path.isdir(os.path.join(path, STATE)):
         return "a zerojax checkpoint, for Checkpointer.restore, zj.import_params or zj.export_orbax"
-    if any(
-        re.fullmatch("[0-9]+", name) and os.path.isdir(os.path.join(path, name, STATE))
-        for name in names
-    ):
+    steps = [name for name in names if re.fullmatch("[0-9]+", name)]
+    if any(os.path.isdir(os.path.join(path, step, STATE)) for step in steps):
         return (
             "a directory of zerojax checkpoints, for Checkpointer(path).restore, zj.import_params "
             "or zj.export_orbax"
@@ -127,16 +125,19 @@ def kind_of_folder(path: str) -> str | None:
             f"a folder around an Orbax checkpoint: {inner[0]} in it has one, so import "
             f"{os.path.join(path, inner[0])}"
         )
-    if weights := [name for name in names if name.endswith(".safetensors")]:
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if weights:
         if len(weights) == 1:
             return f"a folder with one safetensors file: import {os.path.join(path, weights[0])}"
         return f"a folder with {len(weights)} safetensors files: import one of them, or {_JOIN}"
-    if weights := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+    weights = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if weights:
         return (
             f"a folder with {weights[0]}, as of torch.save: load it by torch.load(path, "
             f"weights_only=True), {_RESAVE}"
         )
-    if weights := [name for name in names if name.endswith(".gguf")]:
+    weights = [name for name in names if name.endswith(".gguf")]
+    if weights:
         return (
             f"a folder with {weights[0]}, whose weights may be quantized: import the safetensors "
             "that it was created from"

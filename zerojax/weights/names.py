@@ -50,17 +50,18 @@ def split_path(name: str) -> tuple[str, ...]:
       CheckpointError: a key is neither text, nor a number, nor an attribute.
     """
     keys = []
-    at = len(_WEIGHTS)
-    while at < len(name):
-        if (match := _KEY.match(name, at)) is None:
+    offset = len(_WEIGHTS)
+    while offset < len(name):
+        match = _KEY.match(name, offset)
+        if match is None:
             raise CheckpointError(
-                f"{name}: {name[at:]} is not a key that other formats support: "
+                f"{name}: {name[offset:]} is not a key that other formats support: "
                 "use text or numbers as keys"
             )
         # `key` is a Python literal: an integer, or quoted text with its escapes.
         attribute, key, number = match.groups()
         keys.append(attribute or number or str(ast.literal_eval(key)))
-        at = match.end()
+        offset = match.end()
     return tuple(keys)
 
 
@@ -94,9 +95,11 @@ def map_weights(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], s
                 f"{saved.folder}: its parameters are one array, which has no name: "
                 "put it into a dict"
             )
-        if (other := name_of.setdefault(".".join(path), name)) != name:
+        namesake = name_of.setdefault(".".join(path), name)
+        if namesake != name:
             raise CheckpointError(
-                f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them"
+                f"{namesake} and {name} are both {'.'.join(path)} in other formats: rename one "
+                "of them"
             )
         # A frozen weight is its own average.
         weights[path] = _find_average(name, saved) if ema and name not in frozen else name
@@ -111,9 +114,9 @@ def _find_average(name: str, saved: SavedState) -> str:
     Raises:
       CheckpointError: the weight does not have exactly one average.
     """
-    end = _EMA + name.removeprefix(_WEIGHTS)
+    suffix = _EMA + name.removeprefix(_WEIGHTS)
     averages = [
-        other for other in saved.leaves if other.startswith("opt_state") and other.endswith(end)
+        leaf for leaf in saved.leaves if leaf.startswith("opt_state") and leaf.endswith(suffix)
     ]
     if len(averages) != 1:
         raise CheckpointError(
@@ -199,7 +202,7 @@ class WeightFile(Protocol):
     tensors: dict[str, Tensor]
     tiled: frozenset[str]
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:
@@ -212,6 +215,6 @@ class WeightFile(Protocol):
         ...
 
 
-def known_dtype(name: str) -> Any:
+def known_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype for a name in a file, or void for an unsupported one."""
     return numpy_dtype(name) if name in DTYPES else np.dtype(np.void)

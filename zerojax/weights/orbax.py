@@ -277,9 +277,10 @@ class OrbaxFolder:
             if not is_inner_path(name):
                 leaf["key_metadata"].refuse("keys that name a folder in this one")
             # Both would have the same files.
-            if (other := names.setdefault(name, path)) != path:
+            namesake = names.setdefault(name, path)
+            if namesake != path:
                 raise FieldError(
-                    f"{other} and {path} are both stored as {name}: rename one of them, "
+                    f"{namesake} and {path} are both stored as {name}: rename one of them, "
                     "and save them again"
                 )
         return list(names), "zarr3" if zarr3 is not None and zarr3.flag() else "zarr"
@@ -325,7 +326,7 @@ class OrbaxFolder:
                 f"each, and its files have {stored} bytes: they cannot hold such a chunk"
             )
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:
@@ -361,11 +362,11 @@ def _stored_bytes(path: str) -> dict[str, int]:
     for folder, _, names in os.walk(path, onerror=_raise):
         num_bytes = 0
         for name in names:
-            found = os.stat(os.path.join(folder, name))
-            if not stat.S_ISREG(found.st_mode):
+            status = os.stat(os.path.join(folder, name))
+            if not stat.S_ISREG(status.st_mode):
                 ReadFile(os.path.join(folder, name))  # raises an error that says what it is
                 raise NotRegularError(f"{os.path.join(folder, name)} was not a regular file")
-            num_bytes += found.st_size if name not in (".zarray", "zarr.json") else 0
+            num_bytes += status.st_size if name not in (".zarray", "zarr.json") else 0
         inner = os.path.relpath(folder, path)
         while True:
             sizes[inner] = sizes.get(inner, 0) + num_bytes

@@ -76,9 +76,10 @@ def renaming(rename: Rename) -> Callable[[str], Place | None]:
     def place(name: str) -> Place | None:
         if name in exact:
             return exact[name]
-        for pattern, found in patterns:
-            if (match := pattern.fullmatch(name)) is not None:
-                return None if found is None else found._replace(layer=int(match[1]))
+        for pattern, target in patterns:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                return None if target is None else target._replace(layer=int(match[1]))
         return Place(name)
 
     return place
@@ -133,29 +134,28 @@ class RenamedFile:
         self._file = file
         self._rename = rename
         place = renaming(rename)
-        self._parts: dict[str, dict[int | None, tuple[str, Place]]] = {}
+        self._layers: dict[str, dict[int | None, tuple[str, Place]]] = {}
         for name in file.tensors:
-            if (found := place(name)) is None:
+            target = place(name)
+            if target is None:
                 continue
-            parts = self._parts.setdefault(found.name, {})
-            if found.layer in parts or (parts and (None in parts or found.layer is None)):
-                if None in parts or found.layer is None:
-                    other = next(iter(parts.values()))
-                else:
-                    other = parts[found.layer]
+            layers = self._layers.setdefault(target.name, {})
+            is_unstacked = None in layers or target.layer is None
+            if target.layer in layers or (layers and is_unstacked):
+                rival = next(iter(layers.values())) if is_unstacked else layers[target.layer]
                 raise CheckpointError(
-                    f"{file.path}: {other[0]} and {name} both belong to {found.name}"
+                    f"{file.path}: {rival[0]} and {name} both belong to {target.name}"
                 )
-            parts[found.layer] = (name, found)
-        self.tensors = {name: self._tensor(name, parts) for name, parts in self._parts.items()}
+            layers[target.layer] = (name, target)
+        self.tensors = {name: self._tensor(name, layers) for name, layers in self._layers.items()}
 
-    def _tensor(self, name: str, parts: Mapping[int | None, tuple[str, Place]]) -> Tensor:
+    def _tensor(self, name: str, layers: Mapping[int | None, tuple[str, Place]]) -> Tensor:
         """Return the description of a parameter, from the tensors that belong to it.
 
         Raises:
           CheckpointError: layers are missing, or differ in shape.
         """
-        shapes = {tensor: self._shape(tensor, place) for tensor, place in parts.values()}
+        shapes = {tensor: self._shape(tensor, place) for tensor, place in layers.values()}
         dtypes = {self._file.tensors[tensor].dtype for tensor in shapes}
         unread = sorted(dtypes - DTYPES.keys())
         # Layers of several dtypes are read as float32, unless one has an unsupported dtype.
@@ -163,19 +163,22 @@ class RenamedFile:
         if unread:
             dtype = unread[0]
         first, shape = next(iter(shapes.items()))
-        if None in parts:
+        if None in layers:
             return Tensor(shape, dtype)
-        last = max(layer for layer in parts if layer is not None)
-        if absent := [layer for layer in range(last + 1) if layer not in parts]:
+
+        last = max(layer for layer in layers if layer is not None)
+        absent = [layer for layer in range(last + 1) if layer not in layers]
+        if absent:
             names = [self._name(name, layer) for layer in absent]
             raise CheckpointError(f"{self.path} lacks layers of {name}: {first_few(names)}")
-        if other := next((tensor for tensor, found in shapes.items() if found != shape), None):
+        odd = next((tensor for tensor in shapes if shapes[tensor] != shape), None)
+        if odd is not None:
             raise CheckpointError(
                 f"{self.path}: layers of {name} must have the same shape, but {first} is "
-                f"{list(self._file.tensors[first].shape)} and {other} is "
-                f"{list(self._file.tensors[other].shape)}"
+                f"{list(self._file.tensors[first].shape)} and {odd} is "
+                f"{list(self._file.tensors[odd].shape)}"
             )
-        return Tensor((len(parts), *shape), dtype)
+        return Tensor((len(layers), *shape), dtype)
 
     def _shape(self, tensor: str, place: Place) -> tuple[int, ...]:
         shape = self._file.tensors[tensor].shape
@@ -189,13 +192,14 @@ class RenamedFile:
 
     def _name(self, name: str, layer: int | None) -> str:
         """Return the file's name for a parameter or one of its layers, as far as it is known."""
-        of = "" if layer is None else f" of layer {layer}"
+        of_layer = "" if layer is None else f" of layer {layer}"
         if not isinstance(self._rename, Mapping):
-            return f"{name}{of}"
+            return f"{name}{of_layer}"
         for pattern, value in self._rename.items():
-            if (found := _place(value, pattern)) is not None and found.name == name:
+            target = _place(value, pattern)
+            if target is not None and target.name == name:
                 return pattern if layer is None else pattern.replace(LAYER, str(layer))
-        return f"{name}{of}"
+        return f"{name}{of_layer}"
 
     def missing_layers(self, name: str, num_layers: int) -> list[str]:
         """Return the file's names of a parameter's missing last layers.
@@ -206,23 +210,23 @@ class RenamedFile:
           name: name of the parameter.
           num_layers: number of layers of the model.
         """
-        parts = self._parts.get(name, {})
-        stacks = [stack for stack in self._parts.values() if None not in stack]
+        layers = self._layers.get(name, {})
+        stacks = [stack for stack in self._layers.values() if None not in stack]
         has_all = any(len(stack) >= num_layers for stack in stacks)
-        if not parts or None in parts or not has_all:
+        if not layers or None in layers or not has_all:
             return []
-        return [self._name(name, layer) for layer in range(num_layers) if layer not in parts]
+        return [self._name(name, layer) for layer in range(num_layers) if layer not in layers]
 
-    def told(self, name: str) -> str:
+    def error_name(self, name: str) -> str:
         """Return a parameter's name, together with the file's name if it differs.
 
         Args:
           name: name of the parameter.
         """
-        there = self._name(name, None)
-        return name if there == name else f"{name} (in the file {there})"
+        file_name = self._name(name, None)
+        return name if file_name == name else f"{name} (in the file {file_name})"
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a parameter.
 
         Args:
@@ -232,19 +236,20 @@ class RenamedFile:
         Raises:
           CheckpointError: the file cannot be read.
         """
-        parts = self._parts[name]
-        if None in parts:
-            return self._read(*parts[None], box)
-        (start, stop), rest = box[0], box[1:]
+        layers = self._layers[name]
+        if None in layers:
+            return self._read(*layers[None], box)
+        start, stop = box[0]
+        layer_box = box[1:]
         if stop - start == 1:
-            return self._read(*parts[start], rest)[None]
+            return self._read(*layers[start], layer_box)[None]
         out = np.empty([b - a for a, b in box], numpy_dtype(self.tensors[name].dtype))
         for layer in range(start, stop):
-            out[layer - start] = self._read(*parts[layer], rest)
+            out[layer - start] = self._read(*layers[layer], layer_box)
         return out
 
     def _read(self, tensor: str, place: Place, box: Box) -> np.ndarray:
         if place.axes is None:
             return np.asarray(self._file.read(tensor, box))
-        there = tuple(box[place.axes.index(dim)] for dim in range(len(box)))
-        return np.asarray(self._file.read(tensor, there)).transpose(place.axes)
+        file_box = tuple(box[place.axes.index(dim)] for dim in range(len(box)))
+        return np.asarray(self._file.read(tensor, file_box)).transpose(place.axes)

@@ -108,13 +108,13 @@ def write_safetensors(
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         reserve(fd, end)  # reports a full disk now, not after half an hour
-        at = _write(fd, np.frombuffer(header, np.uint8), 0)
+        offset = _write(fd, np.frombuffer(header, np.uint8), 0)
         with working("export", len(tensors)) as advance:
             for name in tensors:
                 for piece in pieces(name):
-                    at = _write(fd, piece, at)
+                    offset = _write(fd, piece, offset)
                 advance(1)
-        assert at == end, f"{path}: pieces end at byte {at} of {end}"
+        assert offset == end, f"{path}: pieces end at byte {offset} of {end}"
     finally:
         os.close(fd)
 
@@ -122,27 +122,27 @@ def write_safetensors(
 def _write(fd: int, piece: np.ndarray, offset: int) -> int:
     """Write an array, and return its end in the file."""
     view = piece.reshape(-1).view(np.uint8).data
-    at = 0
-    while at < len(view):
-        at += os.pwrite(fd, view[at:], offset + at)  # pwrite may write only a part
-    return offset + at
+    written = 0
+    while written < len(view):
+        written += os.pwrite(fd, view[written:], offset + written)  # pwrite may write only a part
+    return offset + written
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """Return the header of a file, and the size of the file in bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    start = 0
     for name, tensor in tensors.items():
-        end = at + math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
+        end = start + math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [at, end],
+            "data_offsets": [start, end],
         }
-        at = end
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text) + at
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
 class SafetensorsFile:
@@ -168,7 +168,8 @@ class SafetensorsFile:
                 header, start = self._header()
                 self._describe(header, start)
             except (ValueError, TruncatedError) as error:
-                if (kind := kind_of_file(path)) is not None:
+                kind = kind_of_file(path)
+                if kind is not None:
                     raise CheckpointError(
                         f"{path} is not a safetensors file: it is {kind}"
                     ) from error
@@ -203,7 +204,7 @@ class SafetensorsFile:
         Raises:
           FieldError: a field is missing or wrong, tensors overlap, or the file ends before they do.
         """
-        dtypes = {there: here for here, there in DTYPES.items()}
+        dtypes = {file_dtype: dtype for dtype, file_dtype in DTYPES.items()}
         self.tiled = frozenset[str]()
         self.about: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -217,33 +218,29 @@ class SafetensorsFile:
                 self.tiled = tiled_in(texts.get(TILED))
                 self.about = about_in(texts.get(ABOUT))
                 continue
-            told = entry["dtype"].text()
-            tensor = self.tensors[name] = Tensor(
-                entry["shape"].integers(), dtypes.get(told) or told
-            )
+            file_dtype = entry["dtype"].text()
+            dtype = dtypes.get(file_dtype, file_dtype)
+            tensor = self.tensors[name] = Tensor(entry["shape"].integers(), dtype)
             offsets = entry["data_offsets"].integers()
             # Tensors of unsupported dtypes may have any size.
-            known = entry["shape"].num_bytes(
-                numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else 1
-            )
+            is_supported = dtype in DTYPES
+            num_bytes = entry["shape"].num_bytes(numpy_dtype(dtype).itemsize if is_supported else 1)
             if len(offsets) != 2:
                 entry["data_offsets"].refuse("[start, stop]")
             start, stop = offsets
             # Detects a file that is cut off, and offsets that do not fit dtype and shape.
-            if not 0 <= start <= stop <= size or (tensor.dtype in DTYPES and stop - start != known):
+            if not 0 <= start <= stop <= size or (is_supported and stop - start != num_bytes):
                 raise FieldError(
-                    f"{name} {tensor.dtype}{list(tensor.shape)} cannot be at bytes {start} to "
+                    f"{name} {dtype}{list(tensor.shape)} cannot be at bytes {start} to "
                     f"{stop} of {size}"
                 )
             self._starts[name] = data + start
             extents.append((start, stop, name))
-        extents.sort()
-        for (_, end, name), (start, stop, other) in itertools.pairwise(
-            e for e in extents if e[0] < e[1]
-        ):
+        nonempty = sorted(extent for extent in extents if extent[0] < extent[1])
+        for (_, end, name), (start, stop, next_name) in itertools.pairwise(nonempty):
             if start < end:
                 raise FieldError(
-                    f"{name} ends at byte {end}, and {other} is at bytes {start} to {stop}: "
+                    f"{name} ends at byte {end}, and {next_name} is at bytes {start} to {stop}: "
                     "they overlap"
                 )
 
@@ -252,7 +249,7 @@ class SafetensorsFile:
         self._file.read_bytes(offset, out)
         return out.tobytes()
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:

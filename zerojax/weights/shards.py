@@ -6,7 +6,8 @@ All files stay open, and each tensor is read from the file that holds it.
 """
 
 import os
-from typing import Any
+
+import numpy as np
 
 from host_offload.disk import Box, ReadFile
 from host_offload.fields import Field, parse_json
@@ -36,9 +37,9 @@ def weights_in(folder: str) -> str | None:
       OSError: the folder cannot be read.
     """
     names = sorted(os.listdir(folder))
-    found = next((name for name in (WHOLE, INDEX_NAME) if name in names), None)
-    found = found or next((name for name in names if name.endswith(INDEX)), None)
-    return None if found is None else os.path.join(folder, found)
+    candidates = [name for name in (WHOLE, INDEX_NAME) if name in names]
+    candidates += [name for name in names if name.endswith(INDEX)]
+    return os.path.join(folder, candidates[0]) if candidates else None
 
 
 class ShardedSafetensors:
@@ -65,25 +66,22 @@ class ShardedSafetensors:
         self.path = path
         try:
             index = Field(parse_json(ReadFile(path).read_all(_MOST_INDEX)))
-            told = {name: shard.text() for name, shard in index["weight_map"].fields()}
+            shard_names = {name: shard.text() for name, shard in index["weight_map"].fields()}
         except OSError as error:
             raise explained(error, f"reading {path}") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not a safetensors index: {error}") from error
-        self.files = tuple(sorted(set(told.values())))
-        if wrong := [
-            name
+        self.files = tuple(sorted(set(shard_names.values())))
+        wrong = [
+            repr(name)
             for name in self.files
             if os.path.basename(name) != name or not name.endswith(".safetensors")
-        ]:
-            raise CheckpointError(
-                f"{path} names {first_few([repr(name) for name in wrong])}: "
-                "files next to it are needed"
-            )
+        ]
+        if wrong:
+            raise CheckpointError(f"{path} names {first_few(wrong)}: files next to it are needed")
         folder = os.path.dirname(path)
-        if absent := [
-            name for name in self.files if not os.path.exists(os.path.join(folder, name))
-        ]:
+        absent = [name for name in self.files if not os.path.exists(os.path.join(folder, name))]
+        if absent:
             raise CheckpointError(
                 f"{path} names {len(self.files)} files, {len(absent)} missing next to it: "
                 f"{first_few(absent)}"
@@ -93,17 +91,20 @@ class ShardedSafetensors:
         self.tensors: dict[str, Tensor] = {}
         for shard, file in self._shards.items():
             for name, tensor in file.tensors.items():
-                if (other := self.shard_of.setdefault(name, shard)) != shard:
-                    raise CheckpointError(f"{path}: {name} is both in {other} and in {shard}")
+                first = self.shard_of.setdefault(name, shard)
+                if first != shard:
+                    raise CheckpointError(f"{path}: {name} is both in {first} and in {shard}")
                 self.tensors[name] = tensor
         wrong = [
-            f"{name} in {shard}" for name, shard in told.items() if self.shard_of.get(name) != shard
+            f"{name} in {shard}"
+            for name, shard in shard_names.items()
+            if self.shard_of.get(name) != shard
         ]
         if wrong:
             raise CheckpointError(f"{path} lists tensors that are not there: {first_few(wrong)}")
         self.tiled = frozenset[str]().union(*(file.tiled for file in self._shards.values()))
 
-    def read(self, name: str, box: Box) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
 
         Args:
