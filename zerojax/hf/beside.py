@@ -220,9 +220,9 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, but a JSON object is needed")
     given = config.get("eos_token_id")
-    tokens = [] if given is None else given
-    if not isinstance(tokens, list):
-        tokens = [given]
+    if given is None:
+        return ()
+    tokens = given if isinstance(given, list) else [given]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
         raise ValueError(
             f"{path}: eos_token_id is {given!r}: a token id, a list of token ids, or null is needed"
