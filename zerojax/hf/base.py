@@ -61,7 +61,7 @@ def check_base(
     sources: Mapping[str, Source],
     like: str | os.PathLike[str],
     *,
-    whole: bool,
+    all_numbers: bool,
 ) -> None:
     """Compare the weights that training left unchanged with the weights of a folder.
 
@@ -70,15 +70,17 @@ def check_base(
       base: weights of the folder.
       sources: parameter of each tensor to compare; trained parameters are skipped.
       like: path of the folder.
-      whole: whether to compare all numbers. Otherwise a sample of some hundred or thousand numbers
-        from the middle of each tensor is compared. This practically always distinguishes two
-        models, but misses a single changed number.
+      all_numbers: whether to compare all numbers. Otherwise a sample of some hundred or thousand
+        numbers from the middle of each tensor is compared. This practically always distinguishes
+        two models, but misses a single changed number.
 
     Raises:
       CheckpointError: the folder holds another base; the error names the first tensors that differ.
     """
     compared = [name for name, source in sources.items() if source.is_frozen]
-    differ = [name for name in compared if not _is_same(saved, base, name, sources[name], whole)]
+    differ = [
+        name for name in compared if not _is_same(saved, base, name, sources[name], all_numbers)
+    ]
     if differ:
         raise other_base(like, saved, differ)
 
@@ -94,14 +96,15 @@ def other_base(
     )
 
 
-def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, whole: bool) -> bool:
+def _is_same(
+    saved: SavedState, base: WeightFile, name: str, source: Source, all_numbers: bool
+) -> bool:
     shape = base.tensors[name].shape
     if source.layout is not None:
-        return _is_encoded_same(saved, base, name, source, whole)
-    if whole:
-        boxes = [
-            ((start, stop), *((0, n) for n in shape[1:])) for start, stop in cut_rows(shape, _PIECE)
-        ]
+        return _is_encoded_same(saved, base, name, source, all_numbers)
+    if all_numbers:
+        columns = tuple((0, n) for n in shape[1:])
+        boxes = [(rows, *columns) for rows in cut_rows(shape, _PIECE)]
     else:
         boxes = [tuple(_middle(n, _SAMPLE) for n in shape)]
     return all(
@@ -110,16 +113,18 @@ def _is_same(saved: SavedState, base: WeightFile, name: str, source: Source, who
     )
 
 
-def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
+def is_rounded(weight: np.ndarray, base_weight: np.ndarray) -> bool:
     """Return whether a checkpoint's numbers equal a folder's, up to rounding to 16 bits."""
     weight = weight.astype(np.float32)
-    there = there.astype(np.float32)
+    base_weight = base_weight.astype(np.float32)
     with np.errstate(invalid="ignore"):  # inf - inf
         # If the folder's number is infinite, so is the bound, and any number would pass it.
-        is_near = np.isfinite(there) & (
-            np.abs(weight - there) <= ROUNDING * np.abs(there) + _SMALLEST
+        is_near = np.isfinite(base_weight) & (
+            np.abs(weight - base_weight) <= ROUNDING * np.abs(base_weight) + _SMALLEST
         )
-    return bool(np.all(is_near | (weight == there) | (np.isnan(weight) & np.isnan(there))))
+    return bool(
+        np.all(is_near | (weight == base_weight) | (np.isnan(weight) & np.isnan(base_weight)))
+    )
 
 
 def _middle(size: int, most: int) -> tuple[int, int]:
@@ -132,7 +137,7 @@ def _middle(size: int, most: int) -> tuple[int, int]:
 
 
 def _is_encoded_same(
-    saved: SavedState, base: WeightFile, name: str, source: Source, whole: bool
+    saved: SavedState, base: WeightFile, name: str, source: Source, all_numbers: bool
 ) -> bool:
     """Return whether a quantized weight M[A, B], or one layer of it, equals the folder's.
 
@@ -147,22 +152,22 @@ def _is_encoded_same(
     block = storage.BLOCKS[layout.format]
     # Smallest number of rows that consists of complete blocks.
     unit = block // math.gcd(block, shape[1])
-    every = (0, shape[1])
-    if whole:
-        boxes = [(rows, every) for rows in cut_rows(shape, _PIECE, unit)]
+    row_range = (0, shape[1])
+    if all_numbers:
+        boxes = [(rows, row_range) for rows in cut_rows(shape, _PIECE, unit)]
     elif unit == 1:  # a part of one row, because a full row of a transposed tensor reads all of it
         length = max(block, _SAMPLE)
         start = (shape[1] - length) // 2 // block * block
         boxes = [((shape[0] // 2, shape[0] // 2 + 1), (start, start + length))]
     else:
         start = shape[0] // 2 // unit * unit
-        boxes = [((start, start + unit), every)]
+        boxes = [((start, start + unit), row_range)]
     for box in boxes:
-        there = np.asarray(
-            base.read(name, tuple(box[order.index(axis)] for axis in range(2))), np.float32
-        )
-        there = there if order == (0, 1) else there.T
-        if not _has_codes(there, _Codes(saved, source, box, shape)):
+        file_box = tuple(box[order.index(axis)] for axis in range(2))
+        numbers = np.asarray(base.read(name, file_box), np.float32)
+        if order != (0, 1):
+            numbers = numbers.T
+        if not _has_codes(numbers, _Codes(saved, source, box, shape)):
             return False
     return True
 
@@ -202,43 +207,40 @@ class _Codes:
             last = ((b - 1) * columns + d) // block
             blocks = np.arange(first, last)
             if self._is_flat:
-                row, column = (np.zeros_like(blocks), blocks)
+                column = blocks // self._group[1]
+                box = ((column[0], column[-1] + 1),)
+                groups = column - column[0]
             else:
                 row, column = np.divmod(blocks, columns // block)
-            row = row // self._group[0]
-            column = column // self._group[1]
-            box = (
-                (column[0] if self._is_flat else 0, column[-1] + 1 if self._is_flat else length),
-            )
-            box = box if self._is_flat else ((row[0], row[-1] + 1), *box)
-            width = box[-1][1] - box[-1][0]
-            groups = (row - (0 if self._is_flat else row[0])) * width + column - box[-1][0]
+                row = row // self._group[0]
+                column = column // self._group[1]
+                box = ((row[0], row[-1] + 1), (0, length))
+                groups = (row - row[0]) * length + column
         elif self._is_flat:
             box = (((a * columns + c) // per, ((b - 1) * columns + d) // per),)
         else:
             box = ((a, b), (c // per, d // per))
-        whole = build_layer_box(self._source) + tuple(
-            (int(start), int(stop)) for start, stop in box
-        )
-        out = np.empty([stop - start for start, stop in whole], np.dtype(array.dtype))
-        read_part(self._saved, leaf, whole, out)
+        inner_box = tuple((int(start), int(stop)) for start, stop in box)
+        leaf_box = build_layer_box(self._source) + inner_box
+        out = np.empty([stop - start for start, stop in leaf_box], np.dtype(array.dtype))
+        read_part(self._saved, leaf, leaf_box, out)
         return out.reshape(-1)[groups] if groups.shape else out.reshape(-1)
 
 
-def _has_codes(there: np.ndarray, codes: _Codes) -> bool:
+def _has_codes(numbers: np.ndarray, codes: _Codes) -> bool:
     """Return whether a folder's numbers quantize to a checkpoint's."""
-    here = _encoded(np.ascontiguousarray(there).reshape(-1), codes.format)
+    encoded = _encoded(np.ascontiguousarray(numbers).reshape(-1), codes.format)
     if codes.format == "int8":
-        return np.array_equal(here["values"], codes.read("values")) and np.array_equal(
-            here["scales"], codes.read("scales"), equal_nan=True
+        return np.array_equal(encoded["values"], codes.read("values")) and np.array_equal(
+            encoded["scales"], codes.read("scales"), equal_nan=True
         )
-    if not np.array_equal(here["codes"], codes.read("codes")):
+    if not np.array_equal(encoded["codes"], codes.read("codes")):
         return False
     scales, steps, means = (codes.read(name) for name in ("scales", "steps", "means"))
     # Each block was quantized as a group of one block. The group's mean is then the block's
     # largest magnitude, and its scale shows whether the block is finite.
-    largest = here["means"]
-    is_finite = here["scales"] != NOT_FINITE
+    largest = encoded["means"]
+    is_finite = encoded["scales"] != NOT_FINITE
     if not np.array_equal(is_finite, scales != NOT_FINITE):
         return False
     error = np.abs(np.maximum(scales * steps + means, 0) - largest)
@@ -255,10 +257,11 @@ def _encoded(flat: np.ndarray, format: storage.Format) -> dict[str, np.ndarray]:
         device = jax.local_devices()[0]
     # The current mesh may be a program's, which need not contain this device.
     with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
-        found = _encode(jax.device_put(flat, device), format=format)
+        arrays = _encode(jax.device_put(flat, device), format=format)
+        flat_arrays, _ = jax.tree_util.tree_flatten_with_path(arrays)
         return {
-            jax.tree_util.keystr(p, simple=True): np.asarray(a)
-            for p, a in jax.tree_util.tree_flatten_with_path(found)[0]
+            jax.tree_util.keystr(path, simple=True): np.asarray(array)
+            for path, array in flat_arrays
         }
 
 

@@ -100,16 +100,16 @@ class DecoderConfig:
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
         f = self.intermediate
-        block = (
-            h * (2 * q + 2 * kv + 3 * f)
-            + h * (4 if self.post_norms else 2)
-            + (2 * self.head_dim if self.qk_norm else 0)
-        )
-        block += (
-            (q + 2 * kv if self.qkv_bias else 0)
-            + (h if self.output_bias else 0)
-            + (2 * f + h if self.mlp_bias else 0)
-        )
+        block = h * (2 * q + 2 * kv + 3 * f)
+        block += h * (4 if self.post_norms else 2)
+        if self.qk_norm:
+            block += 2 * self.head_dim
+        if self.qkv_bias:
+            block += q + 2 * kv
+        if self.output_bias:
+            block += h
+        if self.mlp_bias:
+            block += 2 * f + h
         return self.layers * block + self.vocab * h * (1 if self.tied else 2) + h
 
     def computes(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class DecoderConfig:
         alike: dict[Rope, list[int]] = {}
         for layer, rope in enumerate(self.ropes):
             alike.setdefault(rope, []).append(layer)
-        told = (
+        names = (
             "heads",
             "kv_heads",
             "head_dim",
@@ -133,14 +133,15 @@ class DecoderConfig:
             "unit_norm",
             "scales_embedding",
         )
-        return {name: getattr(self, name) for name in told} | {
+        ropes = []
+        for rope, layers in alike.items():
+            frequencies = [_rounded(frequency) for frequency in rope.frequencies]
+            ropes.append([layers, _rounded(rope.factor), frequencies])
+        return {name: getattr(self, name) for name in names} | {
             "activation": SAME_ACTIVATIONS.get(self.activation, self.activation),
             "attention_scale": _rounded(self.attention_scale),
             "windows": list(self.windows),
-            "ropes": [
-                [layers, _rounded(r.factor), [_rounded(f) for f in r.frequencies]]
-                for r, layers in alike.items()
-            ],
+            "ropes": ropes,
         }
 
 
@@ -192,8 +193,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = os.path.join(os.fspath(folder), CONFIG)
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise ValueError(
                 f"{path} cannot be read: it is not a file of at most {_MOST_BYTES // 2**20} MiB"
             )
@@ -230,22 +231,24 @@ def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: s
             f"{where}: model_type={reprlib.repr(kind)}: the name of a family is needed, such as "
             "'llama'"
         )
-    if others := [key for key in ("vision_config", "audio_config", "text_config") if raw.get(key)]:
+    modalities = [key for key in ("vision_config", "audio_config", "text_config") if raw.get(key)]
+    if modalities:
         raise ValueError(
-            f"{where}: {_about_others(kind, others, raw.get('text_config'), families)}"
+            f"{where}: {_about_others(kind, modalities, raw.get('text_config'), families)}"
         )
-    if experts := [key for key in EXPERTS if raw.get(key)]:
+    experts = [key for key in EXPERTS if raw.get(key)]
+    if experts:
         value = reprlib.repr(raw[experts[0]])
         raise ValueError(
             f"{where}: model_type {kind!r} has {experts[0]}={value}: mixtures of experts are not "
             "supported"
         )
     for key in ("quantization_config", "quantization"):
-        if quantized := raw.get(key):
-            if isinstance(quantized, Mapping):
-                method = quantized.get("quant_method", "unknown")
-            else:
-                method = quantized
+        quantization = raw.get(key)
+        if quantization:
+            method = quantization
+            if isinstance(quantization, Mapping):
+                method = quantization.get("quant_method", "unknown")
             raise ValueError(
                 f"{where}: its weights are quantized ({reprlib.repr(method)} in {key}): use the "
                 "original checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or "
@@ -262,14 +265,15 @@ def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: s
 
 
 def _about_others(
-    kind: str, others: list[str], text: object, families: Mapping[str, Family]
+    kind: str, modalities: list[str], text: object, families: Mapping[str, Family]
 ) -> str:
     """Return why a model of images or sound is refused.
 
     If its language model is supported, the text says how to use that.
     """
     has = (
-        f"model_type {kind!r} has {', '.join(others)}: models of images or sound are not supported"
+        f"model_type {kind!r} has {', '.join(modalities)}: models of images or sound are not "
+        "supported"
     )
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     if isinstance(inner, str) and inner in families:
@@ -327,8 +331,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     activation = value["hidden_activation"] or value["hidden_act"]
     if activation is None:
         # A family that reads `hidden_activation` ignores this key.
-        found = "null" if "hidden_act" in raw else "missing"
-        raise ValueError(f"hidden_act is {found}, but one of {', '.join(ACTIVATIONS)} is needed")
+        state = "null" if "hidden_act" in raw else "missing"
+        raise ValueError(f"hidden_act is {state}, but one of {', '.join(ACTIVATIONS)} is needed")
     kinds, window = _layer_kinds(value, family, layers)
     if "layer_types" not in reads and raw.get("layer_types") is not None:
         _check_kinds(raw["layer_types"], kinds)
@@ -408,18 +412,17 @@ def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple
     return kinds, window or 0
 
 
-def _check_kinds(given: object, kinds: list[str]) -> None:
+def _check_kinds(value: object, kinds: list[str]) -> None:
     """Raise ValueError if `layer_types` contradicts a family that does not read the key."""
-    told = read_kinds(Field(given, "layer_types"))
-    if told == kinds:
+    file_kinds = read_kinds(Field(value, "layer_types"))
+    if file_kinds == kinds:
         return
+    expected = reprlib.repr(kinds)
     if len(set(kinds)) == 1:
-        alike = f"{kinds[0]!r} in each of {len(kinds)} layers"
-    else:
-        alike = f"{reprlib.repr(kinds)}"
+        expected = f"{kinds[0]!r} in each of {len(kinds)} layers"
     raise ValueError(
-        f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or remove the "
-        "key"
+        f"layer_types={reprlib.repr(file_kinds)}: this model_type has {expected}: write that, or "
+        "remove the key"
     )
 
 
@@ -469,17 +472,17 @@ def _ropes_by_kind(field: Field) -> dict[str, Field]:
     if not field.value:
         return nothing
     if field.name == "rope_parameters":
-        if unknown := sorted(set(field.value) - {SLIDING, FULL}):
+        unknown = sorted(set(field.value) - {SLIDING, FULL})
+        if unknown:
             raise ValueError(
                 f"rope_parameters has {unknown}: this model_type takes one object for {FULL!r} and "
                 f"one for {SLIDING!r}"
             )
-        given = {
-            kind: Field(part, f"rope_parameters.{kind}")
-            for kind, part in field.value.items()
-            if part is not None
-        }
-        return nothing | given
+        ropes = dict(nothing)
+        for kind, rope in field.value.items():
+            if rope is not None:
+                ropes[kind] = Field(rope, f"rope_parameters.{kind}")
+        return ropes
     if "type" in field.value and "rope_type" not in field.value:
         raise ValueError(
             "rope_scaling.type: versions of transformers disagree on its meaning here; use "

@@ -101,21 +101,11 @@ def export_hf(
     base = open_weights(like)
     # Check these first: otherwise they would fail after all weights were written, or leave a folder
     # that transformers cannot use.
-    others = files_beside(like)
+    extra_files = files_beside(like)
     end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = map_leaves(saved)
-        adapters = {name for name in leaves if ADAPTER in name}
-        if adapters and not merge_lora:
-            raise ValueError(
-                f"{saved.folder} holds adapters for {len(adapters) // 2} projections: merge them "
-                "by merge_lora=True, or write only the adapters by zerojax.export_peft"
-            )
-        if merge_lora and not adapters:
-            raise ValueError(
-                f"merge_lora=True, but {saved.folder} holds no adapters: leave merge_lora out"
-            )
-        lora = read_lora(saved) if adapters else None
+        lora = _lora_to_merge(saved, leaves, merge_lora)
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
         writer = _Writer(
@@ -124,7 +114,29 @@ def export_hf(
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)
-            copy_beside(others, output, dtype=kind)
+            copy_beside(extra_files, output, dtype=kind)
+
+
+def _lora_to_merge(
+    saved: SavedState, leaves: Mapping[str, tuple[str, bool]], merge_lora: bool
+) -> Lora | None:
+    """Return the options of a checkpoint's adapters, or None if it has none.
+
+    Raises:
+      ValueError: `merge_lora` does not fit the checkpoint.
+      CheckpointError: the checkpoint does not record the options.
+    """
+    adapters = {name for name in leaves if ADAPTER in name}
+    if adapters and not merge_lora:
+        raise ValueError(
+            f"{saved.folder} holds adapters for {len(adapters) // 2} projections: merge them "
+            "by merge_lora=True, or write only the adapters by zerojax.export_peft"
+        )
+    if merge_lora and not adapters:
+        raise ValueError(
+            f"merge_lora=True, but {saved.folder} holds no adapters: leave merge_lora out"
+        )
+    return read_lora(saved) if adapters else None
 
 
 def read_lora(saved: SavedState) -> Lora:
@@ -133,13 +145,13 @@ def read_lora(saved: SavedState) -> Lora:
     Raises:
       CheckpointError: the checkpoint does not record them.
     """
-    told: Any = saved.about.get("lora")
+    options: Any = saved.about.get("lora")
     try:
-        return Lora(**{**told, "targets": tuple(told["targets"])})
+        return Lora(**{**options, "targets": tuple(options["targets"])})
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{saved.folder} does not record the rank and scale of its adapters, {told!r}: it was "
-            "not saved from a model of zerojax.hf.model_of"
+            f"{saved.folder} does not record the rank and scale of its adapters, {options!r}: it "
+            "was not saved from a model of zerojax.hf.model_of"
         ) from error
 
 
@@ -160,13 +172,15 @@ def _sources(
     """
     sources = map_sources(saved, base, leaves, like, families)
     check_config_sizes(like, base, families, is_whole=True)
-    if told := about_difference({DECODER: config_of(like, families).computes()}, saved.about):
+    about = {DECODER: config_of(like, families).computes()}
+    difference = about_difference(about, saved.about)
+    if difference:
         raise CheckpointError(
-            f"{saved.folder} was trained with {told[0]}, but "
-            f"{os.path.join(os.fspath(like), CONFIG)} has {told[1]}: pass the folder that it was "
-            "trained from as `like`"
+            f"{saved.folder} was trained with {difference[0]}, but "
+            f"{os.path.join(os.fspath(like), CONFIG)} has {difference[1]}: pass the folder that it "
+            "was trained from as `like`"
         )
-    check_base(saved, base, sources, like, whole=False)
+    check_base(saved, base, sources, like, all_numbers=False)
     return sources
 
 
@@ -198,7 +212,7 @@ class _Writer:
         kind = numpy_dtype(self._tensors[name].dtype)
         source = self._sources[name]
         if source.layout is not None:
-            check_base(self._saved, self._base, {name: source}, self._like, whole=True)
+            check_base(self._saved, self._base, {name: source}, self._like, all_numbers=True)
         for rows in cut_rows(shape, PIECE_BYTES // 4):
             box = (rows, *((0, n) for n in shape[1:]))
             piece = self._piece(name, box)
@@ -219,26 +233,25 @@ class _Writer:
         else:
             weight = read_weight(self._saved, source, box)
             if source.is_frozen:
-                there = np.asarray(self._base.read(name, box))
-                if not is_rounded(weight, there):
+                base_weight = np.asarray(self._base.read(name, box))
+                if not is_rounded(weight, base_weight):
                     raise other_base(self._like, self._saved, [name])
                 weight = np.where(
-                    there.astype(weight.dtype) == weight,
-                    there.astype(there.dtype),
-                    weight.astype(there.dtype),
+                    base_weight.astype(weight.dtype) == weight,
+                    base_weight.astype(base_weight.dtype),
+                    weight.astype(base_weight.dtype),
                 )
         return weight if delta is None else np.asarray(weight, np.float32) + delta
 
     def _delta(self, source: Source, box: Box) -> np.ndarray | None:
         """Return what a weight's adapter adds to a box of its tensor; None if it has none."""
         stem, _, ending = source.place.name.rpartition(".")
-        names = [f"{stem}{ADAPTER}{part}" for part in "ab"]
+        names = [f"{stem}{ADAPTER}{matrix}" for matrix in "ab"]
         if ending != "kernel" or names[0] not in self._leaves:
             return None
         layer = source.place.layer
-        a, b = (
-            read_adapter(self._saved, self._leaves[name][0], layer) for name in names
-        )  # [in, r], [r, out]
+        a = read_adapter(self._saved, self._leaves[names[0]][0], layer)  # [in, r]
+        b = read_adapter(self._saved, self._leaves[names[1]][0], layer)  # [r, out]
         (out_start, out_stop), (in_start, in_stop) = box
         assert self._scale is not None
         return (a[in_start:in_stop] @ b[:, out_start:out_stop]).T * np.float32(self._scale)
@@ -261,19 +274,18 @@ def _write_shards(
         shards[-1].append(name)
         used += size
     count = len(shards)
+    files = ["model.safetensors"]
     if count > 1:
         files = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    else:
-        files = ["model.safetensors"]
     for file, names in zip(files, shards, strict=True):
         # transformers checks which framework wrote a file, and treats "pt" as its own.
         write_safetensors(
             os.path.join(folder, file), {n: tensors[n] for n in names}, pieces, {"format": "pt"}
         )
     if count > 1:
-        weight_map = {
-            name: file for file, names in zip(files, shards, strict=True) for name in names
-        }
+        weight_map: dict[str, str] = {}
+        for file, names in zip(files, shards, strict=True):
+            weight_map |= dict.fromkeys(names, file)
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
@@ -317,49 +329,21 @@ def export_peft(
     like = os.path.expanduser(os.fspath(like))
     table = map_names(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = {name: leaf for name, (leaf, _) in map_leaves(saved).items() if ADAPTER in name}
-        if not leaves:
-            raise CheckpointError(
-                f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
-            )
-        frozen = saved.frozen
-        whole = map_leaves(saved)
-        trained = [
-            n
-            for n, (leaf, is_encoded) in whole.items()
-            if n not in leaves and not is_encoded and leaf not in frozen
-        ]
-        if trained:
-            raise ValueError(
-                f"{saved.folder} holds trained weights in addition to the adapters: "
-                f"{first_few(sorted(trained))}. PEFT's file would lack them: write everything by "
-                "zerojax.export_hf(merge_lora=True)"
-            )
+        leaves = map_leaves(saved)
+        adapters = _only_adapters(saved, leaves)
         lora = read_lora(saved)
-        found: dict[str, tuple[str, int]] = {}
-        for there, here in table.items():
-            stem = "" if here is None or isinstance(here, str) else here[0].removesuffix(".kernel")
-            for part, letter in (("a", "A"), ("b", "B")):
-                if (leaf := leaves.get(f"{stem}{ADAPTER}{part}")) is not None:
-                    module = (
-                        f"base_model.model.{there.removesuffix('.weight')}.lora_{letter}.weight"
-                    )
-                    found |= {
-                        module.replace("{layer}", str(n)): (leaf, n)
-                        for n in range(saved.leaves[leaf].shape[0])
-                    }
-        shapes = {
-            name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in found.items()
-        }  # transposed
+        matrices = _peft_matrices(saved, adapters, table)
+        # Transposed, and without the dim of layers.
+        shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in matrices.items()}
         base = open_weights(like)
         _check_beside(shapes, base, like, saved)
         check_config_sizes(like, base, families, is_whole=True)
-        if whole.keys() - leaves.keys():
-            _sources(saved, base, whole, like, families)
-        tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(found)}
+        if leaves.keys() - adapters.keys():
+            _sources(saved, base, leaves, like, families)
+        tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(matrices)}
 
         def pieces(name: str) -> Iterator[np.ndarray]:
-            yield np.ascontiguousarray(read_adapter(saved, *found[name]).T, kind)
+            yield np.ascontiguousarray(read_adapter(saved, *matrices[name]).T, kind)
 
         with explaining(f"writing {output}"):
             os.mkdir(output)
@@ -368,6 +352,58 @@ def export_peft(
             )
             with open(os.path.join(output, ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
                 json.dump(_peft_config(lora, os.path.abspath(like)), file, indent=2)
+
+
+def _only_adapters(saved: SavedState, leaves: Mapping[str, tuple[str, bool]]) -> dict[str, str]:
+    """Return the leaves of a checkpoint's adapters, by name.
+
+    Raises:
+      CheckpointError: it has no adapters.
+      ValueError: other weights were trained too.
+    """
+    adapters = {name: leaf for name, (leaf, _) in leaves.items() if ADAPTER in name}
+    if not adapters:
+        raise CheckpointError(
+            f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
+        )
+    frozen = saved.frozen
+    trained = []
+    for name, (leaf, is_encoded) in leaves.items():
+        if name not in adapters and not is_encoded and leaf not in frozen:
+            trained.append(name)
+    if trained:
+        raise ValueError(
+            f"{saved.folder} holds trained weights in addition to the adapters: "
+            f"{first_few(sorted(trained))}. PEFT's file would lack them: write everything by "
+            "zerojax.export_hf(merge_lora=True)"
+        )
+    return adapters
+
+
+def _peft_matrices(
+    saved: SavedState, adapters: Mapping[str, str], table: Mapping[str, Any]
+) -> dict[str, tuple[str, int]]:
+    """Return the leaf and the layer of each tensor of PEFT's file, by tensor name.
+
+    Args:
+      saved: checkpoint.
+      adapters: leaves of its adapters, by name.
+      table: parameter for each tensor name of the base, as `map_names` returns it.
+    """
+    matrices: dict[str, tuple[str, int]] = {}
+    for tensor, entry in table.items():
+        if entry is None or isinstance(entry, str):
+            continue  # only kernels have adapters, and they are transposed
+        stem = entry[0].removesuffix(".kernel")
+        module = f"base_model.model.{tensor.removesuffix('.weight')}"
+        for matrix in "ab":
+            leaf = adapters.get(f"{stem}{ADAPTER}{matrix}")
+            if leaf is None:
+                continue
+            pattern = f"{module}.lora_{matrix.upper()}.weight"
+            for layer in range(saved.leaves[leaf].shape[0]):
+                matrices[pattern.replace("{layer}", str(layer))] = (leaf, layer)
+    return matrices
 
 
 def _check_beside(
@@ -380,14 +416,14 @@ def _check_beside(
     base = file.tensors
     wrong = []
     for name, shape in shapes.items():
-        module, _, part = (
+        module, _, letter = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         )
-        there = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
-        if len(there) != 2 or shape[part == "A"] != there[part == "A"]:
+        base_shape = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
+        if len(base_shape) != 2 or shape[letter == "A"] != base_shape[letter == "A"]:
             wrong.append(
-                f"lora_{part} {list(shape)} for {module}.weight "
-                f"{list(there) or 'which does not exist'}"
+                f"lora_{letter} {list(shape)} for {module}.weight "
+                f"{list(base_shape) or 'which does not exist'}"
             )
     if wrong:
         raise CheckpointError(

@@ -101,12 +101,13 @@ def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Famil
 
     Such a difference need not show in any shape.
     """
-    made = {DECODER: config_of(folder, families).computes()}
-    if told := about_difference(model.about or {}, made):
+    about = {DECODER: config_of(folder, families).computes()}
+    difference = about_difference(model.about or {}, about)
+    if difference:
         raise CheckpointError(
-            f"{os.path.join(folder, CONFIG)} has {told[0]}, but this program's model has "
-            f"{told[1]}: build the model from this folder (zerojax.hf.model_of), or import the "
-            "folder that it was built from"
+            f"{os.path.join(folder, CONFIG)} has {difference[0]}, but this program's model has "
+            f"{difference[1]}: build the model from this folder (zerojax.hf.model_of), or import "
+            "the folder that it was built from"
         )
 
 
@@ -126,14 +127,16 @@ def check_config_sizes(
       is_whole: whether to check as well that no tensor is missing or superfluous.
     """
     names = map_names(folder, families, is_tiled=False)
-    where = os.path.join(os.fspath(folder), CONFIG)
-    check_sizes(config_of(folder, families), names, file, where, is_whole=is_whole)
+    config_path = os.path.join(os.fspath(folder), CONFIG)
+    check_sizes(config_of(folder, families), names, file, config_path, is_whole=is_whole)
 
 
 def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
     """Raise ValueError if config.json ties the head to the embedding but they differ."""
     heads = [name for name in names if name.startswith("lm_head.") and names[name] is None]
-    tables = [name for name, here in names.items() if _name(here) == "embed.embed_tokens.embedding"]
+    tables = [
+        name for name, entry in names.items() if _name(entry) == "embed.embed_tokens.embedding"
+    ]
     if not heads or not tables:
         return
     file = open_weights(folder)
@@ -172,33 +175,44 @@ def map_names(
       ValueError: the folder's model is not supported.
     """
     raw = read_config(folder)
-    where = os.path.join(os.fspath(folder), CONFIG)
-    family = find_family(raw, families, where)
+    config_path = os.path.join(os.fspath(folder), CONFIG)
+    family = find_family(raw, families, config_path)
     names = dict(family.names)
-    if decoder_config(raw, family, where).tied:
+    if decoder_config(raw, family, config_path).tied:
         # Some files hold the embedding twice; `import_hf` has checked that both are equal.
-        names = {
-            there: None if _name(here).startswith("head.lm_head.") else here
-            for there, here in names.items()
-        }
-    return {there: _in_tiles(here) for there, here in names.items()} if is_tiled else names
+        for tensor, entry in names.items():
+            if _name(entry).startswith("head.lm_head."):
+                names[tensor] = None
+    if is_tiled:
+        names = {tensor: _in_tiles(entry) for tensor, entry in names.items()}
+    return names
 
 
-def _name(here: Any) -> str:
-    if here is None:
+NameEntry = str | tuple[str, tuple[int, ...]] | None
+"""An entry of a table of names: a parameter's name, (name, axes), or None for an unread tensor."""
+
+
+def _name(entry: NameEntry) -> str:
+    """Return the parameter's name in an entry of a table of names, or "" if it has none."""
+    if entry is None:
         return ""
-    return here if isinstance(here, str) else here[0]
+    return entry if isinstance(entry, str) else entry[0]
 
 
-def _in_tiles(here: Any) -> Any:
+def _in_tiles(entry: NameEntry) -> NameEntry:
     """Return the entry of a tensor for tiled MLPs: "mlp.up_proj.kernel" becomes "mlp.up"."""
-    name = _name(here)
-    for whole, tiled in _TILED.items():
-        for ending, new in ((f"{whole}.kernel", tiled), (f"{whole}.bias", f"{tiled}_bias")):
-            if name.endswith(ending):
-                name = name.removesuffix(ending) + new
-                return name if isinstance(here, str) else (name, *here[1:])
-    return here
+    if entry is None:
+        return None
+    name = _name(entry)
+    for untiled, tiled in _TILED.items():
+        for suffix, tiled_suffix in (
+            (f"{untiled}.kernel", tiled),
+            (f"{untiled}.bias", f"{tiled}_bias"),
+        ):
+            if name.endswith(suffix):
+                name = name.removesuffix(suffix) + tiled_suffix
+                return name if isinstance(entry, str) else (name, entry[1])
+    return entry
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -256,8 +270,35 @@ def list_params(c: DecoderConfig) -> dict[str, Dims]:
     return params | {f"{STACK}{name}.scale": (size,) for name, size in norms.items()}
 
 
+def find_places(file: WeightFile, names: Mapping[str, Any]) -> dict[str, Place]:
+    """Return the place of each tensor of a file that is read.
+
+    Args:
+      file: weights of a folder.
+      names: parameter for each tensor name, as `map_names` returns it.
+    """
+    place_of = renaming(names)
+    places: dict[str, Place] = {}
+    for name in file.tensors:
+        place = place_of(name)
+        if place is not None:
+            places[name] = place
+    return places
+
+
+def count_layers(places: Mapping[str, Place]) -> int:
+    """Return one more than the highest layer number; 0 if there are no layers."""
+    layers = [place.layer for place in places.values() if place.layer is not None]
+    return 1 + max(layers, default=-1)
+
+
 def check_sizes(
-    config: DecoderConfig, names: Mapping[str, Any], file: WeightFile, where: str, *, is_whole: bool
+    config: DecoderConfig,
+    names: Mapping[str, Any],
+    file: WeightFile,
+    config_path: str,
+    *,
+    is_whole: bool,
 ) -> None:
     """Compare the tensors of a folder with its `config.json`.
 
@@ -265,7 +306,7 @@ def check_sizes(
       config: decoder that the file describes.
       names: parameter for each tensor name, for a model with untiled MLPs.
       file: weights of the folder.
-      where: path of `config.json`.
+      config_path: path of `config.json`.
       is_whole: whether to check as well that no tensor is missing or superfluous. Otherwise only
         shapes and the number of layers are compared.
 
@@ -273,13 +314,10 @@ def check_sizes(
       CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
         is missing or superfluous (the error names it).
     """
-    place_of = renaming(names)
     params = list_params(config)
-    places = {name: place for name in file.tensors if (place := place_of(name)) is not None}
+    places = find_places(file, names)
     differences = _sizes_that_differ(places, params, file)
-    layers = 1 + max(
-        (place.layer for place in places.values() if place.layer is not None), default=-1
-    )
+    layers = count_layers(places)
     if layers not in (0, config.layers):
         differences.append(
             f"num_hidden_layers={config.layers}, but the tensors have {layers} layers"
@@ -288,8 +326,8 @@ def check_sizes(
         differences += _presence(places, params, names, config.layers)
     if differences:
         raise CheckpointError(
-            f"{where} does not describe the weights next to it: {first_few(differences)}. Use the "
-            "config.json that belongs to them"
+            f"{config_path} does not describe the weights next to it: {first_few(differences)}. "
+            "Use the config.json that belongs to them"
         )
 
 
@@ -297,28 +335,25 @@ def _sizes_that_differ(
     places: Mapping[str, Place], params: Mapping[str, Dims], file: WeightFile
 ) -> list[str]:
     """Return a description of each size that differs, with the first tensor that contradicts it."""
-    found: dict[str, str] = {}
-    order = list(params)
-    named = [
-        (order.index(place.name), place.layer or 0, name)
-        for name, place in places.items()
-        if place.name in params
-    ]
-    for _, _, name in sorted(named):
+    descriptions: dict[str, str] = {}
+    order = {param: position for position, param in enumerate(params)}
+    names = [name for name, place in places.items() if place.name in params]
+    names.sort(key=lambda name: (order[places[name].name], places[name].layer or 0, name))
+    for name in names:
         place = places[name]
         shape = file.tensors[name].shape
         dims = params[place.name]
         if len(shape) != len(dims):
             numbers = [size.number for size in dims]
-            found.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")
+            descriptions.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")
             continue
         axes = place.axes or range(len(shape))
         for size, axis in zip(dims, axes, strict=True):
             if shape[axis] != size.number:
-                found.setdefault(
+                descriptions.setdefault(
                     size.keys, f"{size.keys}, but {name} {list(shape)} has {shape[axis]}"
                 )
-    return list(found.values())
+    return list(descriptions.values())
 
 
 def _presence(
@@ -326,16 +361,17 @@ def _presence(
 ) -> list[str]:
     """Return descriptions of the missing and the superfluous tensors."""
     have = {(place.name, place.layer) for place in places.values()}
-    own = {
-        place.name: pattern
-        for pattern in names
-        if (place := renaming(names)(pattern.replace("{layer}", "0")))
-    }
+    place_of = renaming(names)
+    patterns: dict[str, str] = {}
+    for pattern in names:
+        place = place_of(pattern.replace("{layer}", "0"))
+        if place is not None:
+            patterns[place.name] = pattern
     missing = []
     for name in params:
         numbers = range(layers) if name.startswith(STACK) else [None]
         absent = [layer for layer in numbers if (name, layer) not in have]
-        pattern = own.get(name, name)
+        pattern = patterns.get(name, name)
         missing += [f"no {pattern.replace('{layer}', str(layer))}" for layer in absent]
     extra = [
         f"{name}, which the model does not have"

@@ -88,15 +88,14 @@ def model_of(
         raise ValueError(
             f"attention={attention!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}"
         )
-    if (
-        mlp_tiles
-        and lora is not None
-        and (both := sorted({"gate_proj", "up_proj", "down_proj"} & set(lora.targets)))
-    ):
+    adapted = set() if lora is None else {"gate_proj", "up_proj", "down_proj"} & set(lora.targets)
+    if mlp_tiles and adapted:
         raise ValueError(
-            f"mlp_tiles={mlp_tiles} cannot be combined with adapters for {', '.join(both)}: use "
-            "mlp_tiles=0, or other targets"
+            f"mlp_tiles={mlp_tiles} cannot be combined with adapters for "
+            f"{', '.join(sorted(adapted))}: use mlp_tiles=0, or other targets"
         )
+    if trainable is None and lora is not None:
+        trainable = nnx.LoRAParam
     options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
     model = from_flax(
         embed=lambda rngs: Embed(config, rngs=rngs),
@@ -105,14 +104,14 @@ def model_of(
         num_layers=config.layers,
         loss=lambda head, embed, x, batch: head.loss(embed, x, batch, loss_tiles),
         predict=lambda head, embed, x, batch: head.logits(embed, at_last(x, batch)),
-        trainable=nnx.LoRAParam if trainable is None and lora is not None else trainable,
+        trainable=trainable,
         context=build_context,
         per_layer=build_per_layer(config),
         cache=Cache(build_cache_init(config), lambda block, *args: block.cached(*args)),
     )
-    about = {DECODER: config.computes()} | (
-        {} if lora is None else {"lora": dataclasses.asdict(lora)}
-    )
+    about: dict[str, Any] = {DECODER: config.computes()}
+    if lora is not None:
+        about["lora"] = dataclasses.asdict(lora)
     return dataclasses.replace(
         with_specs(model, _specs(model)), about=about, check_batch=check_batch
     )
@@ -132,8 +131,8 @@ def config_of(
     """
     folder = os.path.expanduser(os.fspath(folder))
     raw = read_config(folder)
-    where = os.path.join(os.fspath(folder), CONFIG)
-    return decoder_config(raw, find_family(raw, families, where), where)
+    config_path = os.path.join(os.fspath(folder), CONFIG)
+    return decoder_config(raw, find_family(raw, families, config_path), config_path)
 
 
 def build_context(batch: Batch) -> dict[str, jax.Array]:
@@ -146,9 +145,10 @@ def build_context(batch: Batch) -> dict[str, jax.Array]:
     positions = batch.get("positions")
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return {"positions": positions} | (
-        {"segment_ids": batch["segment_ids"]} if "segment_ids" in batch else {}
-    )
+    context = {"positions": positions}
+    if "segment_ids" in batch:
+        context["segment_ids"] = batch["segment_ids"]
+    return context
 
 
 def build_cache_init(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
@@ -167,15 +167,15 @@ def build_per_layer(c: DecoderConfig) -> dict[str, np.ndarray]:
     # All layers share a few ropes, each of which holds D / 2 Python floats.
     distinct = list(dict.fromkeys(c.ropes))
     kinds = np.asarray([distinct.index(rope) for rope in c.ropes])
-    rotations = {
-        "frequencies": np.asarray([rope.frequencies for rope in distinct], np.float32)[
-            kinds
-        ],  # [L, D / 2]
-        "factor": np.asarray([rope.factor for rope in distinct], np.float32)[kinds],
+    frequencies = np.asarray([rope.frequencies for rope in distinct], np.float32)
+    factors = np.asarray([rope.factor for rope in distinct], np.float32)
+    arrays: dict[str, np.ndarray] = {
+        "frequencies": frequencies[kinds],  # [L, D / 2]
+        "factor": factors[kinds],  # [L]
     }
-    return rotations | (
-        {"window": np.asarray(c.windows, np.int32)} if len(set(c.windows)) > 1 else {}
-    )
+    if len(set(c.windows)) > 1:
+        arrays["window"] = np.asarray(c.windows, np.int32)
+    return arrays
 
 
 def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
@@ -193,10 +193,10 @@ def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
     key = jax.eval_shape(lambda: jax.random.key(0))
     trees = {"embed": model.init_embed, "block": model.init_block, "head": model.init_head}
     shapes = {name: jax.eval_shape(init, key) for name, init in trees.items()}
-    paths = [
-        jax.tree_util.keystr(p, simple=True, separator="/")
-        for p, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]
-    ]
-    return {
-        rule: spec for rule, spec in rules.items() if any(re.search(rule, path) for path in paths)
-    }
+    flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+
+    def matches(rule: str) -> bool:
+        return any(re.search(rule, path) for path in paths)
+
+    return {rule: spec for rule, spec in rules.items() if matches(rule)}

@@ -52,10 +52,11 @@ def table(*norms: str) -> dict[str, Any]:
         # Older files store these frequencies, which are computed from config.json here.
         "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None,
     }
-    for name, part in PROJECTIONS.items():
-        there = f"model.layers.{{layer}}.{part}.{name}"
-        here = f"blocks.{part}.{name}"
-        names |= {f"{there}.weight": (f"{here}.kernel", (1, 0)), f"{there}.bias": f"{here}.bias"}
+    for name, module in PROJECTIONS.items():
+        tensor = f"model.layers.{{layer}}.{module}.{name}"
+        param = f"blocks.{module}.{name}"
+        names[f"{tensor}.weight"] = (f"{param}.kernel", (1, 0))
+        names[f"{tensor}.bias"] = f"{param}.bias"
     return names | {
         f"model.layers.{{layer}}.{norm}.weight": f"blocks.{norm}.scale" for norm in norms
     }

@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +19,10 @@ import numpy as np
 from host_offload.disk import Box, numpy_dtype
 from pallas_kernels import storage
 from zerojax.checkpoint import ENCODED, CheckpointError, SavedState, first_few, of_mlp, retiled
+from zerojax.checkpoint.retile import Retiled
 from zerojax.hf.config import Family
-from zerojax.hf.importing import ADAPTER, map_names
-from zerojax.weights import DTYPES, Place, WeightFile, read_part, renaming, split_path
+from zerojax.hf.importing import ADAPTER, count_layers, find_places, map_names
+from zerojax.weights import DTYPES, Place, Tensor, WeightFile, read_part, split_path
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
 """Pattern of an array's name after the weight's name and `ENCODED`."""
@@ -55,12 +55,12 @@ def map_leaves(saved: SavedState) -> dict[str, tuple[str, bool]]:
 
     The values are the name in the checkpoint, and whether the weight is quantized.
     """
-    found: dict[str, tuple[str, bool]] = {}
+    leaves: dict[str, tuple[str, bool]] = {}
     for name in saved.leaves:
         if name.startswith("weights"):
-            whole, mark, _ = name.partition(ENCODED)
-            found[".".join(split_path(whole))] = (whole, bool(mark))
-    return found
+            leaf, mark, _ = name.partition(ENCODED)
+            leaves[".".join(split_path(leaf))] = (leaf, bool(mark))
+    return leaves
 
 
 def map_sources(
@@ -86,12 +86,11 @@ def map_sources(
     is_tiled = any(
         saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
     )
-    place_of = renaming(map_names(like, families, is_tiled=is_tiled))
-    places = {name: found for name in base.tensors if (found := place_of(name)) is not None}
+    places = find_places(base, map_names(like, families, is_tiled=is_tiled))
     sources: dict[str, Source] = {}
     differences: list[str] = []
     frozen = saved.frozen
-    layers = 1 + max((p.layer for p in places.values() if p.layer is not None), default=-1)
+    num_layers = count_layers(places)
     for name, place in places.items():
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:
@@ -99,11 +98,7 @@ def map_sources(
                 f"{name} of {tensor.dtype} in {like}, which is not a supported floating dtype"
             )
             continue
-        if place.axes is None:
-            shape = tensor.shape
-        else:
-            shape = tuple(tensor.shape[axis] for axis in place.axes)
-        shape = shape if place.layer is None else (layers, *shape)
+        shape = _param_shape(tensor, place, num_layers)
         if place.name not in leaves:
             differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")
             continue
@@ -119,14 +114,23 @@ def map_sources(
             differences.append(f"{place.name} {has}, but {name} there makes it {list(shape)}")
         sources[name] = source
     used = {place.name for place in places.values()}
-    extra = sorted(name for name in leaves if name not in used and ADAPTER not in name)
-    differences += [f"{name}, which is not a tensor there" for name in extra]
+    for name in sorted(leaves):
+        if name not in used and ADAPTER not in name:
+            differences.append(f"{name}, which is not a tensor there")
     if differences:
         raise CheckpointError(
             f"{saved.folder} holds another model than {os.fspath(like)}. It holds: "
             f"{first_few(differences)}"
         )
     return sources
+
+
+def _param_shape(tensor: Tensor, place: Place, num_layers: int) -> tuple[int, ...]:
+    """Return the shape of the parameter to which a tensor belongs."""
+    shape = tensor.shape
+    if place.axes is not None:
+        shape = tuple(shape[axis] for axis in place.axes)
+    return shape if place.layer is None else (num_layers, *shape)
 
 
 def _encoded(saved: SavedState, source: Source) -> Source:
@@ -137,45 +141,48 @@ def _encoded(saved: SavedState, source: Source) -> Source:
     Raises:
       ValueError: a weight of this shape would have other arrays.
     """
-    found = {}
+    arrays: dict[str, str] = {}
+    matches: list[re.Match[str]] = []
     for name in saved.leaves:
-        whole, _, rest = name.partition(ENCODED)
-        if whole == source.leaf and (match := _ARRAY.fullmatch(rest)):
-            found[match[3]] = (name, match)
-    first, match = next(iter(found.values()))
+        leaf, _, suffix = name.partition(ENCODED)
+        match = _ARRAY.fullmatch(suffix)
+        if leaf == source.leaf and match is not None:
+            arrays[match[3]] = name
+            matches.append(match)
+    first_array = next(iter(arrays.values()))
+    match = matches[0]
     shape = source.shape[source.place.layer is not None :]
     moved = None if match[2] is None else int(match[2])
     if moved is not None:
         shape = (*shape[: len(shape) + moved], *shape[len(shape) + moved + 1 :], shape[moved])
     # An array's row is the merge of the weight's last dims: the array has that many dims fewer.
-    merged = len(source.shape) - len(saved.leaves[first].shape)
+    merged = len(source.shape) - len(saved.leaves[first_array].shape)
     inner = shape[len(shape) - merged :] if merged else ()
     group = (1, 1)
     if match[1] == "nf4":
-        (*_, rows, blocks), (*_, r, c) = (
-            (1, *saved.leaves[found[name][0]].shape) for name in ("scales", "steps")
-        )
-        group = (rows // max(1, r), blocks // max(1, c))
+        *_, rows, blocks = (1, *saved.leaves[arrays["scales"]].shape)
+        *_, group_rows, group_blocks = (1, *saved.leaves[arrays["steps"]].shape)
+        group = (rows // max(1, group_rows), blocks // max(1, group_blocks))
     layout = storage.Layout(format=match[1], inner=inner, moved=moved, group=group)  # pyright: ignore[reportArgumentType]
     expected = jax.tree_util.tree_flatten_with_path(
         storage.abstract_encoded(layout, source.shape).q
     )[0]
-    here = {jax.tree_util.keystr(path, simple=True): tuple(array.shape) for path, array in expected}
-    if here != {name: saved.leaves[leaf].shape for name, (leaf, _) in found.items()}:
+    expected_shapes = {
+        jax.tree_util.keystr(path, simple=True): tuple(array.shape) for path, array in expected
+    }
+    if expected_shapes != {name: saved.leaves[leaf].shape for name, leaf in arrays.items()}:
         raise ValueError("")
-    return dataclasses.replace(
-        source, arrays={name: leaf for name, (leaf, _) in found.items()}, layout=layout
-    )
+    return dataclasses.replace(source, arrays=arrays, layout=layout)
 
 
-def _retiled(saved: SavedState, source: Source) -> Any:
+def _retiled(saved: SavedState, source: Source) -> Retiled:
     """Return a reader of a tiled weight in its untiled shape.
 
     Raises:
       ValueError: the shapes do not fit.
     """
     leaf = saved.leaves[source.leaf]
-    shapes = {name: other.shape for name, other in saved.leaves.items()}
+    shapes = {name: saved_leaf.shape for name, saved_leaf in saved.leaves.items()}
     return retiled(
         leaf.shape,
         source.shape,
@@ -189,14 +196,14 @@ def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
     """Return a box of a tensor from an unquantized weight of a checkpoint, in its saved dtype."""
     axes = source.place.axes or tuple(range(len(box)))
     front = build_layer_box(source)
-    here = front + tuple(box[axis] for axis in axes)
-    out = np.empty([b - a for a, b in here], numpy_dtype(saved.leaves[source.leaf].dtype))
+    saved_box = front + tuple(box[axis] for axis in axes)
+    out = np.empty([b - a for a, b in saved_box], numpy_dtype(saved.leaves[source.leaf].dtype))
     if saved.leaves[source.leaf].shape == source.shape:
-        read_part(saved, source.leaf, here, out)
+        read_part(saved, source.leaf, saved_box, out)
     else:
-        _retiled(saved, source).read(saved.records, source.leaf, here, out)
-    part = out[0] if front else out
-    return part.transpose(np.argsort(axes))
+        _retiled(saved, source).read(saved.records, source.leaf, saved_box, out)
+    weight = out[0] if front else out
+    return weight.transpose(np.argsort(axes))
 
 
 def build_layer_box(source: Source) -> Box:
