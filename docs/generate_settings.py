@@ -65,9 +65,9 @@ print(plan.config)
 """
 TAIL = """\
 
-Optimizer state on a disk wears it. At 13 B, a step on the RTX 4090 reads and writes 153 GB, which is
+Optimizer state on a disk wears it. At 13 B, a step on the RTX 4090 reads and writes 153 GB. That is
 258 TB a day at the planned pace: a drive rated for 2400 TB lasts nine days. The plan prints this.
-`--min-disk-days` of `zerojax plan` refuses such settings, and moments in bfloat16
+`zerojax plan --min-disk-days` refuses such settings, and moments in bfloat16
 (`moments="bfloat16"`) write less.
 
 To train your own model with a plan, give `zj.plan` the model instead of `zj.Sizes`, and pass

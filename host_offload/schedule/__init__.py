@@ -1,11 +1,7 @@
 """A step as a list of operations, and the facts derived from it: pure functions and data."""
 
-from host_offload.schedule.build import HostUpdate as HostUpdate
-from host_offload.schedule.build import UnstackedLeaf as UnstackedLeaf
-from host_offload.schedule.build import UnstackedMove as UnstackedMove
 from host_offload.schedule.build import advise as advise
 from host_offload.schedule.build import build_schedule as build_schedule
-from host_offload.schedule.build import build_unstacked as build_unstacked
 from host_offload.schedule.moves import Move as Move
 from host_offload.schedule.moves import Window as Window
 from host_offload.schedule.moves import compute_horizon as compute_horizon
@@ -16,12 +12,13 @@ from host_offload.schedule.ops import HEAD_PIECES as HEAD_PIECES
 from host_offload.schedule.ops import LANES as LANES
 from host_offload.schedule.ops import LATE_UNSTACKED as LATE_UNSTACKED
 from host_offload.schedule.ops import LAYERS as LAYERS
+from host_offload.schedule.ops import ON_DISK as ON_DISK
 from host_offload.schedule.ops import UNSTACKED_PIECES as UNSTACKED_PIECES
+from host_offload.schedule.ops import HostUpdate as HostUpdate
 from host_offload.schedule.ops import Loop as Loop
 from host_offload.schedule.ops import Op as Op
 from host_offload.schedule.ops import Record as Record
-from host_offload.schedule.schedule import ON_DISK as ON_DISK
-from host_offload.schedule.schedule import Phase as Phase
+from host_offload.schedule.phase import Phase as Phase
 from host_offload.schedule.schedule import Schedule as Schedule
 from host_offload.schedule.stacks import Part as Part
 from host_offload.schedule.stacks import StackedSchedule as StackedSchedule
@@ -33,3 +30,6 @@ from host_offload.schedule.tiles import TileLoops as TileLoops
 from host_offload.schedule.tiles import build_tiled_schedule as build_tiled_schedule
 from host_offload.schedule.tiles import tiles_kind as tiles_kind
 from host_offload.schedule.timeline import COLOURS as COLOURS
+from host_offload.schedule.unstacked import UnstackedLeaf as UnstackedLeaf
+from host_offload.schedule.unstacked import UnstackedMove as UnstackedMove
+from host_offload.schedule.unstacked import build_unstacked as build_unstacked

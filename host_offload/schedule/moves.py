@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.schedule.ops import Record
-from host_offload.schedule.schedule import Phase
+from host_offload.schedule.ops import Op, Record
+from host_offload.schedule.phase import Phase
 from host_offload.schedule.stacks import Part, StepPlan, layers_kind
 from host_offload.schedule.tiles import tiles_kind
 
@@ -87,20 +87,21 @@ def _moves_of_phase(phase: Phase, name: Callable[[Record], str]) -> Iterator[Mov
     `name(record)` returns the on-disk name of a record.
     """
     # A layer whose optimizer state stays on the device has no record on disk.
-    before = {"opt_state": phase.device_layers, "activations": phase.first_layer}
+    first_records = {"opt_state": phase.device_layers, "activations": phase.first_layer}
     for _, ops in phase.ticks():
         for op in ops:
             if op.inner is not None:
-                group = op.record.leaves
-                num_tiles = len(op.inner.layer)
-                for move in _moves_of_phase(
-                    op.inner, lambda record, group=group: tiles_kind(record.kind, group)
-                ):
-                    yield move._replace(layer=op.number * num_tiles + move.layer)
+                yield from _moves_of_tiles(op)
             elif op.lane in ("read", "write"):
-                yield Move(
-                    name(op.record), op.number - before.get(op.record.kind, 0), op.lane == "write"
-                )
+                index = op.number - first_records.get(op.record.kind, 0)
+                yield Move(name(op.record), index, op.lane == "write")
+
+
+def _moves_of_tiles(op: Op) -> Iterator[Move]:
+    """Yield the moves of a loop over the tiles of one layer."""
+    num_tiles = len(op.inner.layer)
+    for move in _moves_of_phase(op.inner, lambda record: tiles_kind(record.kind, op.record.leaves)):
+        yield move._replace(layer=op.number * num_tiles + move.layer)
 
 
 def ready_after(moves: Sequence[Move]) -> np.ndarray:
@@ -146,9 +147,8 @@ class Window:
         """
         self.moves = tuple(moves)
         self.distance = distance
-        self._after = ready_after(
-            self.moves
-        ).tolist()  # a list, because callbacks read single numbers
+        # A list, because callbacks read single numbers.
+        self._after = ready_after(self.moves).tolist()
         # Indices of the reads in two rounds; writes, which are half of the moves, are skipped.
         self._reads = [
             i for i in range(2 * len(self.moves)) if not self.moves[i % len(self.moves)].writes
@@ -198,15 +198,11 @@ class Window:
         count: dict[str, int] = {}
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1
-        coming: dict[
-            str, int
-        ] = {}  # reads passed so far, by kind: a later read would take their buffers
-        places = self._reads
-        for at in range(
-            bisect.bisect_left(places, position),
-            bisect.bisect_left(places, position + self._horizon),
-        ):
-            i = places[at]
+        # Reads passed so far, by kind: a later read would take their buffers.
+        coming: dict[str, int] = {}
+        start = bisect.bisect_left(self._reads, position)
+        stop = bisect.bisect_left(self._reads, position + self._horizon)
+        for i in self._reads[start:stop]:
             move = moves[i % n]
             kind, layer, _ = move
             # Moves from n on belong to the next step, and none of them has been made.

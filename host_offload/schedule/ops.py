@@ -34,7 +34,7 @@ been updating since the step began, and the tick waits until the host has finish
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
@@ -51,6 +51,9 @@ HEAD_PIECES = "head_pieces"
 LATE_UNSTACKED = "late_unstacked"
 UNSTACKED_PIECES = "unstacked_pieces"
 """`Record.leaves` of unstacked leaves that are updated during backward or update."""
+
+ON_DISK = "_on_disk"
+"""Suffix of the names of on-disk record sizes, which include padding: "params_on_disk"."""
 
 
 class Record(NamedTuple):
@@ -99,6 +102,38 @@ class Op(NamedTuple):
         return tuple.__new__(Op, (verb, record, first + number, lane, num_bytes, lag, inner))
 
 
+def size_in_lane(lane: str, kind: str, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of a record in a lane; a record may have another size on disk.
+
+    Args:
+      lane: lane in which the record moves.
+      kind: kind of the record.
+      sizes: bytes by kind, and by "<kind>_on_disk" if a record has another size on disk.
+    """
+    size = sizes.get(kind, 0)
+    if lane in ("read", "write"):
+        return sizes.get(kind + ON_DISK, size)
+    return size
+
+
+class HostUpdate(NamedTuple):
+    """How callbacks update records on the host.
+
+    Attributes:
+      stashes: whether gradients wait on the host, from the tick of backward that computes them.
+      is_delayed: whether gradients wait for the next step; backward then loads the parameters that
+        the previous step's gradients produced.
+      takes_weights: whether the weights on the device are their own masters, and are stored
+        together with the gradients.
+      gives_params: whether new parameters are loaded to the device.
+    """
+
+    stashes: bool = False
+    is_delayed: bool = False
+    takes_weights: bool = False
+    gives_params: bool = True
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """Iterations with the same operations, each with the next layer.
@@ -120,28 +155,31 @@ class Loop:
         """The tick after the last iteration."""
         return self.start + self.trips
 
-    def at(self, tick: int) -> tuple[Op, ...]:
+    def ops_at(self, tick: int) -> tuple[Op, ...]:
         """Return the operations of a tick, in order."""
-        moved = self.step * (tick - self.start)
-        return tuple([op.moved(moved) for op in self.ops])
+        distance = self.step * (tick - self.start)
+        return tuple([op.moved(distance) for op in self.ops])
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """Yield the number and the operations of each tick."""
         for tick in range(self.start, self.stop):
-            yield tick, self.at(tick)
+            yield tick, self.ops_at(tick)
 
 
-def joined(loops: Iterable[Loop]) -> tuple[Loop, ...]:
+def merge_loops(loops: Iterable[Loop]) -> tuple[Loop, ...]:
     """Return the loops, merging each with its successor if that continues its operations."""
-    found: list[Loop] = []
+    merged: list[Loop] = []
     for loop in loops:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and (last.stop, last.step) == (loop.start, loop.step)
-            and last.at(loop.start) == loop.ops
-        ):
-            found[-1] = dataclasses.replace(last, trips=last.trips + loop.trips)
+        if merged and _continues(merged[-1], loop):
+            last = merged[-1]
+            merged[-1] = dataclasses.replace(last, trips=last.trips + loop.trips)
         else:
-            found.append(loop)
-    return tuple(found)
+            merged.append(loop)
+    return tuple(merged)
+
+
+def _continues(first: Loop, second: Loop) -> bool:
+    """Return whether more iterations of the first loop would do what the second loop does."""
+    if (first.stop, first.step) != (second.start, second.step):
+        return False
+    return first.ops_at(second.start) == second.ops

@@ -6,7 +6,7 @@
     backward        stack by stack, last to first
     embed_backward
     update          stack by stack, first to last
-    ends            before the update of the layers, or after it
+    unstacked       update of the unstacked leaves: before the update of the layers, or after it
 
 Each stack has a schedule of its own (`host_offload.schedule.schedule`), which provides its loops. A
 loop fills its rings when it begins and empties them before it ends, so stacks share no slot, and
@@ -32,7 +32,8 @@ from host_offload.schedule.ops import (
     Loop,
     Op,
 )
-from host_offload.schedule.schedule import Phase, Schedule
+from host_offload.schedule.phase import Phase
+from host_offload.schedule.schedule import Schedule
 from host_offload.schedule.tiles import TiledSchedule
 
 _UNSTACKED = {
@@ -44,6 +45,8 @@ _UNSTACKED = {
     UNSTACKED_PIECES: "embed, head, in pieces",
 }
 """Names of unstacked leaves in a table."""
+_TABLE_HEADS = ("phase", "ticks", "operation", "of", "numbers", "lane", "bytes", "")
+_RIGHT_ALIGNED = ("ticks", "numbers", "bytes")
 _BEFORE_UPDATE = ("embed", "forward", "head", "backward", "embed_backward")
 
 
@@ -97,25 +100,16 @@ class StepPlan:
     def parts(self) -> tuple[Part, ...]:
         """All phases, in the order in which they run."""
         update = ["unstacked", "update"] if self.unstacked_first else ["update", "unstacked"]
-        found = list[Part]()
+        parts = list[Part]()
         for name in (*_BEFORE_UPDATE, *update):
-            found += [Part(self.unstacked[name], name)] if name in self.unstacked else []
-            for stack, schedule in (reversed if name == "backward" else list)(
-                list(self.stacks.items())
-            ):
-                layers = [
-                    Part(phase, name, stack) for phase in schedule.phases if phase.name == name
-                ]
-                found += layers
-                # After a stack's layers, the tiles of all its layers are updated, group by group.
-                if isinstance(schedule, TiledSchedule) and layers and name == "update":
-                    groups = schedule.tiles
-                else:
-                    groups = ()
-                found += [
-                    Part(group.phase("update"), "update", stack, group.name) for group in groups
-                ]
-        return tuple(found)
+            if name in self.unstacked:
+                parts.append(Part(self.unstacked[name], name))
+            stacks = list(self.stacks.items())
+            if name == "backward":
+                stacks.reverse()
+            for stack, schedule in stacks:
+                parts += _list_parts(name, stack, schedule)
+        return tuple(parts)
 
     def __repr__(self) -> str:
         """Return one line with the names of the phases."""
@@ -124,27 +118,17 @@ class StepPlan:
 
     def __str__(self) -> str:
         """Return a table with one row per operation of each loop."""
-        names = ("phase", "ticks", "operation", "of", "numbers", "lane", "bytes", "")
-        rows: list[tuple[str, ...]] = [names]
+        rows: list[tuple[str, ...]] = [_TABLE_HEADS]
         for part in self.parts:
             for depth, loop, op in _operations(part.phase):
                 # Skip gathers of replicated parameters.
                 if op.verb != "gather" or op.num_bytes:
                     rows.append(self._row(_title(part), depth, loop, op))
-        widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
         lines = [self._head()] if self.peak_bytes else []
-        for phase, ticks, verb, record, numbers, lane, size, lag in rows:
-            cells = [
-                phase.ljust(widths[0]),
-                ticks.rjust(widths[1]),
-                verb.ljust(widths[2]),
-                record.ljust(widths[3]),
-                numbers.rjust(widths[4]),
-                lane.ljust(widths[5]),
-                size.rjust(widths[6]),
-                lag,
-            ]
-            lines.append("  ".join(cells).rstrip())
+        columns = list[list[str]]()
+        for head, *cells in zip(*rows, strict=True):
+            columns.append(_align([head, *cells], to_right=head in _RIGHT_ALIGNED))
+        lines += ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
         return "\n".join(lines)
 
     def _head(self) -> str:
@@ -169,7 +153,8 @@ class StepPlan:
         if depth:
             ticks = f"tile {ticks}"
         size = f"{op.num_bytes:,}" if op.num_bytes else "-"
-        return phase, ticks, "  " * depth + op.verb, record, numbers, op.lane, size, _lag(op)
+        verb = "  " * depth + op.verb
+        return (phase, ticks, verb, record, numbers, op.lane, size, _lag(op))
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
         """Return the bytes per device that cross some lanes in one step.
@@ -202,9 +187,9 @@ class StepPlan:
         known = (*_BEFORE_UPDATE, "update", "unstacked")
         titles = [_title(part) for part in self.parts]
         if name not in (*known, *titles):
+            present = ", ".join(dict.fromkeys(titles))
             raise ValueError(
-                f"phase {name!r}: this step has {', '.join(dict.fromkeys(titles))}, and steps have "
-                f"{', '.join(known)}"
+                f"phase {name!r}: this step has {present}, and steps have {', '.join(known)}"
             )
         peaks = [part.phase.peak_bytes for part in self.parts if name in (part.name, _title(part))]
         return max(peaks, default=0)
@@ -218,9 +203,10 @@ class StepPlan:
         loaded = self.unstacked["embed"].moved("up") if "embed" in self.unstacked else 0
         peak = ("", 0)
         for part in self.parts:
+            num_bytes = part.phase.peak_bytes
             # `embed` counts its own loads, and the update does not need them.
-            kept = loaded if part.name in _BEFORE_UPDATE[1:] else 0
-            num_bytes = part.phase.peak_bytes + kept
+            if part.name in _BEFORE_UPDATE[1:]:
+                num_bytes += loaded
             if num_bytes > peak[1]:
                 peak = (_title(part), num_bytes)
         return peak
@@ -286,6 +272,16 @@ class StackedSchedule(Schedule):
         return "\n\n".join(f"{name}: {stack}" for name, stack in self.stacks.items())
 
 
+def _list_parts(name: str, stack: str, schedule: Schedule) -> list[Part]:
+    """Return a stack's phases with a name; its layers come before the tiles of its groups."""
+    parts = [Part(phase, name, stack) for phase in schedule.phases if phase.name == name]
+    if parts and name == "update" and isinstance(schedule, TiledSchedule):
+        # After a stack's layers, the tiles of all its layers are updated, group by group.
+        for group in schedule.tiles:
+            parts.append(Part(group.phase("update"), "update", stack, group.name))
+    return parts
+
+
 def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     """Return the schedule of a step over several stacks.
 
@@ -295,35 +291,51 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     """
     if list(stacks) == [""]:
         return stacks[""]
-    order = [("forward", list), ("backward", reversed), ("update", list)]
-    phases = [
-        dataclasses.replace(phase, name=_named(name, kind))
-        for kind, run in order
-        for name, schedule in run(list(stacks.items()))
-        for phase in schedule.phases
-        if phase.name == kind
-    ]
-    every = list(stacks.values())
+    schedules = list(stacks.values())
     # A stack may lack a kind, so take the tier from a stack that has it.
     tiers = {
-        kind: max((s.tiers[kind] for s in every), key=lambda tier: tier != "device")
-        for kind in every[0].tiers
+        kind: max((s.tiers[kind] for s in schedules), key=lambda tier: tier != "device")
+        for kind in schedules[0].tiers
     }
     fields: dict[str, Any] = {
-        field.name: getattr(every[0], field.name) for field in dataclasses.fields(Schedule)
+        field.name: getattr(schedules[0], field.name) for field in dataclasses.fields(Schedule)
     }
-    fields |= {"num_layers": sum(s.num_layers for s in every), "first_layer": 0}
-    fields |= {"device_layers": sum(max(0, s.device_layers - s.first_layer) for s in every)}
-    # Records of different stacks have different sizes: each stack's schedule holds its own.
-    fields |= {"phases": tuple(phases), "tiers": tiers, "record_bytes": None}
+    fields |= {
+        "num_layers": sum(s.num_layers for s in schedules),
+        "first_layer": 0,
+        "device_layers": sum(max(0, s.device_layers - s.first_layer) for s in schedules),
+        "phases": tuple(_rename_phases(stacks)),
+        "tiers": tiers,
+        # Records of different stacks have different sizes: each stack's schedule holds its own.
+        "record_bytes": None,
+    }
     return StackedSchedule(**fields, stacks=stacks)
+
+
+def _rename_phases(stacks: Mapping[str, Schedule]) -> Iterator[Phase]:
+    """Yield the phases of all stacks in the order in which they run, as "<stack>/<phase>"."""
+    for name in ("forward", "backward", "update"):
+        in_order = list(stacks.items())
+        if name == "backward":
+            in_order.reverse()
+        for stack, schedule in in_order:
+            for phase in schedule.phases:
+                if phase.name == name:
+                    yield dataclasses.replace(phase, name=_named(stack, name))
+
+
+def _align(cells: list[str], to_right: bool) -> list[str]:
+    """Return the cells of a column, padded to equal width."""
+    width = max(map(len, cells))
+    return [cell.rjust(width) if to_right else cell.ljust(width) for cell in cells]
 
 
 def _title(part: Part) -> str:
     """Return the name of a phase in the table."""
     if part.stack is None:
         return part.name
-    return _named(part.stack, part.name) + (f"/{part.group}" if part.group else "")
+    title = _named(part.stack, part.name)
+    return f"{title}/{part.group}" if part.group else title
 
 
 def _lag(op: Op) -> str:
@@ -341,7 +353,8 @@ def _operations(phase: Phase, depth: int = 0) -> Iterator[tuple[int, Loop, Op]]:
     for loop in phase.loops:
         for op in loop.ops:
             yield depth, loop, op
-            yield from _operations(op.inner, depth + 1) if op.inner is not None else ()
+            if op.inner is not None:
+                yield from _operations(op.inner, depth + 1)
 
 
 def _named(stack: str, loop: str) -> str:

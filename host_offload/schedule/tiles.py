@@ -23,9 +23,11 @@ from functools import partial
 
 import numpy as np
 
-from host_offload.schedule.build import HostUpdate, advise, build_schedule
-from host_offload.schedule.ops import KINDS, Loop, Op, Record
-from host_offload.schedule.schedule import Phase, Schedule
+from host_offload.schedule.build import advise, build_schedule
+from host_offload.schedule.ops import KINDS, HostUpdate, Loop, Op, Record
+from host_offload.schedule.phase import Phase
+from host_offload.schedule.phase_text import describe_moves, table_rows
+from host_offload.schedule.schedule import Schedule
 
 _SHOWN = 8  # ticks of a loop over tiles that a table shows at each end
 
@@ -85,17 +87,16 @@ class TiledSchedule(Schedule):
         Args:
           runs: for each phase, the (group, phase of the group) of each loop over tiles, in order.
         """
-        of_group = {loops.name: loops for loops in self.tiles}
-
-        def with_runs(phase: Phase) -> Phase:
+        loops_by_name = {loops.name: loops for loops in self.tiles}
+        phases = list[Phase]()
+        for phase in self.phases:
             inner = [
-                (name, of_group[name].phase(which)) for name, which in runs.get(phase.name, ())
+                (group, loops_by_name[group].phase(group_phase))
+                for group, group_phase in runs.get(phase.name, ())
             ]
-            return dataclasses.replace(
-                phase, loops=tuple(_with_inner(loop, inner) for loop in phase.loops)
-            )
-
-        return dataclasses.replace(self, phases=tuple(map(with_runs, self.phases)))
+            loops = tuple(_with_inner(loop, inner) for loop in phase.loops)
+            phases.append(dataclasses.replace(phase, loops=loops))
+        return dataclasses.replace(self, phases=tuple(phases))
 
     def in_flight(self) -> dict[str, np.ndarray]:
         """Return the bytes in flight per device in each tick, by loop name: int64 arrays.
@@ -107,10 +108,10 @@ class TiledSchedule(Schedule):
           ValueError: the schedule was built without record_bytes.
         """
         total = super().in_flight()
-        updates = {
-            loops.plan("update"): loops.phase("update") for loops in self.tiles if "update" in total
-        }
-        return total | {name: phase.in_flight() for name, phase in updates.items()}
+        if "update" in total:
+            for loops in self.tiles:
+                total[loops.plan("update")] = loops.phase("update").in_flight()
+        return total
 
     @property
     def peak_bytes(self) -> int:
@@ -128,22 +129,24 @@ class TiledSchedule(Schedule):
 
     def __str__(self) -> str:
         """Return the table of the layers' loops, and the tables of the loops over tiles."""
-        text = [super().__str__()]
+        lines = [super().__str__()]
         for loops in self.tiles:
             for phase in self.phases:
-                where = "after the layers" if phase.name == "update" else "in each tick"
-                inside = loops.phase(phase.name)
-                rows = inside.rows()
-                more = len(rows) - 2 * _SHOWN
-                # The line in place of the omitted ticks replaces at least two lines.
-                if more > 1:
-                    rows = [
-                        *rows[:_SHOWN],
-                        f"{'':<8} {'...':>6} {more} more ticks",
-                        *rows[-_SHOWN:],
-                    ]
-                text += [f"{loops.plan(phase.name)}, {where}{inside.note()}", *rows]
-        return "\n".join(text)
+                time = "after the layers" if phase.name == "update" else "in each tick"
+                tile_phase = loops.phase(phase.name)
+                lines.append(f"{loops.plan(phase.name)}, {time}{describe_moves(tile_phase)}")
+                lines += _shorten(table_rows(tile_phase))
+        return "\n".join(lines)
+
+
+def _shorten(rows: list[str]) -> list[str]:
+    """Return the rows of both ends of a loop, with a line in place of the omitted ticks."""
+    num_omitted = len(rows) - 2 * _SHOWN
+    # The line in place of the omitted ticks replaces at least two lines.
+    if num_omitted <= 1:
+        return rows
+    omission = f"{'':<8} {'...':>6} {num_omitted} more ticks"
+    return [*rows[:_SHOWN], omission, *rows[-_SHOWN:]]
 
 
 def _with_inner(loop: Loop, inner: Sequence[tuple[str, Phase]]) -> Loop:
@@ -156,11 +159,11 @@ def _with_inner(loop: Loop, inner: Sequence[tuple[str, Phase]]) -> Loop:
         return loop
     ops = [op for op in loop.ops if op.inner is None]
     # After the records that the tick takes, and before the records that it reads for the update.
-    at = next((n + 1 for n, op in enumerate(ops) if op.record.kind == "gathered"), 0)
+    after_takes = next((n + 1 for n, op in enumerate(ops) if op.record.kind == "gathered"), 0)
     tiles = [
         Op("tiles", Record("tiles", name), layer, "compute", inner=phase) for name, phase in inner
     ]
-    return dataclasses.replace(loop, ops=(*ops[:at], *tiles, *ops[at:]))
+    return dataclasses.replace(loop, ops=(*ops[:after_takes], *tiles, *ops[after_takes:]))
 
 
 def build_tiled_schedule(
@@ -199,10 +202,13 @@ def build_tiled_schedule(
       ValueError: a size is invalid, a name is unknown, or more bytes are in flight than the budget.
     """
     # Activations are saved per layer, never per tile.
-    of_tiles = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
+    tile_tiers = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
+    assert set(tile_tiers) <= set(KINDS)
 
     def build(distance: int, gather_ahead: bool) -> TiledSchedule:
-        make = partial(
+        # `advise` passes this argument, but a step with tiles never gathers ahead.
+        del gather_ahead
+        build_records = partial(
             build_schedule,
             distance=distance,
             update=update,
@@ -210,24 +216,17 @@ def build_tiled_schedule(
             host=host,
             regathers=regathers,
         )
-        layers = make(num_layers, tiers=tiers, record_bytes=record_bytes, first_layer=first_layer)
+        layers = build_records(
+            num_layers, tiers=tiers, record_bytes=record_bytes, first_layer=first_layer
+        )
         tiles = []
-        for (name, count), size in zip(groups.items(), group_bytes, strict=True):
-            make_tiles = partial(make, tiers=of_tiles, record_bytes=size)
-            inner = make_tiles(count)
-            flat = make_tiles(num_layers * count, first_layer=first_layer * count)
-            tiles.append(TileLoops(name=name, num_tiles=count, inner=inner, flat=flat))
-        names = [loops.name for loops in tiles]
-        runs = {
-            "forward": [(name, "forward") for name in names],
-            "backward": [(name, "backward") for name in names[::-1]],
-        }
-        fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
-        # `advise` passes this argument, but a step with tiles never gathers ahead.
-        del gather_ahead
-        return TiledSchedule(**fields, tiles=tuple(tiles)).with_tiles(runs)
+        for (name, num_tiles), tile_bytes in zip(groups.items(), group_bytes, strict=True):
+            build_tiles = partial(build_records, tiers=tile_tiers, record_bytes=tile_bytes)
+            inner = build_tiles(num_tiles)
+            flat = build_tiles(num_layers * num_tiles, first_layer=first_layer * num_tiles)
+            tiles.append(TileLoops(name=name, num_tiles=num_tiles, inner=inner, flat=flat))
+        return _add_tiles(layers, tiles)
 
-    assert set(of_tiles) <= set(KINDS)
     schedule = build(distance, False)
     if budget_bytes is not None and schedule.peak_bytes > budget_bytes:
         raise ValueError(
@@ -237,3 +236,14 @@ def build_tiled_schedule(
             + advise(build, distance, (False,), budget_bytes)
         )
     return schedule
+
+
+def _add_tiles(layers: Schedule, tiles: Sequence[TileLoops]) -> TiledSchedule:
+    """Return a schedule whose ticks run the loops over tiles, in backward last to first."""
+    names = [loops.name for loops in tiles]
+    runs = {
+        "forward": [(name, "forward") for name in names],
+        "backward": [(name, "backward") for name in names[::-1]],
+    }
+    fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
+    return TiledSchedule(**fields, tiles=tuple(tiles)).with_tiles(runs)

@@ -10,7 +10,7 @@ other file.
 """
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 COLOURS = {
@@ -101,19 +101,24 @@ def _rows(strip: Strip, width: int) -> list[str]:
         }
     label = max(map(len, rows))
     cell = 1 + max(len(text) for cells in rows.values() for text in cells.values())
-    fits = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
-    ticks = list(range(strip.start, strip.stop))
-    # Show both ends of a strip that does not fit.
-    parts = [ticks] if len(ticks) <= fits else [ticks[: (fits + 1) // 2], ticks[-(fits // 2) :]]
+    num_shown = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
+    spans = [range(strip.start, strip.stop)]
+    if strip.stop - strip.start > num_shown:
+        # Show both ends of a strip that does not fit.
+        first_end = strip.start + (num_shown + 1) // 2
+        spans = [range(strip.start, first_end), range(strip.stop - num_shown // 2, strip.stop)]
     lines = []
     for name, cells in rows.items():
-        text = []
-        for part in parts:
-            before = "".join(f"{cells.get(tick, '.'):>{cell}}" for tick in part if tick < 0)
-            within = "".join(f"{cells.get(tick, '.'):>{cell}}" for tick in part if tick >= 0)
-            text.append(f"{before} |{within}" if before and within else before + within)
-        lines.append(f"{name:<{label}}" + " ..".join(text))
+        texts = [_row_span(cells, span, cell) for span in spans]
+        lines.append(f"{name:<{label}}" + " ..".join(texts))
     return lines
+
+
+def _row_span(cells: Mapping[int, str], span: range, width: int) -> str:
+    """Return the cells of some ticks, with a bar before tick 0."""
+    before = "".join(f"{cells.get(tick, '.'):>{width}}" for tick in span if tick < 0)
+    within = "".join(f"{cells.get(tick, '.'):>{width}}" for tick in span if tick >= 0)
+    return f"{before} |{within}" if before and within else before + within
 
 
 def draw_svg(title: str, strips: Sequence[Strip]) -> str:
@@ -134,9 +139,8 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
         body += _svg_strip(strip, y, cell)
         # Room for the row of ticks, the lanes, and two rows for the next strip's heading.
         y += ROW * (len(strip.drawn) + 3)
-    kinds = {
-        kind for strip in strips for lane in strip.drawn for box in lane.boxes for kind in box.kinds
-    }
+    boxes = [box for strip in strips for lane in strip.drawn for box in lane.boxes]
+    kinds = {kind for box in boxes for kind in box.kinds}
     legend = [kind for kind in COLOURS if kind in kinds]
     longest = max(len(title), *(len(strip.name + strip.note) for strip in strips))
     columns = max(strip.stop - strip.start for strip in strips)
@@ -181,26 +185,19 @@ def _svg_strip(strip: Strip, y: int, cell: int) -> list[str]:
         lines.append(f'<g id="{strip.name}-{lane.name.replace(" ", "-")}" text-anchor="middle">')
         lines.append(f'<text x="12" y="{top + 17}" text-anchor="start">{lane.name}</text>')
         for box in lane.boxes:
-            lines += _svg_box(
-                lane.name,
-                box,
-                left(box.start) + 1,
-                top + 2,
-                cell * (box.stop - box.start) - 2,
-                ROW - 4,
-            )
+            width = cell * (box.stop - box.start) - 2
+            lines += _svg_box(lane.name, box, left(box.start) + 1, top + 2, width, ROW - 4)
         lines.append("</g>")
     return [*lines, "</g>"]
 
 
 def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> list[str]:
-    if box.stop - box.start == 1:
-        when = f"tick {box.start}"
-    else:
-        when = f"ticks {box.start} to {box.stop - 1}"
+    ticks = f"tick {box.start}"
+    if box.stop - box.start > 1:
+        ticks = f"ticks {box.start} to {box.stop - 1}"
     lines = [
         '<g class="box">',
-        f"<title>{lane}, {when}: layer {box.layer}, {', '.join(box.kinds)}</title>",
+        f"<title>{lane}, {ticks}: layer {box.layer}, {', '.join(box.kinds)}</title>",
     ]
     stripe = height / len(box.kinds)
     for i, kind in enumerate(box.kinds):

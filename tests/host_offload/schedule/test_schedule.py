@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import host_offload
-from host_offload.schedule.build import UnstackedMove, build_schedule
+from host_offload.schedule.build import build_schedule
 from host_offload.schedule.moves import list_moves
 from host_offload.schedule.ops import KINDS, UNSTACKED_PIECES
+from host_offload.schedule.phase_text import describe_moves
 from host_offload.schedule.stacks import StepPlan
+from host_offload.schedule.unstacked import UnstackedMove
 
 COLUMNS = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -263,7 +265,7 @@ def test_records_are_stored_as_many_ticks_late_as_asked_for():
         [2, 3, 4],
         3,
     )
-    assert "writes opt_state 3 ticks late" in phase.note()
+    assert "writes opt_state 3 ticks late" in describe_moves(phase)
     assert phase.peak_bytes == 3 * 10 + 10  # the waiting records, and the updated one
     with pytest.raises(ValueError, match="stores_late=6: 0 to 5"):
         build_schedule(5, 1, stores_late=6, **options)
