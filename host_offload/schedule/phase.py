@@ -211,7 +211,12 @@ class Phase:
         return list(ticks)
 
     def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
-        """Return the `kinds` that are off the device for a layer: all, or all but opt_state."""
+        """Return the kinds that are off the device for a layer: all, or all but opt_state.
+
+        Args:
+          kinds: kinds of records, such as "params" and "opt_state".
+          layer: index of the layer, counted from 0.
+        """
         if layer >= self.device_layers:
             return kinds
         return tuple(kind for kind in kinds if kind != "opt_state")
@@ -220,6 +225,9 @@ class Phase:
         """Return the `fetches` that are off the device for the layer of a tick.
 
         These are all kinds, or all but opt_state.
+
+        Args:
+          tick: index of the tick, counted from 0 for the first layer that is computed.
         """
         return self.off_device(self.fetches, int(self.layer[tick]))
 

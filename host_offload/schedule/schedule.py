@@ -149,6 +149,9 @@ class Schedule:
     def phase(self, name: str) -> Phase:
         """Return the phase with a name.
 
+        Args:
+          name: name of the phase, such as "forward".
+
         Raises:
           ValueError: this schedule has no such phase.
         """
