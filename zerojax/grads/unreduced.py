@@ -386,9 +386,11 @@ class UnreducedGradRewriter(GradRewriter):
 
     def _known_or_guessed(self, split: Split | None, guess: Split) -> Split:
         """Return a split, or the guess that its rows are in dim 0 if the split is open."""
-        is_open = split is None or (self.rule.dim(split) < 0 and split[0] is ANY)
-        if is_open and self.rule.dim(guess) >= 0:
-            return guess
+        if self.rule.dim(guess) >= 0:
+            # Only an array with rows has a first dim.
+            is_open = split is None or (self.rule.dim(split) < 0 and split[0] is ANY)
+            if is_open:
+                return guess
         return (ANY,) * len(guess) if split is None else split
 
     def _dim(self, i: Instruction, operand: int) -> int:
