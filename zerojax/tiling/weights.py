@@ -69,11 +69,9 @@ def resolve_num_tiles(num_tiles: int | None, size: int, num_bytes: int, what: st
     Raises:
       ValueError: `num_tiles` does not divide the dim, or no number of tiles does.
     """
-    return (
-        choose_num_tiles(size, num_bytes, what)
-        if num_tiles is None
-        else check_tiles(num_tiles, size, "num_tiles")
-    )
+    if num_tiles is None:
+        return choose_num_tiles(size, num_bytes, what)
+    return check_tiles(num_tiles, size, "num_tiles")
 
 
 def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Array:
