@@ -230,11 +230,7 @@ def _entered(
                 values.append(a)
                 splits.append(split_as_batch(a, mesh))
         if returns_stream and not streams:
-            leaves = ", ".join(f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in x_leaves)
-            raise ValueError(
-                "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no "
-                f"floating leaf of x has three dims: x is {leaves}. Leave sequence_parallel=False"
-            )
+            raise _without_stream(x_leaves)
 
         # Dim 0 of further arguments may be the batch. Their other dims are left to the partitioner.
         batch = {jnp.shape(a)[:1] for a in x_leaves}
@@ -254,6 +250,15 @@ def _entered(
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
+
+
+def _without_stream(x_leaves: Sequence[Any]) -> ValueError:
+    """Return the error for an x that has no stream."""
+    leaves = ", ".join(f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in x_leaves)
+    return ValueError(
+        "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no floating leaf "
+        f"of x has three dims: x is {leaves}. Leave sequence_parallel=False"
+    )
 
 
 def _stream_specs(x: Any, mesh: Mesh) -> dict[int, Spec]:
