@@ -409,7 +409,7 @@ class SequenceInterpreter:
         """
         (region,) = list_regions(i.eqn)
         inner = region.flatten(lambda eqn: parse(eqn) is not None)
-        # Of the last trace of `run`.
+        # The last trace of `run` fills these.
         out_splits = list[Split | None]()
         products = list[BlockProduct]()
 

@@ -135,7 +135,7 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
     merged = Mesh(devices, tuple(order), axis_types=(AxisType.Auto,) * len(order))
     logger.info(
         "the mesh %s is used as %s, with automatic axes and the same order of devices",
-        _told(mesh),
+        _describe(mesh),
         dict(merged.shape),
     )
     return merged
@@ -194,7 +194,7 @@ def _check_neighbours(axis: str, names: Sequence[str], large: Sequence[str]) -> 
         )
 
 
-def _told(mesh: Mesh) -> str:
+def _describe(mesh: Mesh) -> str:
     kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     return "{" + ", ".join(f"{name!r}: {size} ({kind.name})" for (name, size), kind in kinds) + "}"
 
