@@ -43,12 +43,12 @@ class CallLog:
         memory = [calls.memory for calls in self._of_rank.values()]
         weakref.finalize(self, _unregister, driver, memory)
 
-    def find_rank(self, context: Any, where: Any) -> int:
+    def find_rank(self, context: Any, request: Any) -> int:
         """Return the rank of the calling device, found by its stream.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3] on the device.
+          request: the callback's buffer, i32[3] on the device.
         """
         stream = find_stream(context)
         rank = self._by_stream.get(stream)
@@ -57,16 +57,16 @@ class CallLog:
             # to another context, wait for the rank that the program sends.
             of_stream = self.driver.context_of_stream(stream)
             found = [rank for rank, own in self._contexts.items() if own == of_stream]
-            rank = found[0] if len(found) == 1 else self.read(context, where)[0]
+            rank = found[0] if len(found) == 1 else self.read(context, request)[0]
             self._by_stream[stream] = rank
         return rank
 
-    def read(self, context: Any, where: Any) -> Sent:
+    def read(self, context: Any, request: Any) -> Sent:
         """Return (rank, layer, number) of a call, after waiting for the program's queued work.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3] on the device.
+          request: the callback's buffer, i32[3] on the device.
         """
         stream = find_stream(context)
         call = self.driver
@@ -74,17 +74,17 @@ class CallLog:
         # before the stream is finished.
         room = np.zeros(_WIDTH, np.int32)
         call.ensure_context()
-        call.copy(room.ctypes.data, pointer(where), _BYTES, stream)
+        call.copy(room.ctypes.data, pointer(request), _BYTES, stream)
         call.finish_stream(stream)
         rank, layer, number = room.tolist()
         return rank, layer, number
 
-    def append(self, context: Any, where: Any, assumed: Any, rank: int) -> None:
+    def append(self, context: Any, request: Any, assumed: Any, rank: int) -> None:
         """Queue the copy of a call's buffer to the log, and store the assumption with it.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3] on the device.
+          request: the callback's buffer, i32[3] on the device.
           assumed: value that `entries` yields with this call.
           rank: position of the device in the mesh.
         """
@@ -99,7 +99,7 @@ class CallLog:
         self.driver.use(self._contexts[rank])
         self.driver.copy(
             calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS),
-            pointer(where),
+            pointer(request),
             _BYTES,
             stream,
         )

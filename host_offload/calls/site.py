@@ -11,7 +11,7 @@ schedule lists the records it asks for, and every device calls it in that order:
     device          the device to which the program's stream belongs
     state           number of the state, which no callback changes during a step
 
-The program also sends all three values, i32[3] (`Calls.where`). On a CPU they are immediately
+The program also sends all three values, i32[3] (`Calls.request`). On a CPU they are immediately
 compared with the prediction. On a GPU they are copied to a log in page-locked memory when the
 program reaches the call (`host_offload.calls.log`), and compared at the end of the step, before its
 results are returned (`Calls.check`). A different order raises a `SwapError`; it never produces a
@@ -111,7 +111,7 @@ class Calls:
                 raise site.surprise(count, Asked(*sent), assumed)
 
     @staticmethod
-    def where(position: Array, layer: Array, number: Array) -> Array:
+    def request(position: Array, layer: Array, number: Array) -> Array:
         """Return the i32[3] that a program sends with a call; used inside of a `shard_map`.
 
         Args:
@@ -151,30 +151,30 @@ class CallbackSite:
         # By rank: the number of the run, and of the calls made in it.
         self._made: dict[int, tuple[int, int]] = {}
 
-    def ask(self, context: Any, where: Any) -> Asked:
+    def ask(self, context: Any, request: Any) -> Asked:
         """Return the record that this call is asked for.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3], made by `Calls.where`.
+          request: the callback's buffer, i32[3], made by `Calls.request`.
 
         Raises:
           SwapError: the request differs from the schedule, or the schedule has no such call.
         """
         log = self.calls.log
         if log is None:
-            asked = Asked(*np.asarray(where).tolist())
+            asked = Asked(*np.asarray(request).tolist())
             if self.order is not None:
                 count = self._count(asked.rank)
                 if self._layer(count, asked.rank) != asked.layer:
                     raise self.surprise(count, asked, asked._replace(layer=self.order[count]))
             return asked
         if self.order is None:
-            return Asked(*log.read(context, where))
-        rank = log.find_rank(context, where)
+            return Asked(*log.read(context, request))
+        rank = log.find_rank(context, request)
         count = self._count(rank)
         assumed = Asked(rank, self._layer(count, rank), self.calls.number if self.of_state else 0)
-        log.append(context, where, (self, count, assumed), rank)
+        log.append(context, request, (self, count, assumed), rank)
         return assumed
 
     def _count(self, rank: int) -> int:

@@ -339,9 +339,10 @@ class Engine:
         if filled is None:
             self._read_ahead(buffer.lane)
 
-    @contextlib.contextmanager
-    def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
-        """Lend the leaves of a record, in the memory of its buffer.
+    def borrow(
+        self, kind: str, rank: int, layer: int, mode: Mode = "read"
+    ) -> contextlib.AbstractContextManager[Views]:
+        """Return a context that lends the leaves of a record, in the memory of its buffer.
 
         The write of an updated or filled record starts when the context ends. If the context ends
         by an error, nothing is written.
@@ -356,12 +357,8 @@ class Engine:
           SwapError: the record cannot be read, or an earlier move failed.
         """
         if mode == "write":
-            with self._lend_empty(kind, rank, layer) as views:
-                yield views
-        else:
-            with self._lend_read(kind, rank, layer, mode) as views:
-                yield views
-        self._read_ahead(self._lanes[rank])
+            return self._lend_empty(kind, rank, layer)
+        return self._lend_read(kind, rank, layer, mode)
 
     @contextlib.contextmanager
     def _lend_empty(self, kind: str, rank: int, layer: int) -> Iterator[Views]:
@@ -373,6 +370,7 @@ class Engine:
             buffer.buffers.writes.give(buffer.memory)
             raise
         self._write(buffer, None)
+        self._read_ahead(buffer.lane)
 
     @contextlib.contextmanager
     def _lend_read(self, kind: str, rank: int, layer: int, mode: Mode) -> Iterator[Views]:
@@ -395,6 +393,7 @@ class Engine:
             self._write(buffer._replace(event=event), None)
         else:
             self._give_back(buffer)
+        self._read_ahead(buffer.lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
         """Skip the next moves of a record, because this step does not use it.

@@ -73,14 +73,14 @@ class Swap:
         return build_copies(list(self.mesh.devices.flat))
 
     def on_fetch(
-        self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: CallbackSite
+        self, context: Any, out: Any, request: Any, token: Any, *, kind: str, site: CallbackSite
     ) -> None:
         """Fetch a record: fill the callback's outputs with its leaves.
 
         Args:
           context: the callback's context.
           out: output buffers, one per leaf.
-          where: i32[3]: rank, layer, and the state's number or 0.
+          request: i32[3]: rank, layer, and the state's number or 0.
           token: operand that orders the callbacks; not read.
           kind: kind of the record.
           site: site of the callback.
@@ -88,7 +88,7 @@ class Swap:
         del token
         layer = None
         try:
-            rank, layer, number = site.ask(context, where)
+            rank, layer, number = site.ask(context, request)
             engine = self.find_engine(number)
             engine.fetch(
                 kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out)
@@ -103,7 +103,7 @@ class Swap:
         self,
         context: Any,
         out: Any,
-        where: Any,
+        request: Any,
         token: Any,
         *values: Any,
         kind: str,
@@ -114,13 +114,13 @@ class Swap:
         Args:
           context: the callback's context.
           out: output buffer for the next token.
-          where: i32[3]: rank, layer, and the state's number or 0.
+          request: i32[3]: rank, layer, and the state's number or 0.
           token: token to pass on.
           *values: buffers of the leaves.
           kind: kind of the record.
           site: site of the callback.
         """
-        asked = self._try(lambda: site.ask(context, where), kind)
+        asked = self._try(lambda: site.ask(context, request), kind)
         # Pass the token on even after an error: later callbacks compare its number with the state
         # on disk. This calls the driver, so it precedes the store, which ends by waking a thread.
         self._try(
@@ -281,10 +281,12 @@ class DiskRecords:
             callback = functools.partial(
                 self.swap.on_fetch, kind=self.kind, site=self._site("fetch")
             )
-            where = self._where(position, token, layer)
+            request = self._request(position, token, layer)
             # Without a side effect XLA may merge two fetches with the same operands, or remove a
             # fetch whose values are not used.
-            return buffer_callback(callback, self._local_shapes, has_side_effect=True)(where, token)
+            return buffer_callback(callback, self._local_shapes, has_side_effect=True)(
+                request, token
+            )
 
         # Inside of shard_map a callback runs once per device, on that device's shards.
         island = jax.shard_map(
@@ -311,8 +313,8 @@ class DiskRecords:
                 self.swap.on_store, kind=self.kind, site=self._site("store")
             )
             after = jax.ShapeDtypeStruct((1,), jnp.int32)
-            where = self._where(position, token, layer)
-            return buffer_callback(callback, after, has_side_effect=True)(where, token, *values)
+            request = self._request(position, token, layer)
+            return buffer_callback(callback, after, has_side_effect=True)(request, token, *values)
 
         island = jax.shard_map(
             local,
@@ -324,8 +326,8 @@ class DiskRecords:
         values = [v.astype(a.dtype) for v, a in zip(values, self.shapes, strict=True)]
         return island(self._positions(), token, layer, values)
 
-    def _where(self, position: Array, token: Array, layer: Array) -> Array:
-        return Calls.where(
+    def _request(self, position: Array, token: Array, layer: Array) -> Array:
+        return Calls.request(
             position, layer, token if self.lifetime == "state" else jnp.zeros_like(token)
         )
 

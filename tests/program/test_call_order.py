@@ -49,7 +49,7 @@ class Program:
                 jax.ShapeDtypeStruct((1,), jnp.int32),
                 has_side_effect=True,
             )
-            return run(Calls.where(NONE, layer, token))
+            return run(Calls.request(NONE, layer, token))
 
         return call
 
