@@ -32,12 +32,10 @@ class CallLog:
           process: index of the process whose devices are logged here.
         """
         self.driver = driver
-        local = [
-            (rank, device) for rank, device in enumerate(devices) if device.process_index == process
-        ]
-        self._contexts = {
-            rank: driver.retain_context(device.local_hardware_id or 0) for rank, device in local
-        }
+        self._contexts: dict[int, int] = {}
+        for rank, device in enumerate(devices):
+            if device.process_index == process:
+                self._contexts[rank] = driver.retain_context(device.local_hardware_id or 0)
         self._by_stream: dict[int, int] = {}
         self._of_rank = {rank: _Calls() for rank in self._contexts}
         memory = [calls.memory for calls in self._of_rank.values()]
@@ -55,9 +53,9 @@ class CallLog:
         if rank is None:
             # XLA normally uses a GPU's primary context, as this module does. If the stream belongs
             # to another context, wait for the rank that the program sends.
-            of_stream = self.driver.context_of_stream(stream)
-            found = [rank for rank, own in self._contexts.items() if own == of_stream]
-            rank = found[0] if len(found) == 1 else self.read(context, request)[0]
+            stream_context = self.driver.context_of_stream(stream)
+            ranks = [n for n, primary in self._contexts.items() if primary == stream_context]
+            rank = ranks[0] if len(ranks) == 1 else self.read(context, request)[0]
             self._by_stream[stream] = rank
         return rank
 
@@ -97,12 +95,8 @@ class CallLog:
             calls.assumed.append(assumed)
             calls.streams.add(stream)
         self.driver.use(self._contexts[rank])
-        self.driver.copy(
-            calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS),
-            pointer(request),
-            _BYTES,
-            stream,
-        )
+        target = calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS)
+        self.driver.copy(target, pointer(request), _BYTES, stream)
 
     def reserve(self, num_calls: int) -> None:
         """Allocate memory for at least `num_calls` calls per device."""
@@ -111,10 +105,10 @@ class CallLog:
                 self._grow(rank)
 
     def _grow(self, rank: int) -> None:
-        piece = allocate(_BYTES * _CALLS)
-        self.driver.register(piece)
-        self._of_rank[rank].memory.append(piece)
-        self._of_rank[rank].addresses.append(piece.ctypes.data)
+        chunk = allocate(_BYTES * _CALLS)
+        self.driver.register(chunk)
+        self._of_rank[rank].memory.append(chunk)
+        self._of_rank[rank].addresses.append(chunk.ctypes.data)
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -132,9 +126,8 @@ class CallLog:
         """
         self._finish()
         for calls in self._of_rank.values():
-            sent = np.concatenate(
-                [np.zeros(0, np.int32), *(piece.view(np.int32) for piece in calls.memory)]
-            )
+            chunks = [chunk.view(np.int32) for chunk in calls.memory]
+            sent = np.concatenate([np.zeros(0, np.int32), *chunks])
             for count, assumed in enumerate(calls.assumed):
                 rank, layer, number = sent[_WIDTH * count : _WIDTH * (count + 1)].tolist()
                 yield assumed, (rank, layer, number)
@@ -168,6 +161,6 @@ class _Calls:
 
 def _unregister(driver: Driver, memory: Sequence[Sequence[np.ndarray]]) -> None:
     """Unlock the pages before the memory is freed."""
-    for pieces in memory:
-        for piece in pieces:
-            driver.unregister(piece)
+    for chunks in memory:
+        for chunk in chunks:
+            driver.unregister(chunk)

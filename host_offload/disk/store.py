@@ -145,7 +145,7 @@ class Store:
                 "offset": offset,
                 "num_bytes": leaf.num_bytes,
             }
-            for leaf, offset in zip(self.format.leaves, self.format.offsets, strict=True)
+            for leaf, offset in self.format.leaves_with_offsets()
         ]
         return {"kind": self.kind, "rank": self.rank, "leaves": leaves, "metadata": self._metadata}
 

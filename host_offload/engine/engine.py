@@ -134,10 +134,7 @@ class Engine:
             count = 2 * (self.distance + 1)
             buffers = BufferSet.make(count, shared_bytes, self.distance, in_place, self.pin)
             lane.shared = buffers
-        leaf_spans = [
-            (start, leaf.num_bytes)
-            for start, leaf in zip(store.format.offsets, store.format.leaves, strict=True)
-        ]
+        leaf_spans = [(start, leaf.num_bytes) for leaf, start in store.format.leaves_with_offsets()]
         self.copies.add(kind, rank, size, leaf_spans, up=up, down=down)
         with lane.lock:
             lane.records[kind] = DeviceRecords(store, buffers)

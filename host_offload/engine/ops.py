@@ -121,12 +121,10 @@ class Swap:
           site: site of the callback.
         """
         asked = self._try(lambda: site.ask(context, request), kind)
+        caller = None if asked is None else asked.rank
         # Pass the token on even after an error: later callbacks compare its number with the state
         # on disk. This calls the driver, so it precedes the store, which ends by waking a thread.
-        self._try(
-            lambda: self.copies.pass_on(context, None if asked is None else asked[0], token, out),
-            kind,
-        )
+        self._try(lambda: self.copies.pass_on(context, caller, token, out), kind)
         if asked is None:
             return
         rank, layer, number = asked
@@ -238,11 +236,9 @@ class DiskRecords:
     @property
     def slot_bytes(self) -> int:
         """Bytes of device memory per GPU for the slots; see `host_offload.device.copies`."""
-        return (
-            0
-            if self.swap.mesh.devices.flat[0].platform == "cpu"
-            else sum(self.slots) * self.num_bytes
-        )
+        if self.swap.mesh.devices.flat[0].platform == "cpu":
+            return 0
+        return sum(self.slots) * self.num_bytes
 
     def can_share_files(self, other: "DiskRecords | None") -> bool:
         """Return whether another kind's files and buffers can also hold this kind's records.
@@ -250,10 +246,9 @@ class DiskRecords:
         Args:
           other: the other kind, or None.
         """
-        return other is not None and (self.format, self.num_layers) == (
-            other.format,
-            other.num_layers,
-        )
+        if other is None:
+            return False
+        return self.format == other.format and self.num_layers == other.num_layers
 
     @functools.cached_property
     def _local_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -275,7 +270,7 @@ class DiskRecords:
           token: i32[devices], current token of the kind.
           layer: i32[], index of the record.
         """
-        every = PartitionSpec(self.swap.mesh.axis_names)
+        all_axes = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array) -> list[Array]:
             callback = functools.partial(
@@ -292,7 +287,7 @@ class DiskRecords:
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(every, every, PartitionSpec()),
+            in_specs=(all_axes, all_axes, PartitionSpec()),
             out_specs=list(self.specs),
             check_vma=False,
         )
@@ -306,7 +301,7 @@ class DiskRecords:
           layer: i32[], index of the record.
           values: leaves of the layer, cast to the record's dtypes here.
         """
-        every = PartitionSpec(self.swap.mesh.axis_names)
+        all_axes = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
             callback = functools.partial(
@@ -319,17 +314,16 @@ class DiskRecords:
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(every, every, PartitionSpec(), list(self.specs)),
-            out_specs=every,
+            in_specs=(all_axes, all_axes, PartitionSpec(), list(self.specs)),
+            out_specs=all_axes,
             check_vma=False,
         )
         values = [v.astype(a.dtype) for v, a in zip(values, self.shapes, strict=True)]
         return island(self._positions(), token, layer, values)
 
     def _request(self, position: Array, token: Array, layer: Array) -> Array:
-        return Calls.request(
-            position, layer, token if self.lifetime == "state" else jnp.zeros_like(token)
-        )
+        number = token if self.lifetime == "state" else jnp.zeros_like(token)
+        return Calls.request(position, layer, number)
 
     def _site(self, verb: str) -> CallbackSite:
         return CallbackSite(
