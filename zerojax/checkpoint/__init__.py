@@ -22,6 +22,7 @@ from zerojax.checkpoint.program_state import begin_save as begin_save
 from zerojax.checkpoint.program_state import leaves_of_program as leaves_of_program
 from zerojax.checkpoint.program_state import open_together as open_together
 from zerojax.checkpoint.program_state import restore_state as restore_state
+from zerojax.checkpoint.retile import Retiled as Retiled
 from zerojax.checkpoint.retile import of_mlp as of_mlp
 from zerojax.checkpoint.retile import retiled as retiled
 from zerojax.checkpoint.source import first_few as first_few

@@ -175,9 +175,7 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
     num_long = int(is_long.sum())
     if num_long and too_long == "refuse":
         raise _too_long_error(examples, int(np.argmax(is_long)), num_long, seq)
-    chosen = np.arange(len(examples))
-    if too_long == "drop":
-        chosen = np.flatnonzero(~is_long)
+    chosen = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
     if not len(chosen):
         raise ValueError(
             f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: use a longer "

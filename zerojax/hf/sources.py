@@ -18,8 +18,15 @@ import numpy as np
 
 from host_offload.disk import Box, numpy_dtype
 from pallas_kernels import storage
-from zerojax.checkpoint import ENCODED, CheckpointError, SavedState, first_few, of_mlp, retiled
-from zerojax.checkpoint.retile import Retiled
+from zerojax.checkpoint import (
+    ENCODED,
+    CheckpointError,
+    Retiled,
+    SavedState,
+    first_few,
+    of_mlp,
+    retiled,
+)
 from zerojax.hf.config import Family
 from zerojax.hf.importing import ADAPTER, count_layers, find_places, map_names
 from zerojax.weights import DTYPES, Place, Tensor, WeightFile, read_part, split_path
