@@ -249,7 +249,9 @@ class StreamedPlan:
         self.late_unstacked = tuple(
             i for i in self.unstacked if i not in (*self.early_unstacked, *self.head_pieces)
         )
-        frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
+        frozen = sorted(
+            i for stack in layout.stacks for leaf_ids in stack.frozen_parts for i in leaf_ids
+        )
         self.stacks = (*layout.stacked, *frozen)
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         self.params_away = config.params != "device"
@@ -290,19 +292,19 @@ class StreamedPlan:
                 kinds.append(
                     (group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves)
                 )
-        for kind, count, part in kinds:
-            if not part:  # all its leaves are frozen
+        for kind, count, leaf_ids in kinds:
+            if not leaf_ids:  # all its leaves are frozen
                 continue
             disk_records = layout.disk.declare(
                 kind,
                 count,
-                [self.leaves[i].name for i in part],
-                [self.grad_shape(i) for i in part],
-                [grads[i].spec for i in part],
+                [self.leaves[i].name for i in leaf_ids],
+                [self.grad_shape(i) for i in leaf_ids],
+                [grads[i].spec for i in leaf_ids],
                 lifetime="step",
                 used_by="host" if config.update_on == "host" else "program",
             )
-            for place, i in enumerate(part):
+            for place, i in enumerate(leaf_ids):
                 grads[i] = dataclasses.replace(grads[i], disk_records=disk_records, leaf=place)
         return grads
 
@@ -400,19 +402,22 @@ class StreamedPlan:
         names = {str(i): leaf.name for i, leaf in enumerate(self.leaves)}
         return StepPlan(schedules, unstacked, unstacked_first, names, self.count)
 
-    def link_groups(self, part: Sequence[int]) -> int:
+    def link_groups(self, leaf_ids: Sequence[int]) -> int:
         """Return the number of groups into which a record's arrays are split in backward.
 
         One group is loaded while another is stored. Each turn needs products of its own, and
         backward has three for each matrix.
 
         Args:
-          part: indices of the record's leaves.
+          leaf_ids: indices of the record's leaves.
         """
         if self.config.link_groups is not None:
             return self.config.link_groups
         return max(
-            2, min(most_link_groups(), 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part))
+            2,
+            min(
+                most_link_groups(), 2 * sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
+            ),
         )
 
     def update_groups(self) -> int:
@@ -486,18 +491,20 @@ class StreamedPlan:
             for i in self.stacked
         ]
 
-    def read_params(self, stacks: Sequence[Any], part: Sequence[int], index: Index) -> list[Array]:
+    def read_params(
+        self, stacks: Sequence[Any], leaf_ids: Sequence[int], index: Index
+    ) -> list[Array]:
         """Return the shards of one layer or tile, on the device.
 
         Args:
           stacks: stacks of parameters, in the order of `self.stacks`.
-          part: indices of the record's leaves, with frozen leaves last.
+          leaf_ids: indices of the record's leaves, with frozen leaves last.
           index: index of the record.
         """
         # Trainable and frozen leaves are separate records: each is one fetch from disk.
         kinds = (
-            [i for i in part if not self.leaves[i].frozen],
-            [i for i in part if self.leaves[i].frozen],
+            [i for i in leaf_ids if not self.leaves[i].frozen],
+            [i for i in leaf_ids if self.leaves[i].frozen],
         )
         return [
             a
@@ -505,27 +512,27 @@ class StreamedPlan:
             for a in read_layer(pick(self.params, some), self.pick(stacks, some), index)
         ]
 
-    def away(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return the leaves of `part` whose parameters are off the device, and are fetched."""
-        return tuple(i for i in part if self.params[i].is_away)
+    def away(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the leaves of `leaf_ids` whose parameters are off the device, and are fetched."""
+        return tuple(i for i in leaf_ids if self.params[i].is_away)
 
     def take_params(
-        self, stacks: Sequence[Any], part: Sequence[int], fetched: Sequence[Array], index: Index
+        self, stacks: Sequence[Any], leaf_ids: Sequence[int], fetched: Sequence[Array], index: Index
     ) -> list[Array]:
         """Return the shards of one layer or tile, given its fetched arrays.
 
         Args:
           stacks: stacks of parameters, in the order of `self.stacks`.
-          part: indices of the record's leaves, with frozen leaves last.
-          fetched: shards of the leaves `away(part)`.
+          leaf_ids: indices of the record's leaves, with frozen leaves last.
+          fetched: shards of the leaves `away(leaf_ids)`.
           index: index of the record.
         """
-        if not (away := self.away(part)):
-            return self.read_params(stacks, part, index)
+        if not (away := self.away(leaf_ids)):
+            return self.read_params(stacks, leaf_ids, index)
         arrays = dict(zip(away, fetched, strict=True))
-        here = [i for i in part if i not in arrays]
+        here = [i for i in leaf_ids if i not in arrays]
         arrays |= zip(here, self.read_params(stacks, here, index), strict=True)
-        return [arrays[i] for i in part]
+        return [arrays[i] for i in leaf_ids]
 
     def weight_stacks(self, blocks: Any) -> list[Any]:
         """Return the stacks of parameters in the order of `stacks`.
@@ -543,28 +550,34 @@ class StreamedPlan:
         leaves = jax.tree.leaves(state.frozen, is_leaf=is_stored)
         return [leaves[i - len(self.layout.leaves)] for i in self.stacks[len(self.stacked) :]]
 
-    def pick(self, stacks: Sequence[Any], part: Sequence[int]) -> list[Any]:
-        """Return the arrays of `part`; `stacks` is ordered like `self.stacks` or `self.stacked`."""
-        return [stacks[self.stacks.index(i)] for i in part]
+    def pick(self, stacks: Sequence[Any], leaf_ids: Sequence[int]) -> list[Any]:
+        """Return the arrays of some leaves.
 
-    def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        """Return `stacks`, ordered like `self.stacked`, with `values` for the leaves of `part`."""
-        by_index = dict(zip(part, values, strict=True))
+        `stacks` is ordered like `self.stacks` or `self.stacked`.
+        """
+        return [stacks[self.stacks.index(i)] for i in leaf_ids]
+
+    def put(
+        self, stacks: Sequence[Any], leaf_ids: Sequence[int], values: Sequence[Any]
+    ) -> list[Any]:
+        """Return `stacks`, ordered like `self.stacked`, with `values` for the leaves `leaf_ids`."""
+        by_index = dict(zip(leaf_ids, values, strict=True))
         return [by_index.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 
-    def gather(self, shards: Sequence[Array], part: Sequence[int]) -> list[Array]:
+    def gather(self, shards: Sequence[Array], leaf_ids: Sequence[int]) -> list[Array]:
         """All_gather the shards of some leaves of a record: W[D_fsdp, F] -> W[D, F]."""
         return [
-            self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)
+            self._gather(shard, self.params[i].spec)
+            for i, shard in zip(leaf_ids, shards, strict=True)
         ]
 
-    def whole(self, gathered: Sequence[Array], part: Sequence[int]) -> list[Array]:
+    def whole(self, gathered: Sequence[Array], leaf_ids: Sequence[int]) -> list[Array]:
         """Constrain a gathered record to stay gathered in the body of a loop over microbatches.
 
         Otherwise, XLA after 0.10 may pass shards into a loop that follows a loop over layers, and
         gather them in each of its iterations.
         """
-        at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in part]
+        at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in leaf_ids]
         return [
             jax.lax.with_sharding_constraint(w, sharding)
             for w, sharding in zip(gathered, at, strict=True)
@@ -637,15 +650,15 @@ class StreamedPlan:
         grad = self.mean(grad)
         return grad if state.loss_scale is None else grad / state.loss_scale.scale
 
-    def squares(self, grads: Sequence[Array], part: Sequence[int], state: TrainState) -> Array:
+    def squares(self, grads: Sequence[Array], leaf_ids: Sequence[int], state: TrainState) -> Array:
         """Return the sum of squares of the unscaled gradients that the optimizer uses: f32[].
 
         Args:
           grads: gradients of some leaves, summed over microbatches.
-          part: indices of these leaves.
+          leaf_ids: indices of these leaves.
           state: the state, which holds the loss scale.
         """
-        grads = used(grads, part, self.unused)
+        grads = used(grads, leaf_ids, self.unused)
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 

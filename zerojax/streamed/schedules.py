@@ -87,9 +87,9 @@ def plan_schedules(
     return schedules
 
 
-def _stored_grads(grads: Sequence[RecordSpec], part: Sequence[int]) -> RecordSpec | None:
+def _stored_grads(grads: Sequence[RecordSpec], leaf_ids: Sequence[int]) -> RecordSpec | None:
     """Return how a record's gradients are stored; None if it has no trainable leaves."""
-    return grads[part[0]] if part else None
+    return grads[leaf_ids[0]] if leaf_ids else None
 
 
 LAG = 1
@@ -264,10 +264,10 @@ def _unstacked_beside(
     def add(leaves: str, parts: Sequence[Sequence[int]], counts: Sequence[int] = ()) -> None:
         pairs = list(zip(parts, counts or [1] * len(parts), strict=True))
         stored = tuple(
-            sum(stored_bytes(records, (i,)) // count for i in part) for part, count in pairs
+            sum(stored_bytes(records, (i,)) // count for i in leaf_ids) for leaf_ids, count in pairs
         )
         loaded = tuple(
-            sum(loaded_bytes(records, (i,)) // count for i in part) for part, count in pairs
+            sum(loaded_bytes(records, (i,)) // count for i in leaf_ids) for leaf_ids, count in pairs
         )
         moved.append(UnstackedMove(leaves, stored, tuple(counts), loaded))
 

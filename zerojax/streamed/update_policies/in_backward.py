@@ -125,42 +125,49 @@ class UpdateInBackward:
             stack.blocks: stack.schedule.phase("backward").stores_late for stack in plan.of_stacks
         }
         pending = {
-            part[0]: self._late(part).empty(states, lag) for part, lag in lags.items() if lag
+            leaf_ids[0]: self._late(leaf_ids).empty(states, lag)
+            for leaf_ids, lag in lags.items()
+            if lag
         }
         pieces = _HeadPieces(cut, ok) if cut else None
         return UpdatedState(
             head.loss, None, squares, states, token, pending, unstacked, head=pieces
         )
 
-    def _late(self, part: Sequence[int]) -> LateRecord:
-        """Return the late record of the layers with the leaves `part`.
+    def _late(self, leaf_ids: Sequence[int]) -> LateRecord:
+        """Return the late record of the layers with the leaves `leaf_ids`.
 
         The last run's record includes the pieces of the head's leaves.
         """
         plan = self.plan
         last = self.plan.of_stacks[-1]
-        if part != last.blocks or not plan.head_pieces:
-            return LateRecord(self.records, part)
+        if leaf_ids != last.blocks or not plan.head_pieces:
+            return LateRecord(self.records, leaf_ids)
         count = next(iter(plan.head_pieces.values())).count
-        return LateRecord(self.records, part, plan.head_pieces, last.run.stop - count)
+        return LateRecord(self.records, leaf_ids, plan.head_pieces, last.run.stop - count)
 
     def split_unstacked(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
         """Take the updated records of `early_unstacked` out of the carried value."""
         return dataclasses.replace(carried, unstacked={}), carried.unstacked
 
-    def crossing(
+    def build_transfer(
         self,
         carried: UpdatedState,
         now: Tick,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
         """Return the transfers of late stores during a tick's products, or None."""
-        if not part or part[0] not in carried.pending:
+        if not leaf_ids or leaf_ids[0] not in carried.pending:
             return None
-        pending = carried.pending[part[0]]
+        pending = carried.pending[leaf_ids[0]]
         return DuplexTransfer(
-            self._late(part), self.plan.link_groups(part), now, pending, carried.states, unstacked
+            self._late(leaf_ids),
+            self.plan.link_groups(leaf_ids),
+            now,
+            pending,
+            carried.states,
+            unstacked,
         )
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
@@ -178,41 +185,41 @@ class UpdateInBackward:
         records = self.records
         states = carried.states
         now = record.now
-        part = record.part
-        crossing = record.crossing
-        landing = record.landing
+        leaf_ids = record.leaf_ids
+        transfer = record.transfer
+        in_flight = record.in_flight
         fetched = list[Array]()
-        if crossing is None:
-            opt = records.read_opt(states, part, now.index())
+        if transfer is None:
+            opt = records.read_opt(states, leaf_ids, now.index())
         else:
-            assert record.crossed is not None
-            states = crossing.finish_states(record.crossed)
-            opt, fetched = crossing.loaded(record.crossed)
+            assert record.transferred is not None
+            states = transfer.finish_states(record.transferred)
+            opt, fetched = transfer.loaded(record.transferred)
         # Cut the shard out of the gathered layer instead of fetching it again.
-        old = plan.on_shards(record.params, part) if states.master is None else []
-        squares = carried.squares + plan.squares(record.grads, part, state)
+        old = plan.on_shards(record.params, leaf_ids) if states.master is None else []
+        squares = carried.squares + plan.squares(record.grads, leaf_ids, state)
         # Gradients are neither clipped nor checked against the layers still to come, since the norm
         # is known only after all are updated. A sum that is not finite stays so: no later layer of
         # this step is updated either.
         shared = records.list_shared(states)
         mean = [plan.mean(g) for g in record.grads]
         ok = jnp.isfinite(squares)
-        weights, opt, landing = self.record_update.update(
-            part, mean, old + opt, shared, carried.loss, ok, landing
+        weights, opt, in_flight = self.record_update.update(
+            leaf_ids, mean, old + opt, shared, carried.loss, ok, in_flight
         )
-        if crossing is None:
-            states = records.write_layer(states, part, now.index(), weights, opt)
-            return dataclasses.replace(carried, states=states, squares=squares), landing
+        if transfer is None:
+            states = records.write_layer(states, leaf_ids, now.index(), weights, opt)
+            return dataclasses.replace(carried, states=states, squares=squares), in_flight
         # The updated record stays on the device until a later tick stores it.
-        states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
+        states, updated = kept_for_later(records, states, leaf_ids, now.layer, weights, opt)
         states, of_pieces = self._updated_pieces(carried, record, states, shared)
         pending = carried.pending | {
-            part[0]: [*carried.pending[part[0]][1:], [*updated, *of_pieces]]
+            leaf_ids[0]: [*carried.pending[leaf_ids[0]][1:], [*updated, *of_pieces]]
         }
-        landing = None if now.fetch is None else [*fetched, *(landing or ())]
+        in_flight = None if now.fetch is None else [*fetched, *(in_flight or ())]
         return dataclasses.replace(
             carried, states=states, squares=squares, pending=pending
-        ), landing
+        ), in_flight
 
     def _updated_pieces(
         self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]
@@ -221,14 +228,14 @@ class UpdateInBackward:
 
         Returns the states, and the arrays that a later tick stores.
         """
-        crossing = record.crossing
-        crossed = record.crossed
+        transfer = record.transfer
+        transferred = record.transferred
         now = record.now
-        assert crossing is not None
-        assert crossed is not None
-        late = crossing.record
+        assert transfer is not None
+        assert transferred is not None
+        late = transfer.record
         if not now.loads_pieces or carried.head is None:
-            return states, carried.pending[record.part[0]][-1][late.num_own :]
+            return states, carried.pending[record.leaf_ids[0]][-1][late.num_own :]
         updated = list[Array]()
         head = carried.head
         for i, grad in head.grads.items():
@@ -240,7 +247,7 @@ class UpdateInBackward:
                 )
                 return weight, opt
 
-            states, of_leaf = update_piece(late, crossing, crossed, i, grad, move, states)
+            states, of_leaf = update_piece(late, transfer, transferred, i, grad, move, states)
             updated += of_leaf
         return states, updated
 
@@ -248,12 +255,12 @@ class UpdateInBackward:
         self, stack: StackPlan, number: int, layer: Array, carried: UpdatedState
     ) -> UpdatedState:
         """Store the record of a layer after the last tick of its run."""
-        part = stack.blocks
-        states, pending = self._late(part).drain(
-            carried.states, number, layer, carried.pending[part[0]]
+        leaf_ids = stack.blocks
+        states, pending = self._late(leaf_ids).drain(
+            carried.states, number, layer, carried.pending[leaf_ids[0]]
         )
         return dataclasses.replace(
-            carried, states=states, pending=carried.pending | {part[0]: pending}
+            carried, states=states, pending=carried.pending | {leaf_ids[0]: pending}
         )
 
     def grads(self, carried: UpdatedState) -> list[Array]:
@@ -283,13 +290,13 @@ class UpdateInBackward:
         unstacked = self._late_unstacked(result)
         ok = jnp.isfinite(norm)
         if plan.drained is not None:
-            part = plan.drained.blocks
-            pending = result.carried.pending[part[0]]
+            leaf_ids = plan.drained.blocks
+            pending = result.carried.pending[leaf_ids[0]]
             states = end_beside_drain(
                 plan,
                 update,
                 states,
-                self._late(part),
+                self._late(leaf_ids),
                 pending,
                 unstacked,
                 plan.mean,

@@ -59,22 +59,22 @@ class RecordGrads:
 
     Attributes:
       now: the tick; `now.layer` is the record's index.
-      part: indices of the record's leaves.
+      leaf_ids: indices of the record's leaves.
       grads: gradients summed over microbatches, on their shards.
       params: parameters of these leaves, gathered.
-      landing: the record that this tick fetches.
-      crossing: transfers over the host link during the tick's products, if records are stored late;
+      in_flight: the record that this tick fetches.
+      transfer: transfers over the host link during the tick's products, if records are stored late;
         else None.
-      crossed: result of these transfers, or None.
+      transferred: result of these transfers, or None.
     """
 
     now: Tick
-    part: Sequence[int]
+    leaf_ids: Sequence[int]
     grads: list[Array]
     params: list[Array]
-    landing: Any
-    crossing: DuplexTransfer | None = None
-    crossed: DuplexResult | None = None
+    in_flight: Any
+    transfer: DuplexTransfer | None = None
+    transferred: DuplexResult | None = None
 
 
 class GradientSink(Protocol[Carried]):
@@ -111,7 +111,7 @@ class GradientSink(Protocol[Carried]):
         ...
 
     def use(self, state: TrainState, carried: Carried, record: RecordGrads) -> tuple[Carried, Any]:
-        """Use one record's gradients; return the carried value and `landing`.
+        """Use one record's gradients; return the carried value and `in_flight`.
 
         Args:
           state: the state before the step.
@@ -120,15 +120,19 @@ class GradientSink(Protocol[Carried]):
         """
         ...
 
-    def crossing(
-        self, carried: Carried, now: Tick, part: Sequence[int], unstacked: Mapping[int, list[Array]]
+    def build_transfer(
+        self,
+        carried: Carried,
+        now: Tick,
+        leaf_ids: Sequence[int],
+        unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
-        """Return the transfers during a tick's products, or None if only `landing` is in flight.
+        """Return the transfers during a tick's products, or None if there are none.
 
         Args:
           carried: the value that backward carries.
           now: the tick.
-          part: indices of the leaves of the tick's record.
+          leaf_ids: indices of the leaves of the tick's record.
           unstacked: records of unstacked leaves that the tick stores, by leaf.
         """
         ...

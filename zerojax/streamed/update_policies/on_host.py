@@ -64,18 +64,18 @@ class HostUpdateInBackward(UpdateInBackward):
     ) -> tuple[UpdatedState, Any]:
         """Pass one layer's gradients to the host, which updates the layer."""
         assert carried.scalars is not None
-        squares = carried.squares + self.plan.squares(record.grads, record.part, state)
+        squares = carried.squares + self.plan.squares(record.grads, record.leaf_ids, state)
         # Cut the shard out of the gathered layer instead of reading it again.
-        old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
+        old = self.plan.on_shards(record.params, record.leaf_ids) if self.host.needs_weights else []
         grads = record.grads
-        landing = record.landing
+        in_flight = record.in_flight
         if (
-            record.now.lands_first
-        ):  # the new parameters are written to the stacks from which `landing` is fetched
-            grads, landing = jax.lax.optimization_barrier((grads, landing))
+            record.now.writes_after_fetch
+        ):  # the new parameters are written to the stacks from which `in_flight` is fetched
+            grads, in_flight = jax.lax.optimization_barrier((grads, in_flight))
         states, token, handed = self.host.update_layer(
             carried.states,
-            record.part,
+            record.leaf_ids,
             record.now.layer,
             grads,
             old,
@@ -86,7 +86,7 @@ class HostUpdateInBackward(UpdateInBackward):
         )
         return dataclasses.replace(
             carried, states=states, squares=squares, token=token, handed=handed
-        ), landing
+        ), in_flight
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         """Update the unstacked leaves on the host and finish the step."""
@@ -126,7 +126,9 @@ class OnHost(StoredGrads):
         if self.host.stashes:
             return dataclasses.replace(
                 carried,
-                token=self.host.stash(record.part, record.now.layer, record.grads, carried.token),
+                token=self.host.stash(
+                    record.leaf_ids, record.now.layer, record.grads, carried.token
+                ),
             )
         return super().store(carried, record)
 
@@ -168,15 +170,15 @@ class OnHost(StoredGrads):
             loss_scale(state),
         )
 
-        def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
+        def tick(leaf_ids: Sequence[int], carry: Any, now: Tick) -> Any:
             states, token, handed = carry
             # Stashed gradients wait in host memory or on disk, where the kernels find them by
             # layer.
-            grads = [] if host.stashes else self.read_grads(result.carried, part, now.layer)
-            old = records.read_params(states, part, now.layer) if host.needs_weights else []
+            grads = [] if host.stashes else self.read_grads(result.carried, leaf_ids, now.layer)
+            old = records.read_params(states, leaf_ids, now.layer) if host.needs_weights else []
             return host.update_layer(
-                states, part, now.layer, grads, old, ok, scalars, token, handed
-            ), now.landing
+                states, leaf_ids, now.layer, grads, old, ok, scalars, token, handed
+            ), now.in_flight
 
         states, token, handed = self.of_layers(
             result, tick, (states, result.carried.token, host.nothing_handed())
@@ -219,15 +221,15 @@ class Delayed(OnHost):
         self, state: TrainState, carried: GradStacks, record: RecordGrads
     ) -> tuple[GradStacks, Any]:
         """Stash one layer's gradients, then install its new parameters."""
-        carried, landing = super().use(state, carried, record)
+        carried, in_flight = super().use(state, carried, record)
         if not carried.params:
-            return carried, landing
+            return carried, in_flight
         assert state.pending is not None
         # This runs after the gradients are stashed, and so after the layer's last use.
         params, token = self.host.install(
-            carried.params, record.part, record.now.layer, state.pending, carried.token
+            carried.params, record.leaf_ids, record.now.layer, state.pending, carried.token
         )
-        return dataclasses.replace(carried, params=params, token=token), landing
+        return dataclasses.replace(carried, params=params, token=token), in_flight
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Hand this step's gradients to the next step, and finish the step."""

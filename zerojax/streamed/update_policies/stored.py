@@ -107,27 +107,30 @@ class StoredGrads:
         """Store one record's gradients and add their squares."""
         # Squares are summed while the gradients are available, so no stack is read a second time
         # for the norm.
-        squares = carried.squares + self.plan.squares(record.grads, record.part, state)
-        return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
+        squares = carried.squares + self.plan.squares(record.grads, record.leaf_ids, state)
+        return dataclasses.replace(self.store(carried, record), squares=squares), record.in_flight
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         """Write one record's gradients to their stacks."""
         plan = self.plan
-        part = record.part
+        leaf_ids = record.leaf_ids
         after = write_layer(
-            pick(plan.grads, part), plan.pick(carried.grads, part), record.now.layer, record.grads
+            pick(plan.grads, leaf_ids),
+            plan.pick(carried.grads, leaf_ids),
+            record.now.layer,
+            record.grads,
         )
-        return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
+        return dataclasses.replace(carried, grads=plan.put(carried.grads, leaf_ids, after))
 
-    def crossing(
+    def build_transfer(
         self,
         carried: GradStacks,
         now: Tick,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
-        """Return None: only `landing` is in flight during a tick's products."""
-        del carried, now, part, unstacked
+        """Return None: only the fetched record is in flight during a tick's products."""
+        del carried, now, leaf_ids, unstacked
         return None
 
     def drain(self, stack: StackPlan, number: int, layer: Array, carried: GradStacks) -> GradStacks:
@@ -138,9 +141,11 @@ class StoredGrads:
         """Return the stacks of gradients in host memory, or none."""
         return carried.grads if self.plan.grads_in_memory else []
 
-    def read_grads(self, carried: GradStacks, part: Sequence[int], index: Index) -> list[Array]:
+    def read_grads(self, carried: GradStacks, leaf_ids: Sequence[int], index: Index) -> list[Array]:
         """Return the stored gradients of one record, on the device."""
-        return read_layer(pick(self.plan.grads, part), self.plan.pick(carried.grads, part), index)
+        return read_layer(
+            pick(self.plan.grads, leaf_ids), self.plan.pick(carried.grads, leaf_ids), index
+        )
 
     def norm(self, result: BackwardResult[GradStacks]) -> Array:
         """Return the global norm of the unscaled gradients."""
@@ -160,7 +165,7 @@ class GradsAlone(StoredGrads):
     ) -> tuple[GradStacks, Any]:
         """Store one record's gradients."""
         del state
-        return self.store(carried, record), record.landing
+        return self.store(carried, record), record.in_flight
 
     def tree(self, result: BackwardResult[GradStacks]) -> Any:
         """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
@@ -271,12 +276,12 @@ class UpdateByLayer(StoredGrads):
             # not be reordered.
             if tokens:
                 loop = dataclasses.replace(loop, begin=wait_for(loop.begin, tokens, plan.mesh)[0])
-            elif loop.follows and plan.grads_away and loops[number - 1].part:
+            elif loop.follows and plan.grads_away and loops[number - 1].leaf_ids:
                 loop, states = self._after(loop, loops[number - 1], states)
             states, pending = self.update_records(result, states, loop, ready, ok)
             # A loop with nothing on disk has no tokens: the next loop waits for the tokens of the
             # loop before it.
-            tokens = records.tokens(states, loop.part) or tokens
+            tokens = records.tokens(states, loop.leaf_ids) or tokens
         if plan.drained is not None:
             late = LateRecord(records, plan.drained.blocks)
             states = end_beside_drain(
@@ -300,7 +305,7 @@ class UpdateByLayer(StoredGrads):
             return dataclasses.replace(loop, begin=begin), states
         # XLA for CPUs drops barriers (`wait_for`), so the smallest array that the loop before it
         # wrote last is read.
-        least = min(before.part, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
+        least = min(before.leaf_ids, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
         written = self.records.params[least].read(
             states.params[least], before.at(jnp.int32(before.phase.layer[-1]))
         )
@@ -327,13 +332,13 @@ class UpdateByLayer(StoredGrads):
           The states, and the last record if it is stored late, together with the unstacked leaves.
         """
         records = self.records
-        part = loop.part
+        leaf_ids = loop.leaf_ids
         late = None
         shared = records.list_shared(states)
         ring = _Ring(self, result.carried, loop, states)
         pending = Pending()
         if loop.phase.stores_late:
-            late = LateRecord(records, part)
+            late = LateRecord(records, leaf_ids)
             pending = late.empty(states, loop.phase.stores_late)
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
@@ -342,17 +347,17 @@ class UpdateByLayer(StoredGrads):
                 grads, old = ring.take(states, now)
             else:
                 states, old = self._cross(late, now, pending, states)
-                grads = self.read_grads(result.carried, part, now.layer)
+                grads = self.read_grads(result.carried, leaf_ids, now.layer)
             mean = [ready(g) for g in grads]
-            weights, opt, landing = self.record_update.update(
-                part, mean, old, shared, result.loss, ok, now.landing
+            weights, opt, in_flight = self.record_update.update(
+                leaf_ids, mean, old, shared, result.loss, ok, now.in_flight
             )
             if late is None:
                 return (
-                    records.write_layer(states, part, now.index(loop.at), weights, opt),
+                    records.write_layer(states, leaf_ids, now.index(loop.at), weights, opt),
                     pending,
-                ), landing
-            states, updated = kept_for_later(records, states, part, now.layer, weights, opt)
+                ), in_flight
+            states, updated = kept_for_later(records, states, leaf_ids, now.layer, weights, opt)
             return (states, [*pending[1:], updated]), None
 
         def drain(number: int, layer: Array, carry: Any) -> Any:
@@ -379,10 +384,10 @@ class UpdateByLayer(StoredGrads):
 
         Returns the states, and the arrays that `update` reads.
         """
-        crossing = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
-        crossed = crossing.cross()
-        states = crossing.finish_states(crossed)
-        (opt, _) = crossing.loaded(crossed)
+        transfer = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
+        transferred = transfer.cross()
+        states = transfer.finish_states(transferred)
+        (opt, _) = transfer.loaded(transferred)
         old = (
             self.records.read_params(states, late.part, now.layer) if states.master is None else []
         )
@@ -410,36 +415,36 @@ class _Ring:
 
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
-        part = self.loop.part
+        leaf_ids = self.loop.leaf_ids
         at = self.loop.at(number)
-        record = self.policy.read_grads(self.carried, part, at) if self.grads_away else []
-        record += self.records.read_params(states, part, at) if self.old_away else []
-        return record + (self.records.read_opt(states, part, at) if self.opt_ahead else [])
+        record = self.policy.read_grads(self.carried, leaf_ids, at) if self.grads_away else []
+        record += self.records.read_params(states, leaf_ids, at) if self.old_away else []
+        return record + (self.records.read_opt(states, leaf_ids, at) if self.opt_ahead else [])
 
     def take(self, states: FlatState, now: Tick) -> tuple[list[Array], list[Array]]:
         """Return the gradients of a tick's record, and the arrays that `RecordUpdate.update` reads.
 
         The order is that of `fetch`.
         """
-        part = self.loop.part
+        leaf_ids = self.loop.leaf_ids
         here = now.index(self.loop.at)
         record = list(now.record or [])
-        num = len(part)
+        num = len(leaf_ids)
         old = list[Array]()
         if self.grads_away:
             grads = record[:num]
             record = record[num:]
         else:
-            grads = self.policy.read_grads(self.carried, part, here)
+            grads = self.policy.read_grads(self.carried, leaf_ids, here)
         if self.old_away:
             old = record[:num]
             record = record[num:]
         elif states.master is None:
-            old = self.records.read_params(states, part, here)
+            old = self.records.read_params(states, leaf_ids, here)
         opt = (
             record
             if self.opt_ahead and not now.on_device
-            else self.records.read_opt(states, part, here)
+            else self.records.read_opt(states, leaf_ids, here)
         )
         return grads, old + opt
 
@@ -451,7 +456,7 @@ class UpdateLoop:
     Attributes:
       phase: phase of the schedule.
       begin: i32[] zero, known when the loop may begin.
-      part: indices of a record's leaves.
+      leaf_ids: indices of a record's leaves.
       on_device: number of layers whose optimizer state stays on the device.
       at: function from a record's number to its index.
       is_last: whether the last record, if stored late, is stored with the unstacked leaves.
@@ -460,7 +465,7 @@ class UpdateLoop:
 
     phase: Phase
     begin: Array
-    part: Sequence[int]
+    leaf_ids: Sequence[int]
     on_device: int
     at: Callable[[Array], Index] = lambda layer: layer
     is_last: bool = False
