@@ -103,16 +103,16 @@ class RecordUpdate:
         pieces = {i: self.pieces(i) for i in self.layout.unstacked}
         return {i: 1 if some is None else some.count for i, some in pieces.items()}
 
-    def first_states(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        """Return the initial optimizer state of one record: the state leaves that belong to `part`.
+    def first_states(self, leaf_ids: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+        """Return the initial optimizer state of one record, in the order of the state.
 
         Args:
-          part: indices of the record's parameter leaves.
-          weights: float32 weights, one for each leaf of `part`.
+          leaf_ids: indices of the record's parameter leaves.
+          weights: float32 weights, one for each leaf of `leaf_ids`.
         """
         if isinstance(self.rule, LeafRule):
-            return self.rule.init_part(part, weights)
-        return self.rule.first_states(part, weights)
+            return self.rule.init_part(leaf_ids, weights)
+        return self.rule.first_states(leaf_ids, weights)
 
     def first_shared(self) -> list[Array]:
         """Return the scalars of the optimizer state before the first step."""
@@ -131,7 +131,7 @@ class RecordUpdate:
 
     def update(
         self,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         grads: Sequence[Array],
         read: Sequence[Array],
         shared: Sequence[Array],
@@ -142,7 +142,7 @@ class RecordUpdate:
         """Update one record: a layer, a tile, an unstacked leaf, or some rows of such a leaf.
 
         Args:
-          part: indices of the record's parameter leaves.
+          leaf_ids: indices of the record's parameter leaves.
           grads: float32 gradients, sharded.
           read: the float32 weights followed by the optimizer state, as `StateRecords.read_opt`
             returns them.
@@ -156,11 +156,13 @@ class RecordUpdate:
           The float32 weights after the update, the optimizer state after the update (both to be
           written now or later), and `landing`.
         """
-        count = len(part)
+        count = len(leaf_ids)
 
         def move(values: Any) -> Any:
             grads, read, landing = values
-            return *self._updated(part, grads, (read[:count], read[count:]), shared, loss), landing
+            return *self._updated(
+                leaf_ids, grads, (read[:count], read[count:]), shared, loss
+            ), landing
 
         def keep(values: Any) -> Any:
             _, read, landing = values
@@ -172,16 +174,21 @@ class RecordUpdate:
         )
 
     def _updated(
-        self, part: Sequence[int], grads: Grads, before: tuple[Any, Any], shared: Any, loss: Array
+        self,
+        leaf_ids: Sequence[int],
+        grads: Grads,
+        before: tuple[Any, Any],
+        shared: Any,
+        loss: Array,
     ) -> tuple[list[Array], list[Array]]:
-        """Return the updated weights and optimizer state of the record with the leaves `part`."""
+        """Return the updated weights and optimizer state of the record of some leaves."""
         weights, opt = before
         if isinstance(self.rule, LeafRule):
             weights, opt = self.rule.update_part(
-                part, grads, weights, opt, shared, loss, self._gathered
+                leaf_ids, grads, weights, opt, shared, loss, self._gathered
             )
         else:
-            weights, opt, _ = self.elementwise(part, grads, weights, opt, shared, loss)
+            weights, opt, _ = self.elementwise(leaf_ids, grads, weights, opt, shared, loss)
         return list(weights), list(opt)
 
     def update_unstacked(

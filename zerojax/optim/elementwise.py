@@ -48,7 +48,7 @@ class ElementwiseUpdate:
 
     def __call__(
         self,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         grads: Sequence[jax.Array],
         params: Sequence[jax.Array],
         states: Sequence[jax.Array],
@@ -58,25 +58,24 @@ class ElementwiseUpdate:
         """Update some leaves, or slices of them.
 
         Args:
-          part: indices of parameter leaves.
-          grads: float32 gradients, one for each leaf of `part`: a stack, a layer, a tile, or some
-            rows.
+          leaf_ids: indices of parameter leaves.
+          grads: float32 gradients, one for each leaf: a stack, a layer, a tile, or some rows.
           params: float32 weights, with the shapes of `grads`.
           states: one array, shaped like its parameter, for each of
-            `opt_map.list_state_leaves(part)`.
+            `opt_map.list_state_leaves(leaf_ids)`.
           shared: one scalar for each of `opt_map.shared`, before the step.
           loss: f32[], the loss of the step.
 
         Returns:
           New parameters, new states, and the shared scalars after the step.
         """
-        updates, states, shared = self.updates(part, grads, params, states, shared, loss)
+        updates, states, shared = self.updates(leaf_ids, grads, params, states, shared, loss)
         weights: Any = optax.apply_updates(list(params), updates)
         return weights, states, shared
 
     def updates(
         self,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         grads: Sequence[jax.Array],
         params: Sequence[jax.Array],
         states: Sequence[jax.Array],
@@ -89,14 +88,14 @@ class ElementwiseUpdate:
         """
         program = self.update.program
         num_params = len(self._leaves)
-        mirrors = self.opt_map.list_state_leaves(part)
+        mirrors = self.opt_map.list_state_leaves(leaf_ids)
         everyone = self.opt_map.shared
         at_states = num_params
         at_params = num_params + len(self.opt_map.owners)
         inputs = {program.inputs[-1]: loss}
-        inputs |= {program.inputs[i]: value for i, value in zip(part, grads, strict=True)}
+        inputs |= {program.inputs[i]: value for i, value in zip(leaf_ids, grads, strict=True)}
         inputs |= {
-            program.inputs[at_params + i]: value for i, value in zip(part, params, strict=True)
+            program.inputs[at_params + i]: value for i, value in zip(leaf_ids, params, strict=True)
         }
         inputs |= {
             program.inputs[at_states + j]: value for j, value in zip(mirrors, states, strict=True)
@@ -104,30 +103,30 @@ class ElementwiseUpdate:
         inputs |= {
             program.inputs[at_states + j]: value for j, value in zip(everyone, shared, strict=True)
         }
-        shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
+        shapes = {i: jnp.shape(value) for i, value in zip(leaf_ids, params, strict=True)}
         wanted = [
-            program.outputs[n] for n in (*part, *(at_states + j for j in (*mirrors, *everyone)))
+            program.outputs[n] for n in (*leaf_ids, *(at_states + j for j in (*mirrors, *everyone)))
         ]
         of_mirrors = [shapes[self.opt_map.owner(j)] for j in mirrors]
         results = self.update(
-            inputs, wanted, [*(shapes[i] for i in part), *of_mirrors, *(None for _ in everyone)]
+            inputs, wanted, [*(shapes[i] for i in leaf_ids), *of_mirrors, *(None for _ in everyone)]
         )
         results = [jnp.asarray(value) for value in results]
-        first = len(part)
-        last = len(part) + len(mirrors)
+        first = len(leaf_ids)
+        last = len(leaf_ids) + len(mirrors)
         return results[:first], results[first:last], results[last:]
 
-    def first_states(self, part: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
+    def first_states(self, leaf_ids: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the initial states of some leaves, or of slices of them, in state order.
 
         Args:
-          part: indices of parameter leaves.
-          params: float32 weights, one for each leaf of `part`.
+          leaf_ids: indices of parameter leaves.
+          params: float32 weights, one for each leaf of `leaf_ids`.
         """
         program = self.init.program
-        mirrors = self.opt_map.list_state_leaves(part)
-        inputs = {program.inputs[i]: value for i, value in zip(part, params, strict=True)}
-        shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
+        mirrors = self.opt_map.list_state_leaves(leaf_ids)
+        inputs = {program.inputs[i]: value for i, value in zip(leaf_ids, params, strict=True)}
+        shapes = {i: jnp.shape(value) for i, value in zip(leaf_ids, params, strict=True)}
         wanted = [program.outputs[j] for j in mirrors]
         return self.init(inputs, wanted, [shapes[self.opt_map.owner(j)] for j in mirrors])
 

@@ -96,13 +96,13 @@ class HostState:
         return [*weight, *(opt[j] for j in self.layout.opt_map.list_state_leaves((index,))), *cast]
 
     def operands(
-        self, states: FlatState, part: Sequence[int], pending: Pending | None
+        self, states: FlatState, leaf_ids: Sequence[int], pending: Pending | None
     ) -> tuple[list[Array], list[PartitionSpec]]:
         """Return the arrays that a callback on some leaves receives, and their specs.
 
         Args:
           states: all leaves of the state.
-          part: indices of the leaves that the callback works on.
+          leaf_ids: indices of the leaves that the callback works on.
           pending: the pending gradients of a delayed update, or None.
 
         Returns:
@@ -112,7 +112,7 @@ class HostState:
         specs: list[PartitionSpec] = []
         if not self.hands_over:
             return arrays, specs
-        for index in part:
+        for index in leaf_ids:
             of_leaf = self.arrays(states, index)
             of_leaf += [pending.grads[self.order.index(index)]] if pending is not None else []
             arrays += of_leaf

@@ -362,7 +362,7 @@ class LateRecord:
 
     Attributes:
       records: where the state is stored.
-      part: indices of the layer's leaves.
+      leaf_ids: indices of the layer's leaves.
       pieces: how each unstacked leaf is cut, by leaf index; the state holds these leaves as
         `Pieces.split` returns them.
       lowest: the layer whose tick updates piece 0.
@@ -374,17 +374,17 @@ class LateRecord:
     def __init__(
         self,
         records: StateRecords,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         pieces: Mapping[int, Pieces] | None = None,
         lowest: int = 0,
     ) -> None:
         """Lay out the arrays of a layer and of the pieces."""
         self.records = records
-        self.part = part
+        self.leaf_ids = leaf_ids
         self.pieces = pieces or {}
         self.lowest = lowest
-        self._specs = record_specs(records, part)
-        self.num_opt = len(records.opt_records(part))
+        self._specs = record_specs(records, leaf_ids)
+        self.num_opt = len(records.opt_records(leaf_ids))
         self.num_own = len(self._specs)
         self.places = dict[int, range]()
         self._leaf_of = dict[int, int]()
@@ -433,11 +433,11 @@ class LateRecord:
                 (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
         params = list(states.params)
         for i, stack in zip(
-            _away(self.records, self.part), stacks[self.num_opt : self.num_own], strict=True
+            _away(self.records, self.leaf_ids), stacks[self.num_opt : self.num_own], strict=True
         ):
             params[i] = stack
         states = self.records.replace(
-            dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt]
+            dataclasses.replace(states, params=params), self.leaf_ids, stacks[: self.num_opt]
         )
         return with_unstacked(
             self.records,
@@ -493,17 +493,20 @@ class LateRecord:
         of_pieces = [
             stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))
         ]
-        return [*record_stacks(self.records, states, self.part), *of_pieces]
+        return [*record_stacks(self.records, states, self.leaf_ids), *of_pieces]
 
 
-def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
+def record_specs(records: StateRecords, leaf_ids: Sequence[int]) -> list[RecordSpec]:
     """Return the specs of a record's arrays: masters, optimizer state, offloaded parameters."""
-    return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
+    return [*records.opt_records(leaf_ids), *(records.params[i] for i in _away(records, leaf_ids))]
 
 
-def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Any]:
+def record_stacks(records: StateRecords, states: FlatState, leaf_ids: Sequence[int]) -> list[Any]:
     """Return the stacks of a record's arrays, in the order of `record_specs`."""
-    return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
+    return [
+        *records.opt_states(states, leaf_ids),
+        *(states.params[i] for i in _away(records, leaf_ids)),
+    ]
 
 
 def with_unstacked(
@@ -536,14 +539,14 @@ def without_unstacked(
     )
 
 
-def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
-    return [i for i in part if records.params[i].is_away]
+def _away(records: StateRecords, leaf_ids: Sequence[int]) -> list[int]:
+    return [i for i in leaf_ids if records.params[i].is_away]
 
 
 def kept_for_later(
     records: StateRecords,
     states: FlatState,
-    part: Sequence[int],
+    leaf_ids: Sequence[int],
     layer: Array,
     weights: list[Array],
     opt: list[Array],
@@ -552,9 +555,11 @@ def kept_for_later(
 
     Parameters stored on the device are written to the state right away.
     """
-    params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
-    if not any(records.params[i].is_away for i in part):  # on the device they are written in place
-        states = records.write_params(states, part, layer, params)
+    params = [records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
+    if not any(
+        records.params[i].is_away for i in leaf_ids
+    ):  # on the device they are written in place
+        states = records.write_params(states, leaf_ids, layer, params)
         params = []
     return states, [*(weights if states.master is not None else ()), *opt, *params]
 

@@ -354,7 +354,7 @@ class LeafRule:
 
     def update_part(
         self,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         grads: Sequence[Array],
         params: Sequence[Array],
         states: Sequence[Array],
@@ -365,10 +365,10 @@ class LeafRule:
         """Update one record: the leaves of one layer, or one unstacked leaf.
 
         Args:
-          part: indices of parameter leaves.
-          grads: float32 gradients, one for each leaf of `part`, without a layer dim.
-          params: float32 weights, one for each leaf of `part`, without a layer dim.
-          states: the state leaves that belong to `part`, in the order of the state.
+          leaf_ids: indices of parameter leaves.
+          grads: float32 gradients, one for each leaf of `leaf_ids`, without a layer dim.
+          params: float32 weights, one for each leaf of `leaf_ids`, without a layer dim.
+          states: the state leaves that belong to `leaf_ids`, in the order of the state.
           shared: the state that all leaves share, before the step.
           loss: f32[], the loss of the step.
           move: how values reach the devices that hold full leaves.
@@ -376,12 +376,12 @@ class LeafRule:
         Returns:
           New parameters and new states.
         """
-        owned = [j for j, owner in enumerate(self.owners) if owner in part]
+        owned = [j for j, owner in enumerate(self.owners) if owner in leaf_ids]
         before = dict(zip(owned, states, strict=True))
         after = {}
         weights = []
         scalars = self.scalars(shared, loss)
-        for i, grad, weight in zip(part, grads, params, strict=True):
+        for i, grad, weight in zip(leaf_ids, grads, params, strict=True):
             own = self.list_state_leaves(i)
             update, new = self.update_leaf(
                 i, grad, weight, [before[j] for j in own], scalars, None, move
@@ -390,10 +390,10 @@ class LeafRule:
             after.update(zip(own, new, strict=True))
         return weights, [after[j] for j in owned]
 
-    def init_part(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+    def init_part(self, leaf_ids: Sequence[int], weights: Sequence[Array]) -> list[Array]:
         """Return the initial states of one record, in the order of the state."""
         after: dict[int, Array] = {}
-        for i, weight in zip(part, weights, strict=True):
+        for i, weight in zip(leaf_ids, weights, strict=True):
             after.update(
                 zip(self.list_state_leaves(i), self.first_states(i, weight, None), strict=True)
             )

@@ -177,13 +177,14 @@ class HostUpdate:
         delayed = self.config.delayed_update
         num_scalars = max(1, sum(len(rule.crossing) for rule in self.rules))
         specs = [LeafGroup(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
-        for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked):
-            if not part:
+        for leaf_ids in (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked):
+            if not leaf_ids:
                 continue
-            stacked = part[0] in self.layout.blocks
-            shapes = [self.state.shard_shape(i)[int(stacked) :] for i in part]
+            stacked = leaf_ids[0] in self.layout.blocks
+            shapes = [self.state.shard_shape(i)[int(stacked) :] for i in leaf_ids]
             kinds = [
-                (self.state.grad_dtype(i), jnp.float32, self.layout.leaves[i].dtype) for i in part
+                (self.state.grad_dtype(i), jnp.float32, self.layout.leaves[i].dtype)
+                for i in leaf_ids
             ]
             grads, weights, params = (
                 tuple(
@@ -192,10 +193,10 @@ class HostUpdate:
                 )
                 for n in range(3)
             )
-            first = self._first(part)
+            first = self._first(leaf_ids)
             stashes = delayed or (stacked and self.stashes)
             spec = LeafGroup(
-                leaves=range(first, first + len(part)),
+                leaves=range(first, first + len(leaf_ids)),
                 grads=() if stashes else grads,
                 weights=weights if self.needs_weights else (),
                 params=() if self.params_away else params,
@@ -215,7 +216,11 @@ class HostUpdate:
     def _ranges(self) -> list[range]:
         """Return the numbers of the kernels of each stack, then of the unstacked leaves."""
         parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked)
-        return [range(self._first(part), self._first(part) + len(part)) for part in parts if part]
+        return [
+            range(self._first(leaf_ids), self._first(leaf_ids) + len(leaf_ids))
+            for leaf_ids in parts
+            if leaf_ids
+        ]
 
     def close(self) -> None:
         """Stop the workers, and drop all references to memory.
@@ -249,12 +254,12 @@ class HostUpdate:
         return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
     def stash(
-        self, part: Sequence[int], layer: Array, grads: Sequence[Array], token: Array
+        self, leaf_ids: Sequence[int], layer: Array, grads: Sequence[Array], token: Array
     ) -> Array:
         """Keep the gradients of some leaves in host memory or on disk, until they can be scaled.
 
         Args:
-          part: indices of the leaves.
+          leaf_ids: indices of the leaves.
           layer: i32[], the layer, if the leaves are stacked.
           grads: gradients of the leaves, or of one layer of them.
           token: i32[devices], from the previous callback.
@@ -262,24 +267,24 @@ class HostUpdate:
         Returns:
           The next token.
         """
-        records = [self.records.grads[i] for i in part]
+        records = [self.records.grads[i] for i in leaf_ids]
         if self.binding.queued is not None:
             site = CallbackSite(self.calls, "stash")
             callback = functools.partial(
-                self.binding.queued.stash, first=self._first(part), site=site
+                self.binding.queued.stash, first=self._first(leaf_ids), site=site
             )
         else:
-            callback = functools.partial(self._step.stash, first=self._first(part))
+            callback = functools.partial(self._step.stash, first=self._first(leaf_ids))
         return self._call(callback, (), [layer], None, None, grads, records, token)[1]
 
-    def _first(self, part: Sequence[int]) -> int:
+    def _first(self, leaf_ids: Sequence[int]) -> int:
         """Return the number of the first kernel of some leaves; their kernels are consecutive."""
-        return self.state.order.index(part[0]) if part else 0
+        return self.state.order.index(leaf_ids[0]) if leaf_ids else 0
 
     def update_layer(
         self,
         states: FlatState,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         layer: Array,
         grads: Sequence[Array],
         old: Sequence[Array],
@@ -295,7 +300,7 @@ class HostUpdate:
 
         Args:
           states: all leaves of the state.
-          part: indices of the leaves of the layer's stack.
+          leaf_ids: indices of the leaves of the layer's stack.
           layer: i32[], number of the layer.
           grads: gradients, sharded, in the dtype in which they were summed; empty if they are
             stashed.
@@ -309,22 +314,27 @@ class HostUpdate:
           The states, the next token, and the layers in flight.
         """
         handed = dict(handed)
-        if not part:
+        if not leaf_ids:
             return states, token, handed
-        new, token = self._update(states, part, layer, grads, old, go, scalars, token)
+        new, token = self._update(states, leaf_ids, layer, grads, old, go, scalars, token)
         if self.lag:
-            before = handed[part[0]]
-            handed[part[0]] = before.then(layer, go)
+            before = handed[leaf_ids[0]]
+            handed[leaf_ids[0]] = before.then(layer, go)
             layer = before.layers[0]
             go = before.goes[0]
-        return self._write_layer(states, part, layer, new, go), token, handed
+        return self._write_layer(states, leaf_ids, layer, new, go), token, handed
 
     def _write_layer(
-        self, states: FlatState, part: Sequence[int], layer: Array, new: Sequence[Array], go: Array
+        self,
+        states: FlatState,
+        leaf_ids: Sequence[int],
+        layer: Array,
+        new: Sequence[Array],
+        go: Array,
     ) -> FlatState:
         """Write the parameters of one layer that callbacks made, if any."""
         params = list(states.params)
-        for i, value in zip(part, new, strict=False):
+        for i, value in zip(leaf_ids, new, strict=False):
             before = self.records.params[i].read(params[i], layer)
             # Without an update, the callback has not written to its result.
             params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
@@ -365,7 +375,7 @@ class HostUpdate:
     def install(
         self,
         params: Mapping[int, Array],
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         layer: Array,
         pending: Pending,
         token: Array,
@@ -373,8 +383,8 @@ class HostUpdate:
         """Take over the new parameters of one layer, or of the unstacked leaves, on the device.
 
         Args:
-          params: parameters by leaf index, including all of `part`.
-          part: indices of the leaves of one stack, or of all unstacked leaves.
+          params: parameters by leaf index, including all of `leaf_ids`.
+          leaf_ids: indices of the leaves of one stack, or of all unstacked leaves.
           layer: i32[], number of the layer.
           pending: gradients and scalars of the previous step.
           token: i32[devices], orders the callbacks of a device.
@@ -383,22 +393,25 @@ class HostUpdate:
           The parameters, and the next token.
         """
         params = dict(params)
-        if not part:
+        if not leaf_ids:
             return params, token
-        stacked = self.layout.leaves[part[0]].is_stacked
+        stacked = self.layout.leaves[leaf_ids[0]].is_stacked
         if self.binding.queued is not None:
             site = CallbackSite(self.calls, "install")
             callback = functools.partial(
-                self.binding.queued.install, first=self._first(part), count=len(part), site=site
+                self.binding.queued.install,
+                first=self._first(leaf_ids),
+                count=len(leaf_ids),
+                site=site,
             )
         else:
             callback = functools.partial(
-                self._delayed.install, first=self._first(part), count=len(part)
+                self._delayed.install, first=self._first(leaf_ids), count=len(leaf_ids)
             )
         new, token = self._call(
-            callback, tuple(part), [layer], None, None, (), (), token, small=False
+            callback, tuple(leaf_ids), [layer], None, None, (), (), token, small=False
         )
-        for i, value in zip(part, new, strict=True):
+        for i, value in zip(leaf_ids, new, strict=True):
             record = self.records.params[i]
             before = record.read(params[i], layer) if stacked else params[i]
             # Nothing is pending before the first step, or after a skipped step.
@@ -467,17 +480,17 @@ class HostUpdate:
             params[i] = self.records.params[i].store(jnp.where(go, value, params[i]))
         return FlatState(params, states.master, states.opt), token
 
-    def _take(self, part: Sequence[int], token: Array) -> tuple[list[Array], Array]:
+    def _take(self, leaf_ids: Sequence[int], token: Array) -> tuple[list[Array], Array]:
         """Fetch the results of the oldest update of a part that was not fetched yet."""
         assert self.binding.queued is not None
-        callback = functools.partial(self.binding.queued.take, first=self._first(part))
-        results = () if self.params_away else tuple(part)
+        callback = functools.partial(self.binding.queued.take, first=self._first(leaf_ids))
+        results = () if self.params_away else tuple(leaf_ids)
         return self._call(callback, results, [jnp.int32(0)], None, None, (), (), token, small=False)
 
     def _update(
         self,
         states: FlatState,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         layer: Array,
         grads: Sequence[Array],
         old: Sequence[Array],
@@ -485,25 +498,25 @@ class HostUpdate:
         scalars: Array,
         token: Array,
     ) -> tuple[list[Array], Array]:
-        if not part:
+        if not leaf_ids:
             return [], token
-        records = [self.records.grads[i] for i in part]
-        results = () if self.params_away else tuple(part)
+        records = [self.records.grads[i] for i in leaf_ids]
+        results = () if self.params_away else tuple(leaf_ids)
         where = [layer, go.astype(jnp.int32)]
         operands = [*grads, *old]
         if self.lag:
             assert self.binding.queued is not None
-            queued = functools.partial(self.binding.queued.update, first=self._first(part))
+            queued = functools.partial(self.binding.queued.update, first=self._first(leaf_ids))
             # A separate call fetches the results of unstacked leaves.
-            results = results if part[0] in self.layout.blocks else ()
+            results = results if leaf_ids[0] in self.layout.blocks else ()
             of_operands = records * (bool(grads) + bool(old))
             return self._call(
                 queued, results, where, None, scalars, operands, of_operands, token, small=False
             )
         callback = functools.partial(
-            self._step.update, first=self._first(part), count=len(part), stashed=not grads
+            self._step.update, first=self._first(leaf_ids), count=len(leaf_ids), stashed=not grads
         )
-        memory = self.state.operands(states, part, None)
+        memory = self.state.operands(states, leaf_ids, None)
         return self._call(
             callback,
             results,

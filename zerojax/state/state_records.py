@@ -170,8 +170,8 @@ class StateRecords:
             not self.layout.has_master
         )  # otherwise an update on the host works on masters, and overwrites parameters
 
-        def declare(kind: str, count: int, part: Sequence[int]) -> None:
-            members = [self._weight(self.params, i, self.leaves[i].dtype) for i in part]
+        def declare(kind: str, count: int, leaf_ids: Sequence[int]) -> None:
+            members = [self._weight(self.params, i, self.leaves[i].dtype) for i in leaf_ids]
             self._declare(disk, kind, count, members, updated=updated)
 
         for stack in self.layout.stacks:
@@ -185,13 +185,13 @@ class StateRecords:
         if self.layout.config.opt_state != "nvme":
             return
 
-        def declare(kind: str, count: int, part: Sequence[int], in_turn: bool = False) -> None:
+        def declare(kind: str, count: int, leaf_ids: Sequence[int], in_turn: bool = False) -> None:
             masters = (
-                [self._weight(self.master, i, jnp.float32) for i in part]
+                [self._weight(self.master, i, jnp.float32) for i in leaf_ids]
                 if self.layout.has_master
                 else []
             )
-            members = masters + [self._moment(j) for j in self.opt_map.list_state_leaves(part)]
+            members = masters + [self._moment(j) for j in self.opt_map.list_state_leaves(leaf_ids)]
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
         for stack in self.layout.stacks:
@@ -207,8 +207,8 @@ class StateRecords:
             return
         before = len(self.leaves)
 
-        def declare(kind: str, count: int, part: Sequence[int]) -> None:
-            leaves = [(i - before, self.layout.all_leaves[i]) for i in part]
+        def declare(kind: str, count: int, leaf_ids: Sequence[int]) -> None:
+            leaves = [(i - before, self.layout.all_leaves[i]) for i in leaf_ids]
             shapes = [jax.ShapeDtypeStruct(leaf.record_shape, leaf.dtype) for _, leaf in leaves]
             members = [
                 _Member(self.frozen, i, leaf.name, a)
@@ -337,15 +337,15 @@ class StateRecords:
             states, opt=[scalars.get(j, leaf) for j, leaf in enumerate(states.opt)]
         )
 
-    def opt_states(self, states: FlatState, part: Sequence[int]) -> list[Any]:
+    def opt_states(self, states: FlatState, leaf_ids: Sequence[int]) -> list[Any]:
         """Return the masters, if any, and the optimizer state of some leaves, in their tiers."""
-        masters = [] if states.master is None else pick(states.master, part)
-        return masters + pick(states.opt, self.opt_map.list_state_leaves(part))
+        masters = [] if states.master is None else pick(states.master, leaf_ids)
+        return masters + pick(states.opt, self.opt_map.list_state_leaves(leaf_ids))
 
-    def opt_records(self, part: Sequence[int]) -> list[RecordSpec]:
+    def opt_records(self, leaf_ids: Sequence[int]) -> list[RecordSpec]:
         """Return how the leaves that `opt_states` returns are stored."""
-        masters = pick(self.master, part) if self.layout.has_master else []
-        return masters + [self.opt_record(j) for j in self.opt_map.list_state_leaves(part)]
+        masters = pick(self.master, leaf_ids) if self.layout.has_master else []
+        return masters + [self.opt_record(j) for j in self.opt_map.list_state_leaves(leaf_ids)]
 
     def opt_record(self, index: int) -> RecordSpec:
         """Return how a leaf of the optimizer state is stored."""
@@ -353,20 +353,20 @@ class StateRecords:
         assert record is not None
         return record
 
-    def replace(self, states: FlatState, part: Sequence[int], opt: Sequence[Any]) -> FlatState:
+    def replace(self, states: FlatState, leaf_ids: Sequence[int], opt: Sequence[Any]) -> FlatState:
         """Return the state with the masters and optimizer state of some leaves replaced.
 
         Args:
           states: all leaves of the state.
-          part: indices of the parameter leaves.
+          leaf_ids: indices of the parameter leaves.
           opt: the new leaves, in the order of `opt_states`.
         """
-        mirrors = self.opt_map.list_state_leaves(part)
+        mirrors = self.opt_map.list_state_leaves(leaf_ids)
         master = states.master and list(states.master)
         state = list(states.opt)
         # `opt` holds one master for each leaf of the part, if there are masters, followed by the
         # optimizer state.
-        for i, value in zip(part if master is not None else (), opt, strict=False):
+        for i, value in zip(leaf_ids if master is not None else (), opt, strict=False):
             assert master is not None
             master[i] = value
         for j, value in zip(mirrors, opt[len(opt) - len(mirrors) :], strict=True):
@@ -375,27 +375,27 @@ class StateRecords:
 
     # --- one record -------------------------------------------------------------------------------
 
-    def read_opt(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
+    def read_opt(self, states: FlatState, leaf_ids: Sequence[int], index: Index) -> list[Array]:
         """Return one record's masters, if any, and optimizer state, on the device."""
-        return read_layer(self.opt_records(part), self.opt_states(states, part), index)
+        return read_layer(self.opt_records(leaf_ids), self.opt_states(states, leaf_ids), index)
 
-    def read_params(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
+    def read_params(self, states: FlatState, leaf_ids: Sequence[int], index: Index) -> list[Array]:
         """Return one record's parameters, sharded, on the device."""
-        return read_layer(pick(self.params, part), pick(states.params, part), index)
+        return read_layer(pick(self.params, leaf_ids), pick(states.params, leaf_ids), index)
 
-    def read_weights(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
+    def read_weights(self, states: FlatState, leaf_ids: Sequence[int], index: Index) -> list[Array]:
         """Return one record's float32 weights, on the device.
 
         Masters on disk are read together with the rest of their record.
         """
         if states.master is None:
-            return self.read_params(states, part, index)
-        return self.read_opt(states, part, index)[: len(part)]
+            return self.read_params(states, leaf_ids, index)
+        return self.read_opt(states, leaf_ids, index)[: len(leaf_ids)]
 
     def write_layer(
         self,
         states: FlatState,
-        part: Sequence[int],
+        leaf_ids: Sequence[int],
         index: Index,
         weights: Sequence[Array],
         opt: Sequence[Array],
@@ -404,7 +404,7 @@ class StateRecords:
 
         Args:
           states: all leaves of the state.
-          part: indices of the parameter leaves.
+          leaf_ids: indices of the parameter leaves.
           index: index of the record.
           weights: float32 weights, on the device; parameters are cast from them.
           opt: leaves of the optimizer state, on the device.
@@ -412,22 +412,24 @@ class StateRecords:
         # The parameters are the new weights, cast; masters and optimizer state are one record.
         states = self.write_params(
             states,
-            part,
+            leaf_ids,
             index,
-            [self.cast(i, value) for i, value in zip(part, weights, strict=True)],
+            [self.cast(i, value) for i, value in zip(leaf_ids, weights, strict=True)],
         )
         values = [*(weights if states.master is not None else ()), *opt]
-        stacks = write_layer(self.opt_records(part), self.opt_states(states, part), index, values)
-        return self.replace(states, part, stacks)
+        stacks = write_layer(
+            self.opt_records(leaf_ids), self.opt_states(states, leaf_ids), index, values
+        )
+        return self.replace(states, leaf_ids, stacks)
 
     def write_params(
-        self, states: FlatState, part: Sequence[int], index: Index, values: Sequence[Array]
+        self, states: FlatState, leaf_ids: Sequence[int], index: Index, values: Sequence[Array]
     ) -> FlatState:
         """Write the parameters of one layer or tile, in the compute dtype."""
         params = list(states.params)
         for i, stack in zip(
-            part,
-            write_layer(pick(self.params, part), pick(params, part), index, values),
+            leaf_ids,
+            write_layer(pick(self.params, leaf_ids), pick(params, leaf_ids), index, values),
             strict=True,
         ):
             params[i] = stack
@@ -445,9 +447,9 @@ class StateRecords:
             value.astype(self.leaves[index].dtype), self.grads[index].sharding
         )
 
-    def tokens(self, states: FlatState, part: Sequence[int]) -> list[Array]:
+    def tokens(self, states: FlatState, leaf_ids: Sequence[int]) -> list[Array]:
         """Return the tokens of some leaves, and of their state, that are on disk."""
-        stacks = [*self.opt_states(states, part), *pick(states.params, part)]
+        stacks = [*self.opt_states(states, leaf_ids), *pick(states.params, leaf_ids)]
         return [a.token for a in stacks if isinstance(a, OnDisk)]
 
     def end_token(self, states: FlatState) -> Array | None:

@@ -384,7 +384,9 @@ class UpdateByLayer(StoredGrads):
         states = crossing.finish_states(crossed)
         (opt, _) = crossing.loaded(crossed)
         old = (
-            self.records.read_params(states, late.part, now.layer) if states.master is None else []
+            self.records.read_params(states, late.leaf_ids, now.layer)
+            if states.master is None
+            else []
         )
         return states, old + opt
 
