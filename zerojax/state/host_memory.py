@@ -71,7 +71,7 @@ def _local_bytes(leaf: Any) -> int:
 
 def _allocate(leaf: Any) -> Array:
     # Shard by shard from numpy: a jitted jnp.zeros would be created on the device first.
-    def zeros(index: tuple[slice, ...]) -> np.ndarray:
+    def zeros(index: Any) -> np.ndarray:
         shape = [len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True)]
         return np.zeros(shape, leaf.dtype)
 
