@@ -89,9 +89,11 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
         "pending": pending["pinned_host"]
     }
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
-    if parts := [] if step.host is None else step.host.parts():
-        slots["slots"] = slots.get("slots", 0) + sum(part.slot_bytes for part in parts)
-        buffers["buffers"] = buffers.get("buffers", 0) + sum(part.host_bytes for part in parts)
+    if leaf_groups := [] if step.host is None else step.host.leaf_groups():
+        slots["slots"] = slots.get("slots", 0) + sum(part.slot_bytes for part in leaf_groups)
+        buffers["buffers"] = buffers.get("buffers", 0) + sum(
+            part.host_bytes for part in leaf_groups
+        )
     over_tensor = tensor_collectives(layout, step.model, abstract_batch)
     if streamed is not None and (gathered := bytes_gathered(streamed, abstract_batch)):
         over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered

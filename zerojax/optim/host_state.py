@@ -288,6 +288,6 @@ class HostBinding:
         self._together.do(check)
 
 
-def find_rest(record: RecordSpec) -> Rest:
+def find_disk_record(record: RecordSpec) -> Rest:
     """Return where a leaf of the state is stored for the host update; None means host memory."""
     return None if record.disk_records is None else OnRecord(record.disk_records.kind, record.leaf)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zerojax.optim import (
     DuplexTransfer,
-    Handed,
+    InFlightLayers,
     LateRecord,
     Pending,
     Pieces,
@@ -59,7 +59,7 @@ class UpdatedState:
     token: Array
     pending: dict[int, Pending]
     unstacked: dict[int, list[Array]]
-    handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
+    handed: dict[int, InFlightLayers] = dataclasses.field(default_factory=dict)
     head: "_HeadPieces | None" = None
 
 

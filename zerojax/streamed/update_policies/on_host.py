@@ -57,7 +57,7 @@ class HostUpdateInBackward(UpdateInBackward):
         shared = self.records.list_shared(carried.states)
         one = jnp.float32(1)
         scalars = self.host.scalars(shared, head.loss, one, one)
-        return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
+        return dataclasses.replace(carried, scalars=scalars, handed=self.host.none_in_flight())
 
     def use(
         self, state: TrainState, carried: UpdatedState, record: RecordGrads
@@ -179,7 +179,7 @@ class OnHost(StoredGrads):
             ), now.landing
 
         states, token, handed = self.of_layers(
-            result, tick, (states, result.carried.token, host.nothing_handed())
+            result, tick, (states, result.carried.token, host.none_in_flight())
         )
         states, _ = host.update_unstacked(states, result.unstacked, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
