@@ -173,18 +173,10 @@ def build_layout(
     optimizer = _trace_optimizer(model, tx, weights, config, mesh, by_layer)
     device_layers = _count_device_layers(weights.leaves, config)
 
-    # `arrays` has all leaves as if they were in memory; leaves on disk come last.
-    arrays = _build_arrays(model, weights, optimizer, config, mesh)
-    if any(device_layers.values()):
-        arrays = _split_opt_state(arrays, weights.leaves, optimizer.opt_map, device_layers, mesh)
-    if weights.frozen_leaves:
-        frozen = _build_frozen_arrays(weights, config, mesh)
-        arrays = dataclasses.replace(arrays, frozen=frozen)
     _report_replicated(weights.replicated, mesh)
-    if config.delayed_update and isinstance(model, LayeredModel):
-        pending = _build_pending(weights.leaves, optimizer.opt_map, config, mesh)
-        arrays = dataclasses.replace(arrays, pending=pending)
 
+    # `arrays` has all leaves as if they were in memory; leaves on disk come last.
+    arrays = _build_all_arrays(model, weights, optimizer, device_layers, config, mesh)
     disk = None
     abstract_state = arrays
     if uses_disk(config):
@@ -366,6 +358,27 @@ def _count_device_layers(leaves: Sequence[Leaf], config: ZeroConfig) -> dict[str
 
 
 # --- arrays of the state --------------------------------------------------------------------------
+
+
+def _build_all_arrays(
+    model: Model | LayeredModel,
+    weights: _Weights,
+    optimizer: _Optimizer,
+    device_layers: Mapping[str, int],
+    config: ZeroConfig,
+    mesh: Mesh,
+) -> TrainState:
+    """Return the state's shapes and shardings, as if nothing were on disk."""
+    arrays = _build_arrays(model, weights, optimizer, config, mesh)
+    if any(device_layers.values()):
+        arrays = _split_opt_state(arrays, weights.leaves, optimizer.opt_map, device_layers, mesh)
+    if weights.frozen_leaves:
+        frozen = _build_frozen_arrays(weights, config, mesh)
+        arrays = dataclasses.replace(arrays, frozen=frozen)
+    if config.delayed_update and isinstance(model, LayeredModel):
+        pending = _build_pending(weights.leaves, optimizer.opt_map, config, mesh)
+        arrays = dataclasses.replace(arrays, pending=pending)
+    return arrays
 
 
 def _build_arrays(
