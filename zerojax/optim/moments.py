@@ -91,7 +91,7 @@ def keep_in_bfloat16(
         return RoundedState(jnp.int32(0), jax.tree.unflatten(tree, leaves))
 
     def update(
-        updates: Grads, state: RoundedState, params: Params = None, **extra: Any
+        updates: Grads, state: Any, params: Params = None, **extra: Any
     ) -> tuple[Grads, RoundedState]:
         owners = _narrowed(tx, updates if params is None else params)
         grads = jax.tree.leaves(updates)
