@@ -21,7 +21,7 @@ from typing import Any
 
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
-from zerojax.costs import StackWork, build_kept
+from zerojax.costs import StackWork, saved_activations
 from zerojax.planner.candidates import FRACTION, MIN_GAIN, Bound, Candidate, Space, named_fields
 from zerojax.planner.search import Search
 
@@ -147,11 +147,13 @@ def list_options(space: Space) -> tuple[LayerOption, ...]:
 def _as_estimated(
     stack: StackWork, option: LayerOption, options: Sequence[LayerOption]
 ) -> LayerOption:
-    one = _segment(1, option, options)
-    kept = build_kept(stack, 1, one.activations, one.saved_names, one.offloaded_names)
-    seconds = kept.backward - stack.backward["save"]
+    """Return an option with the bytes and seconds of its estimate."""
+    saved = saved_activations(stack, _segment(1, option, options))
     return dataclasses.replace(
-        option, device_bytes=kept.device, host_bytes=kept.away, seconds=seconds
+        option,
+        device_bytes=saved.device_bytes,
+        host_bytes=saved.away_bytes,
+        seconds=saved.backward - stack.backward["save"],
     )
 
 
