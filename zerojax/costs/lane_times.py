@@ -1,4 +1,4 @@
-"""The rates, seconds and results that the walk of `zerojax.costs.timing` takes and returns, as data."""
+"""Rates, seconds and results that `zerojax.costs.timing` takes and returns, as data."""
 
 import dataclasses
 from collections.abc import Mapping
