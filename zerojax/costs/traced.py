@@ -131,6 +131,19 @@ class _Tracer:
             return f"timed on {self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
         return f"roofline of its equations at the rates of {self.machine.name}"
 
+    def shared_fields(self, layout: Layout) -> dict[str, Any]:
+        """Return the fields of a `Workload` that are the same for plain and layered models."""
+        moments = self.moment_bytes(layout)
+        return {
+            "largest_leaf": self.largest_leaf(layout),
+            "moment_bytes": moments,
+            "update": self.update_seconds(moments),
+            "batch_bytes": self.batch_bytes(),
+            "rows": self.rows // self.grid.batch_shards,
+            "tokens": self.tokens,
+            "source": self.source,
+        }
+
     def kept_seconds(self, more: float) -> float:
         """Return the seconds in which a device writes and reads `more` additional saved bytes.
 
@@ -271,12 +284,10 @@ class _LayeredTracer(_Tracer):
         trained, frozen = _split_frozen(layout, unstacked)
         embed_leaves = _named_leaves(layout, unstacked, "embed")
         head_leaves = _named_leaves(layout, unstacked, "head")
-        flops, forward_flops = self.layer_flops(step, plans)
+        layer_flops, forward_flops = self.layer_flops(step, plans)
         # A head without a matrix of its own uses the embedding's.
         head_matrices = head_leaves if _has_matrix(layout, head_leaves) else unstacked
-        flops += 3.0 * embed_head.flops
-        flops -= self.frozen_flops(layout, head_matrices, embed_head.flops)
-        moments = self.moment_bytes(layout)
+        frozen_flops = self.frozen_flops(layout, head_matrices, embed_head.flops)
         return Workload(
             name=f"{layout.num_params:,} parameters, {self.model.num_layers} layers",
             stacks=stacks,
@@ -285,21 +296,15 @@ class _LayeredTracer(_Tracer):
                 self.gathered_elements(layout, embed_leaves),
                 self.gathered_elements(layout, head_leaves),
             ),
-            largest_leaf=self.largest_leaf(layout),
             unstacked_frozen_bytes=self.frozen_bytes(layout, frozen),
             unstacked_kept=max(0, kept_resident - kept["remat"].num_bytes),
             head_working=embed_head.working,
             embed=embed_head.embed,
             head=embed_head.head,
             embed_backward=embed_head.embed_backward,
-            moment_bytes=moments,
-            update=self.update_seconds(moments),
-            batch_bytes=self.batch_bytes(),
-            rows=self.rows // self.grid.batch_shards,
-            tokens=self.tokens,
-            flops=flops,
+            flops=layer_flops + 3.0 * embed_head.flops - frozen_flops,
             forward_flops=forward_flops,
-            source=self.source,
+            **self.shared_fields(layout),
         )
 
     def trace_blocks(self, steps: Mapping[str, StreamedStep]) -> list[dict[str, ResidualPlan]]:
@@ -560,7 +565,6 @@ class _PlainTracer(_Tracer):
                 "remat": backward + forward,
             },
         )
-        moments = self.moment_bytes(layout)
         forward_flops = sum(count_flops(i.eqn) for i in loss_program.instructions)
         frozen_flops = self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops)
         return Workload(
@@ -569,19 +573,13 @@ class _PlainTracer(_Tracer):
             stacks=(stack,),
             unstacked_elements=0,
             largest_unstacked=max((math.prod(leaf.shape) for leaf in layout.leaves), default=0),
-            largest_leaf=self.largest_leaf(layout),
             head_working=0,
             embed=0.0,
             head=0.0,
             embed_backward=0.0,
-            moment_bytes=moments,
-            update=self.update_seconds(moments),
-            batch_bytes=self.batch_bytes(),
-            rows=self.rows // self.grid.batch_shards,
-            tokens=self.tokens,
             flops=3.0 * forward_flops - frozen_flops,
             forward_flops=forward_flops,
-            source=self.source,
+            **self.shared_fields(layout),
         )
 
     def loss(self, parts: Any) -> Callable[..., Any]:

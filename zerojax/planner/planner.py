@@ -69,7 +69,7 @@ from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
 from zerojax.trees import Batch
 
 _TILES = (1, 2, 4, 8, 16, 32)
-_TOLD = 5
+_NUM_RUNNERS_UP = 5
 BOTH_ASSUMED = "assumed: simultaneous reads and writes share the lower of disk_read and disk_write"
 _MOST_COMPILED = 5
 _MOST_TRIED = 8
@@ -125,7 +125,7 @@ def plan(
       ValueError: fields are unknown or contradict each other, the batch does not divide evenly, or
         the machine lacks a figure.
     """
-    with _told_once():
+    with _log_once():
         if axes is not None and not isinstance(mesh, Mesh):
             raise ValueError(
                 f"axes={axes!r} names the axes of a jax.sharding.Mesh, but mesh is {mesh!r}"
@@ -138,16 +138,16 @@ def plan(
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
+def _log_once() -> Iterator[None]:
     """Log each warning only once, since a plan lays out the same model for many configs."""
-    told = set[str]()
+    logged = set[str]()
     logger = logging.getLogger("zerojax")
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        known = text in told
-        told.add(text)
-        return not known
+        is_first = text not in logged
+        logged.add(text)
+        return is_first
 
     logger.addFilter(is_new)
     try:
@@ -221,7 +221,7 @@ class Planner:
         self.min_disk_days = as_number(min_disk_days)
         # Fraction of the device's usable memory that a plan may fill; below 1 after a compiled plan
         # took more than it counted.
-        self.less = 1.0
+        self.usable_fraction = 1.0
         _ = self.limits  # raises an error if figures are missing
         self.workload = self._workload()
         self._check_fixed()
@@ -244,18 +244,13 @@ class Planner:
                 f"the model has {self.model.num_layers:,} layers: the planner supports at most "
                 f"{MOST_LAYERS:,}"
             )
-        wrong = [
-            name
-            for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch))
-            if value is None
-        ]
-        if wrong or not isinstance(mesh, Mesh):
-            shown = (
-                f"lacks {', '.join(wrong)}"
-                if wrong
-                else f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
-            )
-            raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {shown}")
+        arguments = {"tx": self.tx, "mesh": mesh, "batch": self.batch}
+        missing = [name for name, value in arguments.items() if value is None]
+        if missing or not isinstance(mesh, Mesh):
+            fault = f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
+            if missing:
+                fault = f"lacks {', '.join(missing)}"
+            raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {fault}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise ValueError(
@@ -302,8 +297,9 @@ class Planner:
         """
         if self.mesh is None or self.mesh.size == machine.devices:
             return machine
-        each = min(machine.devices_per_node, self.mesh.size)
-        return dataclasses.replace(machine, devices_per_node=each, nodes=-(-self.mesh.size // each))
+        per_node = min(machine.devices_per_node, self.mesh.size)
+        nodes = -(-self.mesh.size // per_node)
+        return dataclasses.replace(machine, devices_per_node=per_node, nodes=nodes)
 
     def _grid(self, mesh: Any) -> Grid:
         if self.mesh is not None:
@@ -323,12 +319,12 @@ class Planner:
                 f"mesh {axes}: {wrong[0]!r} is not a number of devices, an integer of at least 1"
             )
         axes = {axis: int(n) for axis, n in axes.items()}
-        others = math.prod(n for axis, n in axes.items() if axis != "fsdp")
-        if devices % others:
+        outside_fsdp = math.prod(n for axis, n in axes.items() if axis != "fsdp")
+        if devices % outside_fsdp:
             raise ValueError(
                 f"mesh {axes} does not divide the {devices} devices of {self.machine.name}"
             )
-        grid = Grid(**{"fsdp": devices // others, **axes})
+        grid = Grid(**{"fsdp": devices // outside_fsdp, **axes})
         if grid.devices != devices:
             raise ValueError(
                 f"mesh {axes} has {grid.devices} devices, but {self.machine.name} has {devices}"
@@ -364,17 +360,16 @@ class Planner:
                 f"{[n for n in range(1, work.rows + 1) if work.rows % n == 0][:16]}"
             )
         segments = config.activations if isinstance(config.activations, tuple) else ()
-        if (
-            segments
-            and (count := sum(segment.num_layers for segment in segments)) != work.num_layers
-        ):
+        count = sum(segment.num_layers for segment in segments)
+        if segments and count != work.num_layers:
             raise ValueError(
                 f"the segments of activations have {count} layers, but the model has "
                 f"{work.num_layers}"
             )
         known = {value.name for stack in work.stacks for value in stack.values}
-        named = [config, *segments]
-        names = {name for each in named for name in (*each.saved_names, *each.offloaded_names)}
+        names = set[str]()
+        for choice in (config, *segments):
+            names.update(choice.saved_names, choice.offloaded_names)
         if self.is_sizes and (missing := sorted(names - known)):
             raise ValueError(
                 f"saved_names and offloaded_names contain unknown names {missing}: "
@@ -385,26 +380,26 @@ class Planner:
     def limits(self) -> Limits:
         """Bytes that one device may use, and the required life of the disk."""
         limits = compute_limits(self.machine, self.shares_cores, self.min_disk_days)
-        return dataclasses.replace(limits, device=self.less * limits.device)
+        return dataclasses.replace(limits, device=self.usable_fraction * limits.device)
 
     # --- the search -------------------------------------------------------------------------------
 
     def plan(self, validate: bool) -> Plan:
         """Search, and return the plan; with `validate`, one whose compiled program fits."""
-        made = self._plan()
+        plan = self._plan()
         if not validate:
-            return made
+            return plan
         most = self.machine.need("device_bytes")
         compiled = None
         for _ in range(_MOST_COMPILED):
-            compiled = validated(made, self.model, self.tx, self.mesh, self.batch)
-            made = dataclasses.replace(made, validated=compiled)
+            compiled = validated(plan, self.model, self.tx, self.mesh, self.batch)
+            plan = dataclasses.replace(plan, validated=compiled)
             if compiled.device_bytes <= most:
-                return made
+                return plan
             # The program takes more than was counted, so the next plan may use less memory.
-            self._note(f"{_named(_chosen(made.config))} was left out: {compiled}")
-            self.less *= min(0.98, 0.98 * most / compiled.device_bytes)
-            made = self._plan()
+            self._note(f"{_named(_chosen(plan.config))} was left out: {compiled}")
+            self.usable_fraction *= min(0.98, 0.98 * most / compiled.device_bytes)
+            plan = self._plan()
         assert compiled is not None
         raise PlanError(
             f"no compiled step fits {self.machine.name}: {compiled}, of {format_bytes(most)}",
@@ -418,22 +413,21 @@ class Planner:
         best = search.settle()
         if best is None:
             raise self.error(search)
-        self._tell_of_moments(best)
-        return self.made(search, best)
+        self._note_moments(best)
+        return self.build_plan(search, best)
 
-    def _tell_of_moments(self, best: Found) -> None:
+    def _note_moments(self, best: Found) -> None:
         """Note if bfloat16 moments would be faster.
 
         They round what is trained, so they are not chosen unless requested.
         """
         if self.rounds_moments or "moments" in self.fixed or best.config.opt_state == "device":
             return
-        rounded = Search(
-            dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}),
-            self.limits,
-        )
-        rounded.run(below=best.seconds * (1 - MIN_GAIN))
-        if rounded.found and rounded.found[0].seconds < best.seconds * (1 - MIN_GAIN):
+        space = dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"})
+        rounded = Search(space, self.limits)
+        limit = best.seconds * (1 - MIN_GAIN)
+        rounded.run(below=limit)
+        if rounded.found and rounded.found[0].seconds < limit:
             self._note(
                 f"with moments='bfloat16', which rounds the optimizer's moments, a step is "
                 f"predicted to take {rounded.found[0].seconds:.4g} s; "
@@ -457,13 +451,11 @@ class Planner:
             self._note("update_on='host' is not considered: the machine lacks host_kernel")
         if not self.is_sizes:
             allowed |= self._capable(tiers, allowed, fixed)
-        searched = {name: value for name, value in fixed.items() if name in SEARCHED}
-        others = {name: value for name, value in fixed.items() if name not in SEARCHED}
         space = Space(
             workload=self.workload,
             grid=self.grid,
             machine=self.machine,
-            fixed=others | searched,
+            fixed=dict(fixed),
             tiers=tiers,
             tiles=self.tiles if self.is_sizes else (1,),
             allowed=allowed,
@@ -599,14 +591,14 @@ class Planner:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def made(self, search: Search, best: Found) -> Plan:
+    def build_plan(self, search: Search, best: Found) -> Plan:
         """Return the plan for the config that a search settled on."""
         tally = search.tally
         work = self.workload
         of_best = best.estimate
         moved = best.estimate.moved
         per = self.machine.devices_per_node
-        others = [f for f in search.found if f is not best][:_TOLD]
+        others = [f for f in search.found if f is not best][:_NUM_RUNNERS_UP]
         text = (
             f"{tally.candidates:,} configs, {tally.estimated:,} estimated, "
             f"{tally.walked:,} walked through"
@@ -676,7 +668,10 @@ class Planner:
             text = f"nothing fits {self.machine.name}: {what_lacks(worst)}"
         notes = [note for note in self.notes if note.startswith(("pinned_host", "nvme"))]
         repairs = Repairs(
-            tries=self._tried, machine=self.machine, fixed=self.fixed, filled=USABLE * self.less
+            tries=self._tried,
+            machine=self.machine,
+            fixed=self.fixed,
+            filled=USABLE * self.usable_fraction,
         )
         return PlanError(
             f"{text}, with the config that comes nearest ({_named(_chosen(nearest.config))}). "
