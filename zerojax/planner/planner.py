@@ -61,7 +61,16 @@ from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import MIN_GAIN, SEARCHED, Space
 from zerojax.planner.plans import Plan, PlanError, RunnerUp, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
-from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, compute_limits
+from zerojax.planner.search import (
+    DAYS,
+    USABLE,
+    Exact,
+    Found,
+    Limits,
+    Search,
+    SearchStats,
+    compute_limits,
+)
 from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
@@ -513,28 +522,30 @@ class Planner:
 
         They are found by building one program for each choice.
         """
-        tries = {
-            "opt_state": [{"opt_state": tier} for tier in tiers],
-            "update": [{"update": None}, {"update": "in_backward"}],
-            "update_on": [{}, {"opt_state": "pinned_host", "update_on": "host"}],
-            "params": [{"params": tier} for tier in tiers],
+        # For each field, the fields with which a program of each choice is built.
+        tries: dict[str, dict[Any, dict[str, Any]]] = {
+            "opt_state": {tier: {"opt_state": tier} for tier in tiers},
+            "update": {None: {"update": None}, "in_backward": {"update": "in_backward"}},
+            "update_on": {
+                "device": {},
+                "host": {"opt_state": "pinned_host", "update_on": "host"},
+            },
+            "params": {tier: {"params": tier} for tier in tiers},
         }
         if not self.workload.is_layered:
-            tries = {name: tries[name] for name in ("opt_state",)}
-        found: dict[str, list[Any]] = {}
-        for name, options in tries.items():
-            if name in fixed or name in allowed:
-                continue
-            default = {"update_on": "device"}
-            found[name] = [
-                o.get(name, default.get(name)) for o in options if self._builds(o, fixed)
-            ]
+            tries = {"opt_state": tries["opt_state"]}
+        supported: dict[str, list[Any]] = {}
+        for name, choices in tries.items():
+            if name not in fixed and name not in allowed:
+                supported[name] = [
+                    choice for choice, fields in choices.items() if self._builds(fields, fixed)
+                ]
         if self.workload.is_layered and "activations" not in fixed:
             # A layer whose tiles are stored off the device cannot use activations="everything".
-            away = {"params": found["params"][-1]} if "params" in found else {}
+            away = {"params": supported["params"][-1]} if "params" in supported else {}
             if not self._builds({"activations": "everything", **away}, fixed):
-                found["activations"] = ["save", "selective", "remat", *tiers[1:]]
-        return found
+                supported["activations"] = ["save", "selective", "remat", *tiers[1:]]
+        return supported
 
     def _builds(self, fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
         """Return whether a program can be built with some fields."""
@@ -593,19 +604,11 @@ class Planner:
 
     def build_plan(self, search: Search, best: Found) -> Plan:
         """Return the plan for the config that a search settled on."""
-        tally = search.tally
         work = self.workload
         of_best = best.estimate
-        moved = best.estimate.moved
-        per = self.machine.devices_per_node
-        others = [f for f in search.found if f is not best][:_NUM_RUNNERS_UP]
-        text = (
-            f"{tally.candidates:,} configs, {tally.estimated:,} estimated, "
-            f"{tally.walked:,} walked through"
-            + (f", {tally.exact} built" if tally.exact else "")
-            + f" in {tally.seconds:.1f} s"
-            + (f"; layers by {tally.solver}" if tally.solver else "")
-        )
+        moved = of_best.moved
+        devices_per_node = self.machine.devices_per_node
+        runners_up = [found for found in search.found if found is not best]
         bytes_by_tier = of_best.bytes if best.exact is None else best.exact.bytes
         read = moved["read"]
         written = moved["write"]
@@ -621,9 +624,7 @@ class Planner:
             machine=self.machine,
             tiles=of_best.tiles,
             peak_bytes=best.peak_bytes,
-            bytes={
-                tier: {kind: n for kind, n in bytes_by_tier[tier].items() if n} for tier in TIERS
-            },
+            bytes={tier: _nonzero(bytes_by_tier[tier]) for tier in TIERS},
             capacity={
                 "device": self.limits.device,
                 "pinned_host": self.limits.pinned_host,
@@ -635,20 +636,23 @@ class Planner:
             flops=work.flops,
             hardware_flops=self._hardware_flops(best),
             link_bytes={"up": moved["up"], "down": moved["down"]},
-            disk_bytes={"read": read * per, "write": written * per},
+            disk_bytes={"read": read * devices_per_node, "write": written * devices_per_node},
             collectives=of_best.collectives,
-            beaten=tuple(RunnerUp(seconds=f.seconds, fields=_chosen(f.config)) for f in others),
+            beaten=tuple(
+                RunnerUp(seconds=found.seconds, fields=_chosen(found.config))
+                for found in runners_up[:_NUM_RUNNERS_UP]
+            ),
             notes=tuple(self.notes),
             source=work.source,
-            search=text,
+            search=_describe_search(search.tally),
         )
 
     def _hardware_flops(self, found: Found) -> float:
         """Return the FLOPs of a step including recomputation, in proportion to its seconds."""
         work = self.workload
-        forward = sum(s.num_layers * s.forward for s in work.stacks)
-        again = max(0.0, found.estimate.again)
-        return work.flops + work.forward_flops * (again / forward if forward else 0.0)
+        forward = sum(stack.num_layers * stack.forward for stack in work.stacks)
+        recomputed = max(0.0, found.estimate.again)
+        return work.flops + work.forward_flops * (recomputed / forward if forward else 0.0)
 
     def error(self, search: Search) -> PlanError:
         """Return the error that nothing fits: what is missing, and the nearest change that fits."""
@@ -708,6 +712,24 @@ class Planner:
         return search, search.settle()
 
 
+def _describe_search(stats: SearchStats) -> str:
+    """Return how many configs a search examined, and how."""
+    text = (
+        f"{stats.candidates:,} configs, {stats.estimated:,} estimated, "
+        f"{stats.walked:,} walked through"
+    )
+    if stats.exact:
+        text += f", {stats.exact} built"
+    text += f" in {stats.seconds:.1f} s"
+    if stats.solver:
+        text += f"; layers by {stats.solver}"
+    return text
+
+
+def _nonzero(kinds: Mapping[str, int]) -> dict[str, int]:
+    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+
 def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
     """Raise ValueError for arguments of `plan` with wrong types or values."""
     if fixed is not None and not (
@@ -746,16 +768,15 @@ def _with_both(machine: Machine) -> Machine:
 def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
     """Return the tiers that fixed fields name, and host memory if they offload layer values."""
     named = {fixed.get(name) for name in ("params", "grads", "opt_state", "frozen")}
-    chosen = fixed.get("activations")
-    segments = chosen if isinstance(chosen, tuple) else ()
-    named |= {
-        chosen if isinstance(chosen, str) else None,
-        *(segment.activations for segment in segments),
-    }
-    offloads = bool(fixed.get("offloaded_names")) or any(
-        segment.offloaded_names for segment in segments
-    )
-    return {tier for tier in TIERS[1:] if tier in named} | ({"pinned_host"} if offloads else set())
+    offloads = bool(fixed.get("offloaded_names"))
+    activations = fixed.get("activations")
+    if isinstance(activations, str):
+        named.add(activations)
+    for segment in activations if isinstance(activations, tuple) else ():
+        named.add(segment.activations)
+        offloads = offloads or bool(segment.offloaded_names)
+    tiers = {tier for tier in TIERS[1:] if tier in named}
+    return tiers | {"pinned_host"} if offloads else tiers
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -780,8 +801,6 @@ def _reason(fields: str, text: str) -> str:
     The fields and the remedy are cut from the error's text.
     """
     first = text.split("; ")[0]
-    return (
-        f" {first.removeprefix(fields).lstrip()}"
-        if first.startswith(f"{fields} with")
-        else f": {first}"
-    )
+    if first.startswith(f"{fields} with"):
+        return f" {first.removeprefix(fields).lstrip()}"
+    return f": {first}"
