@@ -32,41 +32,39 @@ class CallLog:
           process: index of the process whose devices are logged here.
         """
         self.driver = driver
-        local = [
-            (rank, device) for rank, device in enumerate(devices) if device.process_index == process
-        ]
-        self._contexts = {
-            rank: driver.retain_context(device.local_hardware_id or 0) for rank, device in local
-        }
+        self._contexts: dict[int, int] = {}
+        for rank, device in enumerate(devices):
+            if device.process_index == process:
+                self._contexts[rank] = driver.retain_context(device.local_hardware_id or 0)
         self._by_stream: dict[int, int] = {}
         self._of_rank = {rank: _Calls() for rank in self._contexts}
         memory = [calls.memory for calls in self._of_rank.values()]
         weakref.finalize(self, _unregister, driver, memory)
 
-    def find_rank(self, context: Any, where: Any) -> int:
+    def find_rank(self, context: Any, request: Any) -> int:
         """Return the rank of the calling device, found by its stream.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3] on the device.
+          request: the callback's buffer, i32[3] on the device.
         """
         stream = find_stream(context)
         rank = self._by_stream.get(stream)
         if rank is None:
             # XLA normally uses a GPU's primary context, as this module does. If the stream belongs
             # to another context, wait for the rank that the program sends.
-            of_stream = self.driver.context_of_stream(stream)
-            found = [rank for rank, own in self._contexts.items() if own == of_stream]
-            rank = found[0] if len(found) == 1 else self.read(context, where)[0]
+            stream_context = self.driver.context_of_stream(stream)
+            ranks = [n for n, primary in self._contexts.items() if primary == stream_context]
+            rank = ranks[0] if len(ranks) == 1 else self.read(context, request)[0]
             self._by_stream[stream] = rank
         return rank
 
-    def read(self, context: Any, where: Any) -> Sent:
+    def read(self, context: Any, request: Any) -> Sent:
         """Return (rank, layer, number) of a call, after waiting for the program's queued work.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3] on the device.
+          request: the callback's buffer, i32[3] on the device.
         """
         stream = find_stream(context)
         call = self.driver
@@ -74,17 +72,17 @@ class CallLog:
         # before the stream is finished.
         room = np.zeros(_WIDTH, np.int32)
         call.ensure_context()
-        call.copy(room.ctypes.data, pointer(where), _BYTES, stream)
+        call.copy(room.ctypes.data, pointer(request), _BYTES, stream)
         call.finish_stream(stream)
         rank, layer, number = room.tolist()
         return rank, layer, number
 
-    def append(self, context: Any, where: Any, assumed: Any, rank: int) -> None:
+    def append(self, context: Any, request: Any, assumed: Any, rank: int) -> None:
         """Queue the copy of a call's buffer to the log, and store the assumption with it.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3] on the device.
+          request: the callback's buffer, i32[3] on the device.
           assumed: value that `entries` yields with this call.
           rank: position of the device in the mesh.
         """
@@ -97,12 +95,8 @@ class CallLog:
             calls.assumed.append(assumed)
             calls.streams.add(stream)
         self.driver.use(self._contexts[rank])
-        self.driver.copy(
-            calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS),
-            pointer(where),
-            _BYTES,
-            stream,
-        )
+        target = calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS)
+        self.driver.copy(target, pointer(request), _BYTES, stream)
 
     def reserve(self, num_calls: int) -> None:
         """Allocate memory for at least `num_calls` calls per device."""
@@ -111,10 +105,10 @@ class CallLog:
                 self._grow(rank)
 
     def _grow(self, rank: int) -> None:
-        piece = allocate(_BYTES * _CALLS)
-        self.driver.register(piece)
-        self._of_rank[rank].memory.append(piece)
-        self._of_rank[rank].addresses.append(piece.ctypes.data)
+        chunk = allocate(_BYTES * _CALLS)
+        self.driver.register(chunk)
+        self._of_rank[rank].memory.append(chunk)
+        self._of_rank[rank].addresses.append(chunk.ctypes.data)
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -132,9 +126,8 @@ class CallLog:
         """
         self._finish()
         for calls in self._of_rank.values():
-            sent = np.concatenate(
-                [np.zeros(0, np.int32), *(piece.view(np.int32) for piece in calls.memory)]
-            )
+            chunks = [chunk.view(np.int32) for chunk in calls.memory]
+            sent = np.concatenate([np.zeros(0, np.int32), *chunks])
             for count, assumed in enumerate(calls.assumed):
                 rank, layer, number = sent[_WIDTH * count : _WIDTH * (count + 1)].tolist()
                 yield assumed, (rank, layer, number)
@@ -168,6 +161,6 @@ class _Calls:
 
 def _unregister(driver: Driver, memory: Sequence[Sequence[np.ndarray]]) -> None:
     """Unlock the pages before the memory is freed."""
-    for pieces in memory:
-        for piece in pieces:
-            driver.unregister(piece)
+    for chunks in memory:
+        for chunk in chunks:
+            driver.unregister(chunk)

@@ -11,7 +11,7 @@ schedule lists the records it asks for, and every device calls it in that order:
     device          the device to which the program's stream belongs
     state           number of the state, which no callback changes during a step
 
-The program also sends all three values, i32[3] (`Calls.where`). On a CPU they are immediately
+The program also sends all three values, i32[3] (`Calls.request`). On a CPU they are immediately
 compared with the prediction. On a GPU they are copied to a log in page-locked memory when the
 program reaches the call (`host_offload.calls.log`), and compared at the end of the step, before its
 results are returned (`Calls.check`). A different order raises a `SwapError`; it never produces a
@@ -68,7 +68,7 @@ class Calls:
         self.number = 0
         self.log: CallLog | None = None
         self.run = 0
-        self._most = 0
+        self._max_calls = 0
 
     def begin(self) -> None:
         """Prepare for the first call of a program."""
@@ -83,7 +83,7 @@ class Calls:
         if self.log is None and self._devices[0].platform != "cpu":
             self.log = CallLog(self._devices, driver(), jax.process_index())
         if self.log is not None:
-            self.log.reserve(self._most)
+            self.log.reserve(self._max_calls)
 
     def reserve(self, num_calls: int) -> None:
         """Reserve log memory before a program runs, so that no callback has to allocate.
@@ -92,7 +92,7 @@ class Calls:
           num_calls: number of calls of the program, per device.
         """
         # A program that is only compiled has no log, and needs no memory.
-        self._most = max(self._most, num_calls)
+        self._max_calls = max(self._max_calls, num_calls)
         if self.log is not None:
             self.log.reserve(num_calls)
 
@@ -111,7 +111,7 @@ class Calls:
                 raise site.surprise(count, Asked(*sent), assumed)
 
     @staticmethod
-    def where(position: Array, layer: Array, number: Array) -> Array:
+    def request(position: Array, layer: Array, number: Array) -> Array:
         """Return the i32[3] that a program sends with a call; used inside of a `shard_map`.
 
         Args:
@@ -149,42 +149,43 @@ class CallbackSite:
         self.of_state = of_state
         self.order: Sequence[int] | None = None
         # By rank: the number of the run, and of the calls made in it.
-        self._made: dict[int, tuple[int, int]] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
 
-    def ask(self, context: Any, where: Any) -> Asked:
+    def ask(self, context: Any, request: Any) -> Asked:
         """Return the record that this call is asked for.
 
         Args:
           context: the callback's context.
-          where: the callback's buffer, i32[3], made by `Calls.where`.
+          request: the callback's buffer, i32[3], made by `Calls.request`.
 
         Raises:
           SwapError: the request differs from the schedule, or the schedule has no such call.
         """
         log = self.calls.log
         if log is None:
-            asked = Asked(*np.asarray(where).tolist())
+            asked = Asked(*np.asarray(request).tolist())
             if self.order is not None:
                 count = self._count(asked.rank)
                 if self._layer(count, asked.rank) != asked.layer:
                     raise self.surprise(count, asked, asked._replace(layer=self.order[count]))
             return asked
         if self.order is None:
-            return Asked(*log.read(context, where))
-        rank = log.find_rank(context, where)
+            return Asked(*log.read(context, request))
+        rank = log.find_rank(context, request)
         count = self._count(rank)
         assumed = Asked(rank, self._layer(count, rank), self.calls.number if self.of_state else 0)
-        log.append(context, where, (self, count, assumed), rank)
+        log.append(context, request, (self, count, assumed), rank)
         return assumed
 
     def _count(self, rank: int) -> int:
         """Return the number of this call on a device, counted from 0 in each run."""
         # No lock: a device makes one call at a time, and each device has its own entry.
-        last, made = self._made.get(rank, (0, 0))
+        last_run, count = self._counts.get(rank, (0, 0))
         run = self.calls.run
-        made = made if last == run else 0
-        self._made[rank] = (run, made + 1)
-        return made
+        if last_run != run:
+            count = 0
+        self._counts[rank] = (run, count + 1)
+        return count
 
     def _layer(self, count: int, rank: int) -> int:
         assert self.order is not None
@@ -203,14 +204,16 @@ class CallbackSite:
           asked: record that the program asked for.
           assumed: record that the schedule predicted.
         """
-        told = ", ".join(
-            f"{name} {a} and not {b}"
-            for name, a, b in zip(Asked._fields, asked, assumed, strict=True)
-            if a != b
-        )
-        told = told.replace("rank", "device").replace("number", "state")
+        names = {"rank": "device", "layer": "layer", "number": "state"}
+        differences = list[str]()
+        for field, name in names.items():
+            actual = getattr(asked, field)
+            expected = getattr(assumed, field)
+            if actual != expected:
+                differences.append(f"{name} {actual} and not {expected}")
+        text = ", ".join(differences)
         return SwapError(
-            f"{self.name}: call {count + 1} of a step was for {told} as scheduled, so wrong "
+            f"{self.name}: call {count + 1} of a step was for {text} as scheduled, so wrong "
             "records may have moved. This is a bug in zerojax, not an error of the disk",
             layer=asked.layer,
         )

@@ -42,7 +42,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Parts = Sequence[tuple[int, int]]
+LeafSpans = Sequence[tuple[int, int]]
 """(offset in a record, bytes) of each leaf."""
 
 
@@ -67,7 +67,7 @@ class Copies(Protocol):
     lifts: bool
 
     def add(
-        self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
+        self, kind: str, rank: int, num_bytes: int, leaves: LeafSpans, *, up: bool, down: bool
     ) -> None:
         """Create the slots of a kind on a device.
 
@@ -75,7 +75,7 @@ class Copies(Protocol):
           kind: name of the kind.
           rank: position of the device in the mesh.
           num_bytes: bytes per record.
-          parts: offset and bytes of each leaf in a record.
+          leaves: offset and bytes of each leaf in a record.
           up: whether to create a slot for copies to the device.
           down: whether to create a slot for copies from the device.
         """
@@ -154,10 +154,10 @@ class HostCopies:
     lifts = False
 
     def add(
-        self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
+        self, kind: str, rank: int, num_bytes: int, leaves: LeafSpans, *, up: bool, down: bool
     ) -> None:
         """Do nothing: CPU devices need no slots."""
-        del kind, rank, num_bytes, parts, up, down
+        del kind, rank, num_bytes, leaves, up, down
 
     def remove(self, kind: str) -> None:
         """Do nothing: there are no slots."""

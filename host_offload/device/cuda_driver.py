@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-Part = tuple[int, int]
+MemorySpan = tuple[int, int]
 """(address, bytes) of a leaf of a record."""
 
 
@@ -57,12 +57,8 @@ class Driver:
     def register(self, buffer: np.ndarray) -> None:
         """Page-lock host memory for every context, so its copies can overlap with a program."""
         self.ensure_context()
-        self._call(
-            "cuMemHostRegister",
-            buffer.ctypes.data,
-            buffer.nbytes,
-            self._api.CU_MEMHOSTREGISTER_PORTABLE,
-        )
+        flag = self._api.CU_MEMHOSTREGISTER_PORTABLE
+        self._call("cuMemHostRegister", buffer.ctypes.data, buffer.nbytes, flag)
 
     def unregister(self, buffer: np.ndarray) -> None:
         """Undo `register`; all copies of the memory must have ended."""
@@ -79,29 +75,28 @@ class Driver:
           stream: stream on which the copy is queued. Host memory should be registered, or the copy
             blocks the caller.
         """
-        if (
-            num_bytes
-            and (status := self._api.cuMemcpyAsync(target, source, num_bytes, stream)[0])
-            != self._success
-        ):
+        if not num_bytes:
+            return
+        status = self._api.cuMemcpyAsync(target, source, num_bytes, stream)[0]
+        if status != self._success:
             self._refuse("cuMemcpyAsync", status)
 
     # A callback makes one of these two calls for all leaves of a record, so nothing is looked up
     # inside of the loops.
 
-    def copy_out(self, parts: Sequence[Part], targets: Sequence[int], stream: int) -> None:
-        """Queue copies of each part of a record to its own buffer, on one stream."""
+    def copy_out(self, leaves: Sequence[MemorySpan], targets: Sequence[int], stream: int) -> None:
+        """Queue copies of each leaf of a record to its own buffer, on one stream."""
         copy = self._api.cuMemcpyAsync
         success = self._success
-        for (address, num_bytes), target in zip(parts, targets, strict=True):
+        for (address, num_bytes), target in zip(leaves, targets, strict=True):
             if num_bytes and (status := copy(target, address, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)
 
-    def copy_in(self, parts: Sequence[Part], sources: Sequence[int], stream: int) -> None:
-        """Queue copies of one buffer to each part of a record, on one stream."""
+    def copy_in(self, leaves: Sequence[MemorySpan], sources: Sequence[int], stream: int) -> None:
+        """Queue copies of one buffer to each leaf of a record, on one stream."""
         copy = self._api.cuMemcpyAsync
         success = self._success
-        for (address, num_bytes), source in zip(parts, sources, strict=True):
+        for (address, num_bytes), source in zip(leaves, sources, strict=True):
             if num_bytes and (status := copy(address, source, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)
 
@@ -115,16 +110,14 @@ class Driver:
 
     def make_stream(self) -> int:
         """Return a new stream of the current context that does not wait for the default stream."""
-        return int(
-            self._call("cuStreamCreate", self._api.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
-        )
+        flag = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._call("cuStreamCreate", flag.value))
 
     def make_event(self) -> int:
         """Return a new event of the current context."""
         # The events are only used for ordering, and are cheaper without time stamps.
-        return int(
-            self._call("cuEventCreate", self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
-        )
+        flag = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        return int(self._call("cuEventCreate", flag.value))
 
     def record(self, event: int, stream: int) -> None:
         """Record an event: it happens when all work queued on a stream so far is done."""

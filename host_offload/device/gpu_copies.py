@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.device.copies import Copies, HostCopies, Parts, Views, num_bytes
+from host_offload.device.copies import Copies, HostCopies, LeafSpans, Views, num_bytes
 from host_offload.device.cuda_driver import Driver, driver
 from host_offload.device.link import find_stream, pointer, pointers
 
@@ -49,7 +49,7 @@ class _Slot:
     """
 
     memory: jax.Array
-    leaves: Parts
+    leaves: LeafSpans
     full: int
     empty: int
     used: bool = False
@@ -59,11 +59,11 @@ class _Slot:
     def __post_init__(self) -> None:
         self.address: int = self.memory.unsafe_buffer_pointer()
         # The same for every callback.
-        self.parts = _parts_at(self.address, self.leaves)
+        self.spans = _locate(self.address, self.leaves)
         self.num_bytes = max((offset + size for offset, size in self.leaves), default=0)
 
 
-def _parts_at(base: int, leaves: Parts) -> list[tuple[int, int]]:
+def _locate(base: int, leaves: LeafSpans) -> list[tuple[int, int]]:
     """Return the address and the bytes of each leaf of the record at address `base`."""
     return [(base + offset, size) for offset, size in leaves]
 
@@ -93,7 +93,7 @@ class _Watch:
 
     def __init__(self, gpu: "_Gpu", name: str) -> None:
         self.gpu = gpu
-        self._told: collections.deque[tuple[int, Future[None]]] = collections.deque()
+        self._registered: collections.deque[tuple[int, Future[None]]] = collections.deque()
         # True: look at the registered events; False: end.
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -106,7 +106,7 @@ class _Watch:
         future of the thread, is used.
         """
         done = _Ending(self._wake)
-        self._told.append((event, done))
+        self._registered.append((event, done))
         return done
 
     def _wake(self) -> None:
@@ -116,8 +116,8 @@ class _Watch:
         # A current context is a property of a thread, so this one sets its own.
         self.gpu.driver.use(self.gpu.context)
         while self._calls.get():
-            while self._told:
-                self._complete(*self._told.popleft())
+            while self._registered:
+                self._complete(*self._registered.popleft())
 
     def _complete(self, event: int, done: Future[None]) -> None:
         try:
@@ -153,9 +153,8 @@ class _Gpu:
         self._lock = threading.Lock()
         # Two threads, so that copies up, which end early, do not wait behind events that the
         # program reaches late.
-        self.lifted, self.passed = (
-            _Watch(self, f"zerojax-copies-{rank}-{name}") for name in ("lifted", "passed")
-        )
+        self.lifted = _Watch(self, f"zerojax-copies-{rank}-lifted")
+        self.passed = _Watch(self, f"zerojax-copies-{rank}-passed")
 
     def take_event(self) -> int:
         with self._lock:
@@ -215,38 +214,39 @@ class GpuCopies:
         self.devices = list(devices)
         self.driver = driver
         self._gpus: dict[int, _Gpu] = {}
-        self._parts: dict[str, Parts] = {}
+        self._leaves: dict[str, LeafSpans] = {}
         self._up: dict[tuple[str, int], _Slot] = {}
         self._down: dict[tuple[str, int], _Slot] = {}
 
     def add(
-        self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool
+        self, kind: str, rank: int, num_bytes: int, leaves: LeafSpans, *, up: bool, down: bool
     ) -> None:
         """Create the slots of a kind on a GPU, as `Copies.add` describes."""
         if rank not in self._gpus:
             self._gpus[rank] = _Gpu(self.driver, self.devices[rank], rank)
-        self._parts[kind] = tuple(parts)
+        self._leaves[kind] = tuple(leaves)
         self.driver.use(self._gpus[rank].context)
-        for wanted, slots in ((up, self._up), (down, self._down)):
-            if wanted:
-                # Wait until XLA has filled the memory: nothing orders XLA's streams before the
-                # streams used here.
-                memory = jax.device_put(
-                    jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]
-                ).block_until_ready()
-                slots[kind, rank] = _Slot(
-                    memory,
-                    self._parts[kind],
-                    self._gpus[rank].take_event(),
-                    self.driver.make_event(),
-                )
+        if up:
+            self._up[kind, rank] = self._make_slot(kind, rank, num_bytes)
+        if down:
+            self._down[kind, rank] = self._make_slot(kind, rank, num_bytes)
+
+    def _make_slot(self, kind: str, rank: int, num_bytes: int) -> _Slot:
+        """Allocate a slot on a GPU, whose context must be current."""
+        zeros = jnp.zeros(num_bytes, jnp.uint8)
+        # Wait until XLA has filled the memory: nothing orders XLA's streams before the streams used
+        # here.
+        memory = jax.device_put(zeros, self.devices[rank]).block_until_ready()
+        full = self._gpus[rank].take_event()
+        return _Slot(memory, self._leaves[kind], full, self.driver.make_event())
 
     def remove(self, kind: str) -> None:
         """Free a kind's slots, after the copies that use them."""
         for slots in (self._up, self._down):
-            for key in [key for key in slots if key[0] == kind]:
-                slot = slots.pop(key)
-                gpu = self._gpus[key[1]]
+            ranks = [rank for slot_kind, rank in slots if slot_kind == kind]
+            for rank in ranks:
+                slot = slots.pop((kind, rank))
+                gpu = self._gpus[rank]
                 self.driver.use(gpu.context)
                 # Nothing may still read or fill the memory, not even a dropped copy.
                 self.driver.finish_stream(gpu.up if slots is self._up else gpu.down)
@@ -287,9 +287,9 @@ class GpuCopies:
             if slot.source != buffer.ctypes.data:
                 return None
             self.driver.use(self._gpus[rank].context)
-            return self._emptied(slot, self._gpus[rank])
+            return self._empty_slot(slot, self._gpus[rank])
 
-    def _emptied(self, slot: _Slot, gpu: _Gpu) -> "Future[None]":
+    def _empty_slot(self, slot: _Slot, gpu: _Gpu) -> "Future[None]":
         """Mark the slot as free, and return a future of the copy that filled it.
 
         The GPU's context must be current.
@@ -318,15 +318,15 @@ class GpuCopies:
             with slot.lock:
                 if slot.source == base:
                     call.wait(stream, slot.full)
-                    call.copy_out(slot.parts, targets, stream)
+                    call.copy_out(slot.spans, targets, stream)
                     call.record(slot.empty, stream)
                     slot.used = True
                     # The buffer is free when the copy up has ended, whatever the program does.
-                    return self._emptied(slot, gpu)
+                    return self._empty_slot(slot, gpu)
         # The record was not lifted: copy it on the program's stream, which needs the buffer until
         # the copy has ended.
         try:
-            call.copy_out(_parts_at(base, self._parts[kind]), targets, stream)
+            call.copy_out(_locate(base, self._leaves[kind]), targets, stream)
             return gpu.after(stream)
         except BaseException:
             gpu.finish_after_error(stream)
@@ -347,7 +347,7 @@ class GpuCopies:
         sources = pointers(values)
         if slot is None:
             try:
-                call.copy_in(_parts_at(base, self._parts[kind]), sources, stream)
+                call.copy_in(_locate(base, self._leaves[kind]), sources, stream)
                 return gpu.after(stream)
             except BaseException:
                 gpu.finish_after_error(stream)
@@ -356,7 +356,7 @@ class GpuCopies:
             try:
                 if slot.used:
                     call.wait(stream, slot.empty)
-                call.copy_in(slot.parts, sources, stream)
+                call.copy_in(slot.spans, sources, stream)
                 call.record(slot.full, stream)
                 call.wait(gpu.down, slot.full)
                 # One copy for the full record: the slot has the same layout as the buffer.

@@ -107,7 +107,8 @@ def check_host_memory(num_bytes: int, platform: str | None = None) -> None:
     """
     pool = pinned_pool_bytes(platform)
     available = available_bytes()
-    if (pool is not None and num_bytes > pool) or (available is not None and num_bytes > available):
+    limits = [limit for limit in (pool, available) if limit is not None]
+    if limits and num_bytes > min(limits):
         raise RuntimeError(_explain(num_bytes, pool, available))
 
 
@@ -128,11 +129,8 @@ def host_memory_error(
     text = str(error)
     # XLA reports both memories as RESOURCE_EXHAUSTED: only the name of the allocator shows which
     # one is full.
-    if (
-        not isinstance(error, RuntimeError)
-        or not _EXHAUSTED.search(text)
-        or _ON_DEVICE.search(text)
-    ):
+    is_exhausted = isinstance(error, RuntimeError) and _EXHAUSTED.search(text)
+    if not is_exhausted or _ON_DEVICE.search(text):
         return None
     return RuntimeError(_explain(num_bytes, pinned_pool_bytes(platform), available_bytes()))
 

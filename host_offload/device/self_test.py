@@ -104,21 +104,17 @@ def check_host_slices(device: Any = None) -> None:
 
 @functools.cache
 def _wrong_forms(device: Any) -> tuple[str, ...]:
+    ascending = np.arange(_SHAPE[0], dtype=np.int32)
+    # With the bug, record i is read instead of order[i]. In ascending order they may be equal.
+    orders = {"ascending": ascending, "descending": ascending[::-1]}
     wrong = []
     for name, form in forms().items():
         program = build_form(form, device)
-        # With the bug, record i is read instead of order[i]. In ascending order they may be equal.
-        for direction, order in (
-            ("ascending", range(_SHAPE[0])),
-            ("descending", range(_SHAPE[0])[::-1]),
-        ):
-            order = np.array(order, np.int32)
+        for direction, order in orders.items():
             stack = records()
             outputs = program(order, stack)
-            if not all(
-                np.array_equal(f, e)
-                for f, e in zip(outputs, form.expect(order, stack), strict=True)
-            ):
+            expected = form.expect(order, stack)
+            if not all(map(np.array_equal, outputs, expected)):
                 wrong.append(f"{name} {direction}")
     return tuple(wrong)
 
@@ -142,16 +138,19 @@ def build_form(
       device: jax.Device to run on.
       kind: memory kind of the stack.
     """
-    here = SingleDeviceSharding(device, memory_kind="device")
-    there = SingleDeviceSharding(device, memory_kind=kind)
+    on_device = SingleDeviceSharding(device, memory_kind="device")
+    on_host = SingleDeviceSharding(device, memory_kind=kind)
 
     def run_form(order: Order, stack: jax.Array) -> tuple[jax.Array, jax.Array]:
         return form.run(order, stack, kind)
 
-    step = jax.jit(run_form, static_argnums=0, donate_argnums=1, out_shardings=(there, here))
-    return lambda order, stack: jax.block_until_ready(
-        step(linear_order(order), jax.device_put(stack, there, may_alias=False))
-    )
+    step = jax.jit(run_form, static_argnums=0, donate_argnums=1, out_shardings=(on_host, on_device))
+
+    def run(order: np.ndarray, stack: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        copied = jax.device_put(stack, on_host, may_alias=False)
+        return jax.block_until_ready(step(linear_order(order), copied))
+
+    return run
 
 
 def linear_order(order: np.ndarray) -> Order:
@@ -292,7 +291,8 @@ def _expect_activations(order: np.ndarray, stack: np.ndarray) -> tuple[np.ndarra
     saved = np.empty_like(stack)
     x = stack[order[0]]
     for layer in order:
-        saved[layer], x = x, _compute(x)
+        saved[layer] = x
+        x = _compute(x)
     return saved, np.cumsum(saved[order[::-1]], axis=0, dtype=stack.dtype)
 
 

@@ -12,6 +12,7 @@ import concurrent.futures
 import dataclasses
 import errno
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +33,10 @@ PLAIN = "plain preadv/pwritev"
 DIRECT = 'io="direct"'
 UNCHECKED = 'io="direct", unchecked'
 TENSORSTORE = 'io="tensorstore"'
+_Start = Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]]
+"""Function of a store, a record and a buffer that starts to read or write the record."""
 _MIB = 1 << 20
-_OTHERS = (DEFAULT, IoSettings(8, 4 * _MIB), IoSettings(2, 16 * _MIB))
+_MORE_SETTINGS = (DEFAULT, IoSettings(8, 4 * _MIB), IoSettings(2, 16 * _MIB))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +101,16 @@ class Bench:
         Returns:
           Rates by name: PLAIN, DIRECT, UNCHECKED and TENSORSTORE.
         """
-        plain = [self._plain(settings) for settings in dict.fromkeys((self.settings, *_OTHERS))]
-        rates = {PLAIN: Rates(read=max(r.read for r in plain), write=max(r.write for r in plain))}
-        with DirectIo(self.settings) as direct, TensorstoreIo(self.settings) as through:
-            return rates | {
+        all_settings = dict.fromkeys((self.settings, *_MORE_SETTINGS))
+        plain = [self._plain(settings) for settings in all_settings]
+        read = max(rates.read for rates in plain)
+        write = max(rates.write for rates in plain)
+        with DirectIo(self.settings) as direct, TensorstoreIo(self.settings) as tensorstore:
+            return {
+                PLAIN: Rates(read=read, write=write),
                 DIRECT: self._records(direct),
                 UNCHECKED: self._records(direct, checks=False),
-                TENSORSTORE: self._records(through),
+                TENSORSTORE: self._records(tensorstore),
             }
 
     def records(self) -> Rates:
@@ -121,20 +127,18 @@ class Bench:
         faster.
         """
         half = self.store.num_layers // 2
-        kept = len(self._buffers) // 2
-        left = iter(range(self.store.num_layers))  # shared by both threads: its next() is atomic
+        num_buffers = len(self._buffers) // 2  # per direction
+        # Shared by both threads: its next() is atomic.
+        remaining = iter(range(self.store.num_layers))
         self._drop_caches()
 
-        def run(
-            start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]],
-            first: int,
-            own: int,
-        ) -> None:
+        def run(start: _Start, first_record: int, buffers: Sequence[np.ndarray]) -> None:
             pending: collections.deque[concurrent.futures.Future[float]] = collections.deque()
-            for n, _ in enumerate(left):
-                if len(pending) == kept:
+            for n, _ in enumerate(remaining):
+                if len(pending) == num_buffers:
                     pending.popleft().result()
-                pending.append(start(self.store, first + n % half, self._buffers[own + n % kept]))
+                buffer = buffers[n % num_buffers]
+                pending.append(start(self.store, first_record + n % half, buffer))
             for future in pending:
                 future.result()
 
@@ -144,24 +148,24 @@ class Bench:
             concurrent.futures.ThreadPoolExecutor(2) as pool,
         ):
             began = time.monotonic()
-            for job in [
-                pool.submit(run, reads.read, 0, 0),
-                pool.submit(run, writes.write, half, kept),
-            ]:
+            jobs = [
+                pool.submit(run, reads.read, 0, self._buffers[:num_buffers]),
+                pool.submit(run, writes.write, half, self._buffers[num_buffers:]),
+            ]
+            for job in jobs:
                 job.result()
             return self.store.num_bytes / (time.monotonic() - began)
 
     def _records(self, io: Reader, checks: bool = True) -> Rates:
-        def run(
-            start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]],
-        ) -> float:
+        def run(start: _Start) -> float:
             began = time.monotonic()
             pending = collections.deque()
             for layer in range(self.store.num_layers):
                 # At most one transfer per buffer: the oldest must end before its buffer is reused.
                 if len(pending) == len(self._buffers):
                     pending.popleft().result()
-                pending.append(start(self.store, layer, self._buffers[layer % len(self._buffers)]))
+                buffer = self._buffers[layer % len(self._buffers)]
+                pending.append(start(self.store, layer, buffer))
             for future in pending:
                 future.result()
             return self.store.num_bytes / (time.monotonic() - began)
@@ -180,20 +184,18 @@ class Bench:
         block = settings.block_bytes
         paths = [self.store.record_path(layer) for layer in range(self.store.num_layers)]
         files = [_open(path) for path in paths]
-        # The threads share one iterator. Its next() is atomic under the GIL, so each part is
+        # The threads share one iterator. Its next() is atomic under the GIL, so each block is
         # claimed exactly once.
-        parts = iter(
-            [(layer, start) for layer in range(len(files)) for start in range(0, size, block)]
-        )
-        call = os.pwritev if writes else os.preadv
+        blocks = iter(list(itertools.product(range(len(files)), range(0, size, block))))
+        transfer = os.pwritev if writes else os.preadv
 
         def work() -> None:
-            for layer, start in parts:
-                part = self._buffers[layer % len(self._buffers)][start : start + block]
-                if (count := call(files[layer], [part.data], start)) != part.nbytes:
-                    raise SwapError(
-                        f"{paths[layer]}: {count} of {part.nbytes} bytes moved", file=paths[layer]
-                    )
+            for layer, start in blocks:
+                memory = self._buffers[layer % len(self._buffers)][start : start + block]
+                count = transfer(files[layer], [memory.data], start)
+                if count != memory.nbytes:
+                    path = paths[layer]
+                    raise SwapError(f"{path}: {count} of {memory.nbytes} bytes moved", file=path)
 
         try:
             with concurrent.futures.ThreadPoolExecutor(settings.num_threads) as pool:

@@ -97,12 +97,15 @@ class DirectFile:
     ) -> None:
         memory = buffer.data
         address = buffer.ctypes.data
-        done = 0
-        while done < len(memory):
-            is_direct, length = self._part(address + done, offset + done, len(memory) - done)
+        num_done = 0
+        while num_done < len(memory):
+            position = offset + num_done
+            is_direct, length = self._next_part(
+                address + num_done, position, len(memory) - num_done
+            )
             fd = self._direct if is_direct else self._buffered
             try:
-                count = call(fd, memory[done : done + length], offset + done)
+                count = call(fd, memory[num_done : num_done + length], position)
             except OSError as error:
                 if not is_direct or error.errno not in _NO_DIRECT:
                     raise
@@ -111,18 +114,20 @@ class DirectFile:
             # preadv returns 0 at the end of a file, so retrying would never end.
             if count <= 0:
                 raise TruncatedError(
-                    f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more "
+                    f"the file ends at byte {position}, and {len(memory) - num_done} bytes more "
                     "are needed"
                 )
-            done += count
+            num_done += count
 
-    def _part(self, address: int, offset: int, length: int) -> tuple[bool, int]:
+    def _next_part(self, address: int, offset: int, length: int) -> tuple[bool, int]:
         """Return whether the next part is moved with O_DIRECT, and its length in bytes."""
         head = -offset % BLOCK_BYTES
         # The same head must align both the address and the offset, or no part can be direct.
         if not self.direct or (address + head) % BLOCK_BYTES or length - head < BLOCK_BYTES:
             return False, length
-        return (False, head) if head else (True, length // BLOCK_BYTES * BLOCK_BYTES)
+        if head:
+            return False, head
+        return True, length // BLOCK_BYTES * BLOCK_BYTES
 
     def close(self) -> None:
         """Close the file; further calls do nothing.

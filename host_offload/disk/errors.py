@@ -109,20 +109,21 @@ def explain(
     if isinstance(error, SwapError):
         return error
     number = error.errno if isinstance(error, OSError) else None
-    where = ("" if layer is None else f" of layer {layer}") + ("" if file is None else f", {file}")
+    subject = doing
+    if layer is not None:
+        subject += f" of layer {layer}"
+    if file is not None:
+        subject += f", {file}"
     if isinstance(error, OSError) and number is not None:
         cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}"
     else:
         cause = str(error) or type(error).__name__
         if not isinstance(error, OSError):
             cause = f"{type(error).__name__}: {cause}"
-    remedy = _remedy(error, number)
-    result = SwapError(
-        f"{doing}{where} failed: {cause}{f'; {remedy}' if remedy else ''}",
-        file=file,
-        layer=layer,
-        errno=number,
-    )
+    message = f"{subject} failed: {cause}"
+    if remedy := _remedy(error, number):
+        message += f"; {remedy}"
+    result = SwapError(message, file=file, layer=layer, errno=number)
     # Set by hand: the result is raised later, often in another thread, without `raise ... from`.
     result.__cause__ = error
     return result

@@ -79,20 +79,21 @@ class ReadFile:
           TruncatedError: the file ends before the array is full.
         """
         view = out.data
-        at = 0
-        while at < len(view):
+        num_read = 0
+        while num_read < len(view):
+            position = offset + num_read
             try:
-                count = os.preadv(self._fd, [view[at:]], offset + at)
+                count = os.preadv(self._fd, [view[num_read:]], position)
             except OSError as error:
-                raise OSError(
-                    error.errno, f"{error.strerror} at byte {offset + at}", self.path
-                ) from error
+                message = f"{error.strerror} at byte {position}"
+                raise OSError(error.errno, message, self.path) from error
             # A signal or an unreadable sector may cut a read short: the next read shows which.
             if not count:
+                missing = len(view) - num_read
                 raise TruncatedError(
-                    f"{self.path} ends at byte {offset + at}, and {len(view) - at} more are needed"
+                    f"{self.path} ends at byte {position}, and {missing} more are needed"
                 )
-            at += count
+            num_read += count
 
     def read_all(self, most_bytes: int) -> bytes:
         """Return all bytes of a small file.
@@ -108,8 +109,9 @@ class ReadFile:
             raise TruncatedError(
                 f"{self.path} has {num_bytes} bytes, and at most {most_bytes} are expected"
             )
-        self.read_bytes(0, out := np.empty(num_bytes, np.uint8))
-        return out.tobytes()
+        contents = np.empty(num_bytes, np.uint8)
+        self.read_bytes(0, contents)
+        return contents.tobytes()
 
     def read_start(self, most_bytes: int) -> bytes:
         """Return the first `most_bytes` bytes of the file, or all bytes if there are fewer.
@@ -117,8 +119,9 @@ class ReadFile:
         Raises:
           OSError: the bytes cannot be read.
         """
-        self.read_bytes(0, out := np.empty(min(self.num_bytes, most_bytes), np.uint8))
-        return out.tobytes()
+        start = np.empty(min(self.num_bytes, most_bytes), np.uint8)
+        self.read_bytes(0, start)
+        return start.tobytes()
 
     def blocks(self, num_bytes: int) -> Iterator[np.ndarray]:
         """Yield the first `num_bytes` bytes of the file, in blocks uint8[BLOCK_BYTES] or shorter.
@@ -131,9 +134,9 @@ class ReadFile:
         """
         block = np.empty(min(BLOCK_BYTES, num_bytes), np.uint8)
         for offset in range(0, num_bytes, BLOCK_BYTES):
-            part = block[: num_bytes - offset]
-            self.read_bytes(offset, part)
-            yield part
+            contents = block[: num_bytes - offset]
+            self.read_bytes(offset, contents)
+            yield contents
 
     def read_box(
         self, offset: int, shape: tuple[int, ...], dtype: np.dtype, box: Box, out: np.ndarray
@@ -161,18 +164,14 @@ class ReadFile:
         num_bytes = math.prod(sizes) * dtype.itemsize
         if not num_bytes:
             return
-        first = offset + sum(
-            start * stride for (start, _), stride in zip(box, strides, strict=True)
-        )
-        span = (
-            sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-            + dtype.itemsize
-        )
+        starts = [start * stride for (start, _), stride in zip(box, strides, strict=True)]
+        lengths = [(size - 1) * stride for size, stride in zip(sizes, strides, strict=True)]
+        first = offset + sum(starts)
+        span = sum(lengths) + dtype.itemsize
+        reads_gaps = span <= 2 * num_bytes or _piece_bytes(sizes, strides, dtype) < PIECE_BYTES
         if span == num_bytes and out.dtype == dtype and out.flags.c_contiguous:
             self.read_bytes(first, out.reshape(-1).view(np.uint8))
-        elif span <= BLOCK_BYTES and (
-            span <= 2 * num_bytes or _piece_bytes(sizes, strides, dtype) < PIECE_BYTES
-        ):
+        elif span <= BLOCK_BYTES and reads_gaps:
             block = np.empty(span, np.uint8)
             self.read_bytes(first, block)
             out[...] = np.ndarray(sizes, dtype, block, strides=strides)
@@ -181,9 +180,10 @@ class ReadFile:
             dim = next(dim for dim, size in enumerate(sizes) if size > 1)
             start, stop = box[dim]
             middle = (start + stop) // 2
-            for part in ((start, middle), (middle, stop)):
-                rows = (slice(None),) * dim + (slice(part[0] - start, part[1] - start),)
-                self._read(offset, strides, dtype, (*box[:dim], part, *box[dim + 1 :]), out[rows])
+            for half in ((start, middle), (middle, stop)):
+                half_box = (*box[:dim], half, *box[dim + 1 :])
+                rows = (slice(None),) * dim + (slice(half[0] - start, half[1] - start),)
+                self._read(offset, strides, dtype, half_box, out[rows])
 
 
 def _piece_bytes(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype) -> int:

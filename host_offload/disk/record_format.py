@@ -12,6 +12,7 @@ transfer, while the GPU waits for Python.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -77,12 +78,16 @@ class RecordFormat:
         # A record without leaves also has a file, of one block: an empty array has no chunks.
         return max(_round_up(self.num_bytes, BLOCK_BYTES), BLOCK_BYTES)
 
+    def leaves_with_offsets(self) -> Iterator[tuple[LeafFormat, int]]:
+        """Yield each leaf and the offset of its first byte in the record."""
+        return zip(self.leaves, self.offsets, strict=True)
+
     @functools.cached_property
     def _places(self) -> tuple[tuple[slice, np.dtype, tuple[int, ...]], ...]:
         """Each leaf's bytes in the record, its dtype and its shape."""
         return tuple(
             (slice(start, start + leaf.num_bytes), numpy_dtype(leaf.dtype), leaf.shape)
-            for start, leaf in zip(self.offsets, self.leaves, strict=True)
+            for leaf, start in self.leaves_with_offsets()
         )
 
     def views(self, buffer: np.ndarray) -> Views:

@@ -123,19 +123,18 @@ class SavedStore:
           first: number of the first record.
           checksums: checksum of each record; 0 if unknown.
         """
-        formats = zip(format.leaves, format.offsets, names, starts, strict=True)
-        leaves = tuple(
-            SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start))
-            for leaf, offset, name, start in formats
-        )
+        places = zip(names, starts, strict=True)
+        leaves = list[SavedShard]()
+        for (leaf, offset), (name, start) in zip(format.leaves_with_offsets(), places, strict=True):
+            leaves.append(SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start)))
         return SavedStore(
-            folder,
-            tuple(lead),
-            first,
-            len(checksums),
-            format.padded_bytes,
-            leaves,
-            tuple(checksums),
+            folder=folder,
+            lead=tuple(lead),
+            first=first,
+            num_records=len(checksums),
+            record_bytes=format.padded_bytes,
+            leaves=tuple(leaves),
+            checksums=tuple(checksums),
         )
 
     def record_file(self, record: int) -> str:
@@ -173,7 +172,8 @@ class SavedStore:
         """
         lead = metadata["lead"].integers(least=1)
         metadata["lead"].num_bytes(1)
-        first = metadata["first"].integer(most=(total := math.prod(lead)) - 1)
+        total = math.prod(lead)
+        first = metadata["first"].integer(most=total - 1)
         num_records = metadata["num_records"].integer(least=1, most=total - first)
         record_bytes = metadata["record_bytes"].integer(least=1)
         checksums = metadata["checksums"].items()
@@ -261,7 +261,8 @@ class SavedRecords:
           OSError: the file does not exist or cannot be looked up.
           TruncatedError: the file has another size.
         """
-        num_bytes = os.stat(path := os.path.join(self.root, store.record_file(record))).st_size
+        path = os.path.join(self.root, store.record_file(record))
+        num_bytes = os.stat(path).st_size
         if num_bytes != store.record_bytes:
             raise TruncatedError(
                 f"{path} has {num_bytes} bytes, and the record {store.record_bytes}"
@@ -300,35 +301,24 @@ class SavedRecords:
           KeyError: the leaf does not exist, or the stores do not hold the full box.
           OSError: a file cannot be read, or has not the size of its record.
         """
-        missing = math.prod(stop - start for start, stop in box)
-        parts: set[Box] = set()
-        for store, leaf in self._shards[name]:
+        missing = _count_elements(box)
+        copied: set[Box] = set()
+        for store, shard in self._shards[name]:
             for record in _records(store, box):
-                # The record's extent in the leaf: one index in each dim that numbers records, then
-                # the extent of the shard.
-                index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
-                extent = tuple((int(i), int(i) + 1) for i in index)
-                extent += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
+                extent = _find_extent(store, shard, record)
                 common = tuple(
                     (max(a, c), min(b, d)) for (a, b), (c, d) in zip(extent, box, strict=True)
                 )
-                if any(a >= b for a, b in common) or common in parts:
+                if any(start >= stop for start, stop in common) or common in copied:
                     continue  # a replica holds the same
-                # Copy the common part: `source` is relative to the start of the record's extent,
-                # `target` to the start of the box.
-                parts.add(common)
-                source = tuple(
-                    (a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True)
-                )
-                target = tuple(
-                    slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True)
-                )
-                shape = (1,) * len(index) + leaf.shape
-                dtype = numpy_dtype(leaf.dtype)
-                self._read_file(store, record).read_box(
-                    leaf.offset, shape, dtype, source, out[(*target, ...)]
-                )
-                missing -= math.prod(b - a for a, b in common)
+                copied.add(common)
+                source = _shift(common, extent)
+                target = tuple(slice(start, stop) for start, stop in _shift(common, box))
+                shape = (1,) * len(store.lead) + shard.shape
+                dtype = numpy_dtype(shard.dtype)
+                file = self._read_file(store, record)
+                file.read_box(shard.offset, shape, dtype, source, out[(*target, ...)])
+                missing -= _count_elements(common)
                 if not missing:
                     return
         if missing:
@@ -365,14 +355,40 @@ class SavedRecords:
         self.close()
 
 
+def _count_elements(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _shift(box: Box, outer: Box) -> Box:
+    """Return a box relative to the start of another one."""
+    return tuple(
+        (start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(box, outer, strict=True)
+    )
+
+
+def _find_extent(store: SavedStore, shard: SavedShard, record: int) -> Box:
+    """Return the part of a leaf that a record holds.
+
+    It has one index in each dim that numbers records, then the extent of the shard.
+    """
+    index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
+    numbers = tuple((int(i), int(i) + 1) for i in index)
+    extent = tuple(
+        (start, start + size) for start, size in zip(shard.start, shard.shape, strict=True)
+    )
+    return numbers + extent
+
+
 def _records(store: SavedStore, box: Box) -> Iterator[int]:
     """Yield the records of a store that may overlap a box, by their indices in the store."""
     if not store.lead:
         yield 0
         return
     # Go through all layers (or tiles) in the box, and keep the ones that this store holds.
-    for index in np.ndindex(*(stop - start for start, stop in box[: len(store.lead)])):
-        at = [i + start for i, (start, _) in zip(index, box, strict=False)]
-        number = int(np.ravel_multi_index(at, store.lead)) - store.first
+    lead_box = box[: len(store.lead)]
+    for offsets in np.ndindex(*(stop - start for start, stop in lead_box)):
+        index = [start + n for n, (start, _) in zip(offsets, lead_box, strict=True)]
+        number = int(np.ravel_multi_index(index, store.lead)) - store.first
         if 0 <= number < store.num_records:
             yield number

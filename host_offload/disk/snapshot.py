@@ -22,6 +22,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,32 +85,30 @@ class Snapshot:
         """
         for record in range(store.num_layers):
             store.require(record)
-        sums = tuple(int(c) for c in store.checksums)
+        checksums = tuple(int(checksum) for checksum in store.checksums)
         folder = os.path.join(self._folder, f"{store.kind}-{store.rank}")
         os.mkdir(folder, 0o700)
-        links = []
+        linked = []
         try:
             for record in range(store.num_layers):
-                store.link(record, path := os.path.join(folder, str(record)))
-                links.append((record, path))
+                path = os.path.join(folder, str(record))
+                store.link(record, path)
+                linked.append((record, path))
         except OSError:
             # Undo the links, or the next write of a linked record would use its spare file.
-            for record, path in links:
+            for record, path in linked:
                 store.unlink(record, path)
             os.rmdir(folder)
-            result = LinkedRecord(store, sums, None)
             _make(store, target)
-            _copy(
-                [
-                    (store.record_path(r), os.path.join(target, f"c.{r}.0"), sums[r])
-                    for r in range(store.num_layers)
-                ],
-                store,
-            )
-            return result
-        result = LinkedRecord(store, sums, folder)
-        self._kept.append(result)
-        return result
+            copies = [
+                _FileCopy(store.record_path(n), os.path.join(target, f"c.{n}.0"), checksum)
+                for n, checksum in enumerate(checksums)
+            ]
+            _copy(copies, store)
+            return LinkedRecord(store, checksums, None)
+        records = LinkedRecord(store, checksums, folder)
+        self._kept.append(records)
+        return records
 
     def move(self, kept: LinkedRecord, target: str) -> None:
         """Link or copy kept records to a folder.
@@ -130,21 +129,19 @@ class Snapshot:
         size = kept.store.format.padded_bytes
         copies = []
         buffer = allocate(size)
-        for record in range(kept.store.num_layers):
+        for record, checksum in enumerate(kept.checksums):
             source = os.path.join(kept.folder, str(record))
-            wanted = os.path.join(target, f"c.{record}.0")
+            saved = os.path.join(target, f"c.{record}.0")
             try:
-                os.link(source, wanted)
+                os.link(source, saved)
             except OSError:
                 # A link cannot cross file systems (EXDEV), and some file systems have no links.
-                copies.append((source, wanted, kept.checksums[record]))
+                copies.append(_FileCopy(source, saved, checksum))
                 continue
             # O_DIRECT bypasses the page cache, but not the cache of the drive: only fsync makes a
             # checkpoint durable.
-            sync(wanted)
-            _read_checked(
-                wanted, buffer, size, kept.checksums[record], kept.store.record_path(record)
-            )
+            sync(saved)
+            _read_checked(saved, buffer, size, checksum, kept.store.record_path(record))
         _copy(copies, kept.store)
 
     def close(self) -> None:
@@ -152,11 +149,8 @@ class Snapshot:
         kept = self._kept
         self._kept = []
         try:
-            for each in kept:
-                if each.folder is not None:
-                    for record in range(each.store.num_layers):
-                        with contextlib.suppress(OSError):
-                            each.store.unlink(record, os.path.join(each.folder, str(record)))
+            for records in kept:
+                _unlink_all(records)
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._folder)
             self._is_removed = True
@@ -185,21 +179,39 @@ class Snapshot:
         self._closed.wait()
 
 
+class _FileCopy(NamedTuple):
+    """A record to copy from one file to another; its checksum is 0 if unknown."""
+
+    source: str
+    target: str
+    checksum: int
+
+
+def _unlink_all(records: LinkedRecord) -> None:
+    """Remove the second names of a store's records as far as possible."""
+    if records.folder is None:
+        return
+    for record in range(records.store.num_layers):
+        with contextlib.suppress(OSError):
+            records.store.unlink(record, os.path.join(records.folder, str(record)))
+
+
 def _make(store: Store, target: str) -> None:
+    """Create the folder of a store's records, with the description of the array."""
     os.makedirs(target, exist_ok=True)
     shutil.copyfile(os.path.join(store.path, _DESCRIPTION), os.path.join(target, _DESCRIPTION))
 
 
-def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
-    """Copy records, given as (source, target, checksum), one after the other."""
+def _copy(files: Sequence[_FileCopy], store: Store) -> None:
+    """Copy records, one after the other."""
     if not files:
         return
     size = store.format.padded_bytes
     buffer = allocate(size)
-    for source, target, expected in files:
-        _read_checked(source, buffer, size, expected, source)
-        write_file(target, buffer, size)
-        sync(target)
+    for file in files:
+        _read_checked(file.source, buffer, size, file.checksum, file.source)
+        write_file(file.target, buffer, size)
+        sync(file.target)
 
 
 def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name: str) -> None:
@@ -210,12 +222,16 @@ def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name:
     Raises:
       OSError: the record cannot be read, or differs from what was written.
     """
-    if (found := os.stat(path).st_size) != size:
-        raise TruncatedError(f"{name} has {found} bytes, and the record {size}: {_ROTTEN}")
+    num_bytes = os.stat(path).st_size
+    if num_bytes != size:
+        raise TruncatedError(f"{name} has {num_bytes} bytes, and the record {size}: {_ROTTEN}")
     read_file(path, buffer, size)
-    if expected and (found := compute_checksum(buffer[:size])) != expected:
+    if not expected:
+        return
+    checksum = compute_checksum(buffer[:size])
+    if checksum != expected:
         raise ChecksumError(
-            f"{name}: its checksum is {found:016x}, and {expected:016x} was written: {_ROTTEN}"
+            f"{name}: its checksum is {checksum:016x}, and {expected:016x} was written: {_ROTTEN}"
         )
 
 
@@ -237,11 +253,8 @@ def sync(path: str) -> None:
             os.fsync(fd)
         except OSError as error:
             status = os.fstat(fd)
-            if error.errno not in (
-                errno.EINVAL,
-                errno.ENOSYS,
-                errno.EOPNOTSUPP,
-            ) or not stat.S_ISDIR(status.st_mode):
+            is_unsupported = error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+            if not is_unsupported or not stat.S_ISDIR(status.st_mode):
                 raise
             if status.st_dev not in _UNSYNCED:
                 _UNSYNCED.add(status.st_dev)

@@ -86,13 +86,8 @@ class Store:
           ValueError: `kind` is not the name of a folder, `rank` is negative, or `num_layers` < 1.
           SwapError: the array exists, or cannot be created.
         """
-        if (
-            not kind
-            or kind != os.path.basename(kind)
-            or kind in (".", "..")
-            or rank < 0
-            or num_layers < 1
-        ):
+        is_name = kind and kind == os.path.basename(kind) and kind not in (".", "..")
+        if not is_name or rank < 0 or num_layers < 1:
             raise ValueError(
                 f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more "
                 "and 1 or more are needed"
@@ -112,18 +107,16 @@ class Store:
         self._offered: dict[int, int] = {}  # records that `adopt` will replace -> their checksums
         # Records whose spare files `reserve_spares` created for the next state.
         self._reserved: list[int] = []
+        self._create_array(folder_path)
+
+    def _create_array(self, folder_path: str) -> None:
+        doing = f"creating the records of {self.kind}"
         if not os.path.isdir(folder_path):  # tensorstore would create it readable by everybody
-            raise explain(
-                FileNotFoundError(errno.ENOENT, ""),
-                doing=f"creating the records of {kind}",
-                file=folder_path,
-            )
+            raise explain(FileNotFoundError(errno.ENOENT, ""), doing=doing, file=folder_path)
         try:
             ts.open(self._spec(), create=True, open=False).result()
         except (ValueError, NotImplementedError) as error:
-            raise explain(
-                of_tensorstore(error), doing=f"creating the records of {kind}", file=self.path
-            ) from error
+            raise explain(of_tensorstore(error), doing=doing, file=self.path) from error
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +145,7 @@ class Store:
                 "offset": offset,
                 "num_bytes": leaf.num_bytes,
             }
-            for leaf, offset in zip(self.format.leaves, self.format.offsets, strict=True)
+            for leaf, offset in self.format.leaves_with_offsets()
         ]
         return {"kind": self.kind, "rank": self.rank, "leaves": leaves, "metadata": self._metadata}
 
@@ -188,7 +181,6 @@ class Store:
         Raises:
           SwapError: the disk is too small, or failed.
         """
-        size = self.format.padded_bytes
         paths = {
             layer: self.record_path(layer)
             for layer in range(self.num_layers)
@@ -197,34 +189,36 @@ class Store:
         try:
             missing = self._missing_bytes(paths.values())
         except OSError as error:
-            raise explain(
-                error, doing=f"looking for room for {self.kind}", file=self.path
-            ) from error
+            doing = f"looking for room for {self.kind}"
+            raise explain(error, doing=doing, file=self.path) from error
         if missing > 0:
             raise self._too_small(missing)
         for layer, path in paths.items():
             try:
-                fd = open_regular(path, os.O_WRONLY | os.O_CREAT)
-                try:
-                    reserve(fd, size)
-                finally:
-                    os.close(fd)
+                self._reserve_file(path)
             except OSError as error:
                 # ENOSPC can also mean that the file system has no inodes left: report missing bytes
                 # only if bytes are missing.
                 with contextlib.suppress(OSError):  # the first error is reported
-                    if (
-                        error.errno == errno.ENOSPC
-                        and (left := self._missing_bytes(paths.values())) > 0
-                    ):
-                        raise self._too_small(left, path, layer) from error
-                raise explain(
-                    error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer
-                ) from error
+                    if error.errno == errno.ENOSPC:
+                        missing = self._missing_bytes(paths.values())
+                        if missing > 0:
+                            raise self._too_small(missing, path, layer) from error
+                doing = f"reserving {self.format.padded_bytes} bytes for {self.kind}"
+                raise explain(error, doing=doing, file=path, layer=layer) from error
+
+    def _reserve_file(self, path: str) -> None:
+        """Reserve the space of a record in a file, which is created if it is missing."""
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            reserve(fd, self.format.padded_bytes)
+        finally:
+            os.close(fd)
 
     def _missing_bytes(self, paths: Collection[str]) -> int:
         needed = len(paths) * self.format.padded_bytes
-        return needed - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
+        allocated = sum(_allocated_bytes(path) for path in paths)
+        return needed - allocated - _free_bytes(self.path)
 
     def link(self, layer: int, target: str) -> None:
         """Give a record a second name, under which it is never changed.
@@ -327,11 +321,11 @@ class Store:
                     raise explain(
                         error, doing=f"linking {self.kind}", file=path, layer=layer
                     ) from error
-                for left in (offered, self._spare_path(layer)):
+                for unused in (offered, self._spare_path(layer)):
                     # A rename between two names of one file leaves both names. A spare file may be
                     # left from the last state.
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(left)
+                        os.unlink(unused)
                 self._linked.add(layer)
                 self.end_write(layer, self._offered.pop(layer))
             self._reserved = []  # the reserved files now belong to the new state
@@ -387,7 +381,8 @@ class Store:
 
     def _make_spare(self, layer: int) -> None:
         """Create a record's spare file with reserved space; on an error leave no file."""
-        fd = open_regular(path := self._spare_path(layer), os.O_WRONLY | os.O_CREAT)
+        path = self._spare_path(layer)
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT)
         try:
             reserve(fd, self.format.padded_bytes)
         except OSError:
@@ -405,7 +400,8 @@ class Store:
         Raises:
           OSError: a spare file is needed, and cannot be created or renamed.
         """
-        self.written[layer], self.checksums[layer] = False, 0
+        self.written[layer] = False
+        self.checksums[layer] = 0
         with self._linking:
             if layer in self._linked:
                 # A snapshot holds the old file under its second name. The spare file takes the
@@ -425,7 +421,8 @@ class Store:
           layer: index of the record.
           checksum: checksum of the record; 0 if unknown.
         """
-        self.checksums[layer], self.written[layer] = checksum, True
+        self.checksums[layer] = checksum
+        self.written[layer] = True
 
     def require(self, layer: int) -> None:
         """Check that a record was written completely.
@@ -452,7 +449,10 @@ class Store:
           ChecksumError: the record differs from what was written.
         """
         expected = int(self.checksums[layer])
-        if expected and (checksum := compute_checksum(record)) != expected:
+        if not expected:
+            return
+        checksum = compute_checksum(record)
+        if checksum != expected:
             raise ChecksumError(f"its checksum is {checksum:016x}, and {expected:016x} was written")
 
     def _too_small(
@@ -489,7 +489,7 @@ class Store:
         }
 
 
-def _held_bytes(path: str) -> int:
+def _allocated_bytes(path: str) -> int:
     try:
         # Not st_size, which includes holes. st_blocks is in units of 512 bytes everywhere.
         return os.stat(path).st_blocks * 512

@@ -11,6 +11,7 @@ never through an existing name.
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -52,12 +53,12 @@ class IoSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        are_whole = isinstance(self.num_threads, int) and isinstance(self.block_bytes, int)
+        are_integers = isinstance(self.num_threads, int) and isinstance(self.block_bytes, int)
         fits = (
             1 <= self.num_threads <= _MOST_THREADS
             and BLOCK_BYTES <= self.block_bytes <= _MOST_BYTES
         )
-        if not are_whole or not fits or self.block_bytes % BLOCK_BYTES:
+        if not are_integers or not fits or self.block_bytes % BLOCK_BYTES:
             raise ValueError(
                 f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 to "
                 f"{_MOST_THREADS}, and a multiple of {BLOCK_BYTES} up to {_MOST_BYTES} are needed"
@@ -69,10 +70,11 @@ DEFAULT = IoSettings(num_threads=4, block_bytes=8 * _MIB)
 
 The probe starts with them; other settings must be 5 % faster to be chosen.
 """
-_CANDIDATES = (
-    DEFAULT,
-    *(s for n in (1, 2, 4, 8) for b in (1, 4, 8, 16) if (s := IoSettings(n, b * _MIB)) != DEFAULT),
-)
+_GRID = [
+    IoSettings(num_threads, mib * _MIB)
+    for num_threads, mib in itertools.product((1, 2, 4, 8), (1, 4, 8, 16))
+]
+_CANDIDATES = tuple(dict.fromkeys([DEFAULT, *_GRID]))
 
 
 def tune(folder_path: str, seconds: float = 1.0) -> IoSettings:
@@ -156,22 +158,24 @@ def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:
     """Return the best settings and their rate, in bytes per second."""
     deadline = time.monotonic() + seconds
     buffer = allocate(_PROBE_BYTES)
-    best: dict[IoSettings, float] = {}
+    best_rates: dict[IoSettings, float] = {}
+    most_threads = max(settings.num_threads for settings in _CANDIDATES)
     try:
-        with concurrent.futures.ThreadPoolExecutor(max(s.num_threads for s in _CANDIDATES)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(most_threads) as pool:
             # Writing the file may take a third of the time.
             size = _fill(path, buffer, deadline - seconds / 3 * 2)
-            while True:
-                for settings in _CANDIDATES:
-                    rate = _rate(path, buffer[:size], settings, pool)
-                    best[settings] = max(best.get(settings, 0.0), rate)
-                    if time.monotonic() > deadline:
-                        winner = max(best, key=lambda s: best[s])
-                        # A gain of less than 5 % is noise: keep the default.
-                        winner = winner if best[winner] > 1.05 * best[DEFAULT] else DEFAULT
-                        return winner, best[winner]
+            for settings in itertools.cycle(_CANDIDATES):
+                rate = _rate(path, buffer[:size], settings, pool)
+                best_rates[settings] = max(best_rates.get(settings, 0.0), rate)
+                if time.monotonic() > deadline:
+                    break
     finally:
         path.unlink(missing_ok=True)
+    fastest = max(best_rates, key=lambda settings: best_rates[settings])
+    # A gain of less than 5 % is noise: keep the default.
+    if best_rates[fastest] <= 1.05 * best_rates[DEFAULT]:
+        fastest = DEFAULT
+    return fastest, best_rates[fastest]
 
 
 def _fill(path: pathlib.Path, buffer: np.ndarray, deadline: float) -> int:

@@ -50,13 +50,13 @@ def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
     """
     order = sorted(sizes, reverse=True)
     buffers_alone = num_buffers(distance, 1, in_place)
-    least = buffers_alone * sum(order)
+    min_bytes = buffers_alone * sum(order)
     shared = 0
     for num_alone, size in enumerate(order):
         # Only record sizes are candidates: a shared buffer larger than its largest record is waste.
         total = buffers_alone * sum(order[:num_alone]) + 2 * (distance + 1) * size
-        if total < least:
-            least = total
+        if total < min_bytes:
+            min_bytes = total
             shared = size
     return shared
 

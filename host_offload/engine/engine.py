@@ -31,65 +31,32 @@ has ended. The records on disk are then not a valid state, and `failed` stays Tr
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-import numpy as np
-
 from host_offload.device import Copies, HostCopies, Ring, Views
 from host_offload.disk import STATE_LOST, Store, SwapError, explain
 from host_offload.engine.buffer_sets import BufferSet, DeviceRecords, num_buffers
+from host_offload.engine.job_thread import JobThread
+from host_offload.engine.lane import Key, Lane, Read, RecordBuffer
 from host_offload.engine.stats import Event, Stats
 from host_offload.engine.transfers import Io, Transfers, Write
 from host_offload.schedule import Move, Window
 
-Key = tuple[str, int]
-"""Kind and layer of a record."""
 Filled = Future[None] | None
 """Future that is done when a buffer holds the record to write; None if it already does."""
 Freed = Future[None] | None
 """Future that is done when nothing reads a buffer any more; None if nothing reads it now."""
 Mode = Literal["read", "update", "write"]
 """How a borrowed record is used: read, read and changed, or filled regardless of its contents."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Read:
-    """A read in flight, or a record that was read ahead and not yet used."""
-
-    buffer: np.ndarray
-    done: "Future[float]"
-    event: Event
-
-
-class _Lane:
-    """The records of one device. Callbacks and I/O threads change the attributes under `lock`."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.lock = threading.RLock()  # a read may end before the call that starts it returns
-        self.records: dict[str, DeviceRecords] = {}
-        self.shared: BufferSet | None = None  # buffers of the kinds that share them
-        self.window = Window((), 0)
-        self.reading: dict[Key, _Read] = {}
-        self.writing: dict[Key, Write] = {}
-        self.lifted: set[str] = set()  # kinds whose copies to the device run ahead
-        # Records for which a callback is taking a buffer, and the ring of each: reading ahead must
-        # leave that callback a buffer.
-        self.wanted: list[Key] = []
-        self.claims: list[Ring] = []
-        # One entry, the ring, per buffer that a copy to the device still reads; these buffers are
-        # given back when their copies end.
-        self.leaving: list[Ring] = []
-        self.given = threading.Condition(self.lock)  # notified when a leaving buffer is given back
+_WRITES = {"read": (False,), "update": (False, True), "write": (True,)}
+"""Whether each move of a record writes it, by `Mode`."""
 
 
 class Engine:
@@ -121,23 +88,14 @@ class Engine:
         self.distance = distance
         self.copies = copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self._transfers = Transfers(io, self.fail)
         self._lock = threading.Lock()  # protects the error
         self._error: SwapError | None = None
         self._window = Window((), 0)  # at the start of its moves
         self._numbers = itertools.count(1)  # numbers of transfers
         self._process = os.getpid()
-        # A GPU gets no new work while one of its callbacks runs. So a callback does only what must
-        # happen before the next callback, and leaves the rest (reading ahead, giving buffers back
-        # after copies, starting writes) to another thread. It wakes that thread once, after its
-        # last driver call. On a CPU the thread would only compete for the same cores.
-        self._soon: queue.SimpleQueue[Callable[[], object] | None] | None = None
-        if self.copies.lifts:
-            self._soon = queue.SimpleQueue()
-            threading.Thread(
-                target=self._run_soon, args=(self._soon,), name="zerojax-ahead", daemon=True
-            ).start()
+        self._jobs = JobThread(has_thread=self.copies.lifts, fail=self.fail)
 
     # --- kinds of records -------------------------------------------------------------------------
 
@@ -165,21 +123,19 @@ class Engine:
             kinds that were added to the device with this argument. A caller must not borrow two
             records of these kinds at the same time.
         """
-        lane = self._lanes.setdefault(rank, _Lane(rank))
+        lane = self._lanes.setdefault(rank, Lane(rank))
         size = store.format.padded_bytes
         if not shared_bytes:
             count = num_buffers(self.distance, store.num_layers, in_place)
             buffers = BufferSet.make(count, size, self.distance, in_place, self.pin)
-        elif (buffers := lane.shared) is None:
-            buffers = BufferSet.make(
-                2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin
-            )
+        elif lane.shared is not None:
+            buffers = lane.shared
+        else:
+            count = 2 * (self.distance + 1)
+            buffers = BufferSet.make(count, shared_bytes, self.distance, in_place, self.pin)
             lane.shared = buffers
-        parts = [
-            (start, leaf.num_bytes)
-            for start, leaf in zip(store.format.offsets, store.format.leaves, strict=True)
-        ]
-        self.copies.add(kind, rank, size, parts, up=up, down=down)
+        leaf_spans = [(start, leaf.num_bytes) for leaf, start in store.format.leaves_with_offsets()]
+        self.copies.add(kind, rank, size, leaf_spans, up=up, down=down)
         with lane.lock:
             lane.records[kind] = DeviceRecords(store, buffers)
             if up and self.copies.lifts:
@@ -193,17 +149,20 @@ class Engine:
         self.settle()
         for lane in self._lanes.values():
             self._forget(lane, lambda key: key[0] == kind)
-            self._wait_for_writes(lane)
-            self._wait_for_leaving(lane)
+            lane.wait_for_writes()
+            lane.wait_for_leaving()
             with lane.lock:
                 records = lane.records.pop(kind, None)
                 lane.lifted.discard(kind)
-            if records is not None:
-                self.copies.remove(kind)
-                # Shared buffers are freed with the last kind that uses them.
-                if all(other.buffers is not records.buffers for other in lane.records.values()):
-                    records.buffers.close()
-                    lane.shared = None if lane.shared is records.buffers else lane.shared
+            if records is None:
+                continue
+            self.copies.remove(kind)
+            # Shared buffers are freed with the last kind that uses them.
+            buffers = records.buffers
+            if all(remaining.buffers is not buffers for remaining in lane.records.values()):
+                buffers.close()
+                if lane.shared is buffers:
+                    lane.shared = None
 
     def kinds(self) -> set[str]:
         """Return the names of the kinds that were added and not removed."""
@@ -224,7 +183,7 @@ class Engine:
         buffers = {
             records.buffers for lane in self._lanes.values() for records in lane.records.values()
         }
-        return sum(each.num_bytes for each in buffers)
+        return sum(buffer_set.num_bytes for buffer_set in buffers)
 
     # --- around a program -------------------------------------------------------------------------
 
@@ -244,8 +203,8 @@ class Engine:
         for lane in self._lanes.values():
             window = self._window.restarted()
             # Keep the records that the previous program read ahead and this one needs soon.
-            soon = {(m.kind, m.layer) for m in window.ahead(())}
-            self._forget(lane, lambda key, soon=soon: key not in soon)
+            expected = {(move.kind, move.layer) for move in window.ahead(())}
+            self._forget(lane, lambda key, expected=expected: key not in expected)
             with lane.lock:
                 lane.window = window
             self._read_ahead(lane)
@@ -290,7 +249,7 @@ class Engine:
         """
         self.settle()
         for lane in self._lanes.values():
-            self._wait_for_writes(lane)
+            lane.wait_for_writes()
             with lane.lock:
                 pending = [read.done for read in lane.reading.values()]
             for done in pending:
@@ -317,9 +276,7 @@ class Engine:
         for kind in self.kinds():
             self.remove(kind)
         self._lanes.clear()
-        if self._soon is not None:
-            soon, self._soon = self._soon, None  # later callers do the work in their own thread
-            soon.put(None)
+        self._jobs.close()
         self.copies.close()
         self._transfers.close()
 
@@ -339,21 +296,21 @@ class Engine:
           SwapError: the record cannot be read, or an earlier move failed.
         """
         # On a GPU `use` only queues copies, and the next reads start after it, in `_after_fetch`.
-        lane, records, buffer = self._read(kind, rank, layer, brief=self._soon is not None)
+        buffer = self._read(kind, rank, layer, brief=self._jobs.has_thread)
+        lane = buffer.lane
         try:
-            freed = use(records.views(buffer))
+            freed = use(buffer.views)
         except BaseException:
             # A buffer lost here would be missing in every later step.
-            self._give(lane, records, kind, buffer)
+            self._give_back(buffer)
             raise
         if freed is None:
-            self._give(lane, records, kind, buffer)
+            self._give_back(buffer)
             self._read_ahead(lane)
             return
-        ring = records.buffers.reads
         with lane.lock:
-            lane.leaving.append(ring)
-        self._later(functools.partial(self._after_fetch, lane, kind, ring, buffer, freed))
+            lane.leaving.append(buffer.buffers.reads)
+        self._jobs.submit(functools.partial(self._after_fetch, buffer, freed))
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
         """Write a record whose leaves `fill` fills.
@@ -368,20 +325,21 @@ class Engine:
         Raises:
           SwapError: an earlier move failed.
         """
-        lane, records, buffer, event = self._empty(kind, rank, layer)
+        buffer = self._take_empty(kind, rank, layer)
         try:
-            filled = fill(records.views(buffer))
+            filled = fill(buffer.views)
         except BaseException:
-            records.buffers.writes.give(buffer)
+            buffer.buffers.writes.give(buffer.memory)
             raise
-        self._write(lane, records, event, buffer, filled)
+        self._write(buffer, filled)
         # If the record is not complete yet, the reads that it blocks cannot start yet either.
         if filled is None:
-            self._read_ahead(lane)
+            self._read_ahead(buffer.lane)
 
-    @contextlib.contextmanager
-    def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
-        """Lend the leaves of a record, in the memory of its buffer.
+    def borrow(
+        self, kind: str, rank: int, layer: int, mode: Mode = "read"
+    ) -> contextlib.AbstractContextManager[Views]:
+        """Return a context that lends the leaves of a record, in the memory of its buffer.
 
         The write of an updated or filled record starts when the context ends. If the context ends
         by an error, nothing is written.
@@ -396,38 +354,43 @@ class Engine:
           SwapError: the record cannot be read, or an earlier move failed.
         """
         if mode == "write":
-            lane, records, buffer, event = self._empty(kind, rank, layer)
-            try:
-                yield records.views(buffer)
-            except BaseException:
-                records.buffers.writes.give(buffer)
-                raise
-            self._write(lane, records, event, buffer, None)
+            return self._lend_empty(kind, rank, layer)
+        return self._lend_read(kind, rank, layer, mode)
+
+    @contextlib.contextmanager
+    def _lend_empty(self, kind: str, rank: int, layer: int) -> Iterator[Views]:
+        """Lend a buffer to fill, and start to write it when the context ends."""
+        buffer = self._take_empty(kind, rank, layer)
+        try:
+            yield buffer.views
+        except BaseException:
+            buffer.buffers.writes.give(buffer.memory)
+            raise
+        self._write(buffer, None)
+        self._read_ahead(buffer.lane)
+
+    @contextlib.contextmanager
+    def _lend_read(self, kind: str, rank: int, layer: int, mode: Mode) -> Iterator[Views]:
+        """Lend a record that has been read; an updated record is written when the context ends."""
+        buffers = self._lanes[rank].records[kind].buffers
+        assert mode == "read" or buffers.reads is buffers.writes, (
+            f"{kind} was not added to be updated in place"
+        )
+        buffer = self._read(kind, rank, layer)
+        try:
+            # A copy to the device may still read the buffer that the host is about to change.
+            if (freed := self.copies.drop(kind, rank, buffer.memory)) is not None:
+                freed.result()
+            yield buffer.views
+        except BaseException:
+            self._give_back(buffer)
+            raise
+        if mode == "update":
+            event = Event("write", kind, rank, layer, next(self._numbers))
+            self._write(buffer._replace(event=event), None)
         else:
-            buffers = self._lanes[rank].records[kind].buffers
-            assert mode == "read" or buffers.reads is buffers.writes, (
-                f"{kind} was not added to be updated in place"
-            )
-            lane, records, buffer = self._read(kind, rank, layer)
-            try:
-                # A copy to the device may still read the buffer that the host is about to change.
-                if (freed := self.copies.drop(kind, rank, buffer)) is not None:
-                    freed.result()
-                yield records.views(buffer)
-            except BaseException:
-                self._give(lane, records, kind, buffer)
-                raise
-            if mode == "update":
-                self._write(
-                    lane,
-                    records,
-                    Event("write", kind, rank, layer, next(self._numbers)),
-                    buffer,
-                    None,
-                )
-            else:
-                self._give(lane, records, kind, buffer)
-        self._read_ahead(lane)
+            self._give_back(buffer)
+        self._read_ahead(buffer.lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
         """Skip the next moves of a record, because this step does not use it.
@@ -446,7 +409,7 @@ class Engine:
         if mode != "write":
             self._forget_record(lane, (kind, layer))
         with lane.lock:
-            for writes in {"read": (False,), "update": (False, True), "write": (True,)}[mode]:
+            for writes in _WRITES[mode]:
                 lane.window.advance(Move(kind, layer, writes))
         self._read_ahead(lane)
 
@@ -468,11 +431,9 @@ class Engine:
             if self._error is None:
                 self._error = swap_error
 
-    # --- pieces -----------------------------------------------------------------------------------
+    # --- buffers with records ---------------------------------------------------------------------
 
-    def _read(
-        self, kind: str, rank: int, layer: int, brief: bool = False
-    ) -> tuple[_Lane, DeviceRecords, np.ndarray]:
+    def _read(self, kind: str, rank: int, layer: int, brief: bool = False) -> RecordBuffer:
         """Return a buffer that holds a record.
 
         The next reads start before this returns if the record had to be waited for, or if its use
@@ -483,147 +444,112 @@ class Engine:
         """
         self.check()
         lane = self._lanes[rank]
-        key = (kind, layer)
-        records = lane.records[kind]
-        with lane.lock:
-            read = lane.reading.pop(key, None)
-            if read is not None:
-                # Under the same lock as the pop, or the window could request this record again in
-                # between.
-                lane.window.advance(Move(kind, layer))
-        if read is None:
-            with self._wanting(lane, key, records.buffers.reads):
-                with lane.lock:
-                    # Another thread may have started to read this record ahead before the claim.
-                    read = lane.reading.pop(key, None)
-                    if read is not None:
-                        lane.window.advance(Move(kind, layer))
-                if read is None:
-                    # The claim must precede this, or reading ahead could take the freed buffer.
-                    self._give_way(lane, records.buffers)
-                    event = Event("read", kind, rank, layer, next(self._numbers))
-                    buffer = records.record_in(
-                        self._transfers.waiting(event, records.buffers.reads.take)
-                    )
-                    with lane.lock:
-                        read = self._start_read(lane, records, event, buffer)
-                        lane.window.advance(Move(kind, layer))
-                    self._transfers.count_miss()
+        read = self._pop_read(lane, kind, layer) or self._read_unexpected(lane, kind, layer)
+        event = read.buffer.event
         try:
             if read.done.done():
                 if not brief:
                     self._read_ahead_soon(lane)
                 start = time.perf_counter()
                 read.done.result()
-                self._transfers.waited(read.event, start)
+                self._transfers.waited(event, start)
             else:
                 self._read_ahead(lane)
-                self._transfers.waiting(read.event, read.done.result)
+                self._transfers.waiting(event, read.done.result)
         except BaseException:
             # An interrupt may arrive while the disk still fills the buffer.
-            self._drop(lane, records, kind, read)
+            self._drop(read)
             raise
-        return lane, records, read.buffer
+        return read.buffer
 
-    def _empty(
-        self, kind: str, rank: int, layer: int
-    ) -> tuple[_Lane, DeviceRecords, np.ndarray, Event]:
-        """Return a buffer to fill, and the event of its write.
+    def _pop_read(self, lane: Lane, kind: str, layer: int) -> Read | None:
+        """Return the read of a record if it was started ahead."""
+        with lane.lock:
+            read = lane.reading.pop((kind, layer), None)
+            if read is not None:
+                # Under the same lock as the pop, or the window could request this record again in
+                # between.
+                lane.window.advance(Move(kind, layer))
+            return read
+
+    def _read_unexpected(self, lane: Lane, kind: str, layer: int) -> Read:
+        """Start to read a record that was not read ahead; wait for a buffer if none is free."""
+        records = lane.records[kind]
+        with self._wanting(lane, (kind, layer), records.buffers.reads):
+            # Another thread may have started to read this record ahead before the claim.
+            read = self._pop_read(lane, kind, layer)
+            if read is not None:
+                return read
+            # The claim must precede this, or reading ahead could take the freed buffer.
+            self._give_way(lane, records.buffers)
+            event = Event("read", kind, lane.rank, layer, next(self._numbers))
+            taken = self._transfers.waiting(event, records.buffers.reads.take)
+            buffer = RecordBuffer(lane, records, event, records.record_in(taken))
+            with lane.lock:
+                read = self._start_read(buffer)
+                lane.window.advance(Move(kind, layer))
+            self._transfers.count_miss()
+            return read
+
+    def _take_empty(self, kind: str, rank: int, layer: int) -> RecordBuffer:
+        """Return a buffer to fill, with the event of its write.
 
         Raises:
           SwapError: an earlier move failed.
         """
         self.check()
         lane = self._lanes[rank]
-        record = (kind, layer)
+        key = (kind, layer)
         records = lane.records[kind]
         buffers = records.buffers
         event = Event("write", kind, rank, layer, next(self._numbers))
         with lane.lock:
             # Fast path: a buffer is free, and no stale copy of this record was read ahead.
             start = time.perf_counter()
-            if record not in lane.reading and (free := buffers.writes.take_free()) is not None:
+            if key not in lane.reading and (free := buffers.writes.take_free()) is not None:
                 self._transfers.waited(event, start)
-                return lane, records, records.record_in(free), event
-        with self._wanting(lane, record, buffers.writes):
+                return RecordBuffer(lane, records, event, records.record_in(free))
+        with self._wanting(lane, key, buffers.writes):
             # If this record was read ahead, that copy is about to be stale, and its buffer may be
             # the missing one.
-            self._forget_record(lane, record)
+            self._forget_record(lane, key)
             if buffers.reads is buffers.writes:
                 self._give_way(lane, buffers)
-            return (
-                lane,
-                records,
-                records.record_in(self._transfers.waiting(event, buffers.writes.take)),
-                event,
-            )
+            taken = self._transfers.waiting(event, buffers.writes.take)
+            return RecordBuffer(lane, records, event, records.record_in(taken))
 
-    def _write(
-        self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled
-    ) -> None:
-        """Wait for a turn, and start to write a record as soon as `filled` is done."""
-        kind, layer = key = event.kind, event.layer
-        # Before taking the lock, which the I/O threads need while this callback waits for a turn.
-        try:
-            start = time.perf_counter()
-            if records.buffers.turns.acquire(blocking=False):
-                self._transfers.waited(event, start)
-            else:
-                self._transfers.waiting(event, records.buffers.turns.acquire)
-        except BaseException:  # an interrupt
-            records.buffers.writes.give(buffer)
-            raise
-        write = Write(buffer, filled)
-        # From here on this buffer holds the record's current contents; earlier reads are dropped.
+    def _give_back(self, buffer: RecordBuffer) -> None:
+        """Give back a read buffer once no copy to the device reads it any more."""
+        lane = buffer.lane
+        ring = buffer.buffers.reads
+        # `drop` returns a future only for a lifted record that no callback took.
+        freed = self.copies.drop(buffer.event.kind, lane.rank, buffer.memory)
+        if freed is None:
+            ring.give(buffer.memory)
+            return
         with lane.lock:
-            stale = lane.reading.pop(key, None)
-            before = lane.writing.get(key)
-            lane.writing[key] = write
-            lane.window.advance(Move(kind, layer, True))
-        begin = functools.partial(self._begin_write, lane, records, event, write, before)
-        if filled is None:
-            begin()
-        else:
-            self._later(begin)
-        if stale is not None:
-            self._drop(lane, records, kind, stale)
+            lane.leaving.append(ring)
+        freed.add_done_callback(functools.partial(self._finish_leaving, buffer))
 
-    def _begin_write(
-        self, lane: _Lane, records: DeviceRecords, event: Event, write: Write, before: Write | None
-    ) -> None:
-        """Start a write when its buffer is filled and the write `before` is done.
-
-        Its buffer and its turn are given back when it is done.
-        """
-        key = event.kind, event.layer
-        self._transfers.write(event, records.store, write, before)
-
-        def release(_: "Future[float]") -> None:
-            records.buffers.turns.release()
+    def _finish_leaving(self, buffer: RecordBuffer, freed: "Future[None]") -> None:
+        """Give back a leaving buffer; runs in a thread that must survive errors."""
+        lane = buffer.lane
+        kind = buffer.event.kind
+        ring = buffer.buffers.reads
+        try:
+            if (error := freed.exception()) is not None:
+                self.fail(error, kind)
             with lane.lock:
-                # A later write of the same record may have taken this place.
-                if lane.writing.get(key) is write:
-                    del lane.writing[key]
-            # No new read can copy from this buffer, because it is no longer in `writing`. One
-            # thread does the copies, so the copy queued last also ends last.
-            if write.copies:
-                write.copies[-1].add_done_callback(give)
-            else:
-                give()
-
-        def give(_: "Future[float] | None" = None) -> None:
-            records.buffers.writes.give(write.buffer)
-            # A shared ring may have had no buffer for a read.
-            if records.buffers.reads is records.buffers.writes:
-                self._read_ahead(lane)
-
-        write.done.add_done_callback(release)
-        if write.filled is not None:
-            # Reads that waited for this record can start once it is complete.
-            write.filled.add_done_callback(lambda _: self._read_ahead_or_fail(lane))
+                lane.leaving.remove(ring)
+                ring.give(buffer.memory)
+                lane.left.notify_all()
+            self._read_ahead(lane)
+        except BaseException as error:
+            self.fail(error, kind)
 
     @contextlib.contextmanager
-    def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
+    def _wanting(self, lane: Lane, key: Key, ring: Ring) -> Iterator[None]:
+        """Claim a buffer of a ring for a record, so that reading ahead leaves one."""
         with lane.lock:
             lane.wanted.append(key)
             lane.claims.append(ring)
@@ -634,81 +560,126 @@ class Engine:
                 lane.wanted.remove(key)
                 lane.claims.remove(ring)
 
-    def _give_way(self, lane: _Lane, buffers: BufferSet) -> None:
-        """Drop the last record that was read ahead, if no buffer is free."""
-        with lane.lock:
-            ahead = [key for key in lane.reading if lane.records[key[0]].buffers is buffers]
-            # A leaving buffer is given back soon: waiting for it is cheaper than reading a dropped
-            # record again.
-            if buffers.reads.free or buffers.reads in lane.leaving or not ahead:
-                return
-            (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
-            records = lane.records[kind]
-        self._drop(lane, records, kind, spare)
+    # --- writes -----------------------------------------------------------------------------------
 
-    def _read_ahead(self, lane: _Lane) -> None:
+    def _write(self, buffer: RecordBuffer, filled: Filled) -> None:
+        """Wait for a turn, and start to write a record as soon as `filled` is done."""
+        lane = buffer.lane
+        event = buffer.event
+        key = (event.kind, event.layer)
+        turns = buffer.buffers.turns
+        # Before taking the lock, which the I/O threads need while this callback waits for a turn.
+        try:
+            start = time.perf_counter()
+            if turns.acquire(blocking=False):
+                self._transfers.waited(event, start)
+            else:
+                self._transfers.waiting(event, turns.acquire)
+        except BaseException:  # an interrupt
+            buffer.buffers.writes.give(buffer.memory)
+            raise
+        write = Write(buffer.memory, filled)
+        # From here on this buffer holds the record's current contents; earlier reads are dropped.
+        with lane.lock:
+            stale = lane.reading.pop(key, None)
+            previous = lane.writing.get(key)
+            lane.writing[key] = write
+            lane.window.advance(Move(*key, writes=True))
+        begin = functools.partial(self._begin_write, buffer, write, previous)
+        if filled is None:
+            begin()
+        else:
+            self._jobs.submit(begin)
+        if stale is not None:
+            self._drop(stale)
+
+    def _begin_write(self, buffer: RecordBuffer, write: Write, previous: Write | None) -> None:
+        """Start a write when its buffer is filled and the record's previous write is done.
+
+        Its buffer and its turn are given back when it is done.
+        """
+        lane = buffer.lane
+        buffers = buffer.buffers
+        key = (buffer.event.kind, buffer.event.layer)
+        self._transfers.write(buffer.event, buffer.records.store, write, previous)
+
+        def release(_: "Future[float]") -> None:
+            buffers.turns.release()
+            with lane.lock:
+                # A later write of the same record may have replaced this one.
+                if lane.writing.get(key) is write:
+                    del lane.writing[key]
+            # No new read can copy from this buffer, because it is no longer in `writing`. One
+            # thread does the copies, so the copy queued last also ends last.
+            if write.copies:
+                write.copies[-1].add_done_callback(give_back)
+            else:
+                give_back()
+
+        def give_back(_: "Future[float] | None" = None) -> None:
+            buffers.writes.give(write.buffer)
+            # A shared ring may have had no buffer for a read.
+            if buffers.reads is buffers.writes:
+                self._read_ahead(lane)
+
+        write.done.add_done_callback(release)
+        if write.filled is not None:
+            # Reads that waited for this record can start once it is complete.
+            write.filled.add_done_callback(lambda _: self._read_ahead_or_fail(lane))
+
+    # --- reads ahead ------------------------------------------------------------------------------
+
+    def _read_ahead(self, lane: Lane) -> None:
+        """Start to read the next records, as far as buffers are free."""
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
-                records = lane.records.get(move.kind)
+                kind = move.kind
+                layer = move.layer
+                records = lane.records.get(kind)
                 # A callback is about to read or write this record itself.
-                if records is None or (move.kind, move.layer) in lane.wanted:
+                if records is None or (kind, layer) in lane.wanted:
                     continue
                 # Each callback that waits for a buffer of this ring must find one.
-                if records.buffers.reads.free <= lane.claims.count(records.buffers.reads):
+                ring = records.buffers.reads
+                if ring.free <= lane.claims.count(ring):
                     continue
                 # None if another callback has just taken the last buffer.
-                if (free := records.buffers.reads.take_free()) is not None:
-                    event = Event(
-                        "read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True
-                    )
-                    lane.reading[move.kind, move.layer] = self._start_read(
-                        lane, records, event, records.record_in(free)
-                    )
+                if (free := ring.take_free()) is not None:
+                    number = next(self._numbers)
+                    event = Event("read", kind, lane.rank, layer, number, ahead=True)
+                    buffer = RecordBuffer(lane, records, event, records.record_in(free))
+                    lane.reading[kind, layer] = self._start_read(buffer)
             self._lift(lane)
 
-    def _read_ahead_soon(self, lane: _Lane) -> None:
+    def _read_ahead_soon(self, lane: Lane) -> None:
         """Read ahead; for a GPU's callback, in another thread."""
-        if self._soon is None:
+        if self._jobs.has_thread:
+            self._jobs.submit(functools.partial(self._read_ahead_or_fail, lane))
+        else:
             self._read_ahead(lane)
-        else:
-            self._soon.put(functools.partial(self._read_ahead_or_fail, lane))
 
-    def _later(self, job: Callable[[], object]) -> None:
-        """Run a job; for a GPU's callback, in another thread, which runs jobs in order."""
-        if self._soon is None:
-            job()
-        else:
-            self._soon.put(job)
-
-    def _run_soon(self, soon: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
-        while (job := soon.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # the thread must go on
-                self.fail(error)
-
-    def _after_fetch(
-        self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]"
-    ) -> None:
-        """Read ahead, and let the buffer be given back when `freed` is done."""
-        self._read_ahead_or_fail(lane)
-        freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
-
-    def _read_ahead_or_fail(self, lane: _Lane) -> None:
+    def _read_ahead_or_fail(self, lane: Lane) -> None:
         """Read ahead in a thread that must survive errors: store them for `check`."""
         try:
             self._read_ahead(lane)
         except BaseException as error:
             self.fail(error)
 
-    def settle(self) -> None:
-        """Wait until the jobs that callbacks left to another thread have been started."""
-        if self._soon is not None:
-            done = threading.Event()
-            self._soon.put(done.set)
-            done.wait()
+    def _after_fetch(self, buffer: RecordBuffer, freed: "Future[None]") -> None:
+        """Read ahead, and let the buffer be given back when `freed` is done."""
+        self._read_ahead_or_fail(buffer.lane)
+        freed.add_done_callback(functools.partial(self._finish_leaving, buffer))
 
-    def _lift(self, lane: _Lane) -> None:
+    def _start_read(self, buffer: RecordBuffer) -> Read:
+        lane = buffer.lane
+        event = buffer.event
+        pending = lane.writing.get((event.kind, event.layer))
+        done = self._transfers.read(event, buffer.records.store, buffer.memory, pending)
+        if event.kind in lane.lifted:
+            done.add_done_callback(lambda _: self._lift(lane))
+        return Read(buffer, done)
+
+    def _lift(self, lane: Lane) -> None:
         """Start to copy the next record of each kind to the device, if it has been read."""
         if not lane.lifted:
             return
@@ -718,91 +689,55 @@ class Engine:
                 # In the order in which the reads were started.
                 for (kind, _), read in lane.reading.items():
                     if kind in missing and read.done.done() and read.done.exception() is None:
-                        self.copies.lift(kind, lane.rank, read.buffer)
+                        self.copies.lift(kind, lane.rank, read.buffer.memory)
                     # Only the oldest record of a kind: a slot has room for one, and a later record
                     # would block it.
                     missing.discard(kind)
         except BaseException as error:  # a driver error, in an I/O thread
             self.fail(error)
 
-    def _start_read(
-        self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray
-    ) -> _Read:
-        done = self._transfers.read(
-            event, records.store, buffer, lane.writing.get((event.kind, event.layer))
-        )
-        if event.kind in lane.lifted:
-            done.add_done_callback(lambda _: self._lift(lane))
-        return _Read(buffer, done, event)
+    # --- dropped reads ----------------------------------------------------------------------------
 
-    def _forget(self, lane: _Lane, predicate: Callable[[Key], bool]) -> None:
-        """Drop the records read ahead that `predicate` selects."""
+    def _give_way(self, lane: Lane, buffers: BufferSet) -> None:
+        """Drop the last record that was read ahead, if no buffer is free."""
         with lane.lock:
-            reads = [
-                (key[0], lane.records[key[0]], lane.reading.pop(key))
-                for key in list(lane.reading)
-                if predicate(key)
-            ]
-        # Without the lock: `_drop` waits for the disk, whose threads need it to end transfers.
-        for kind, records, read in reads:
-            self._drop(lane, records, kind, read)
+            ahead = [key for key, read in lane.reading.items() if read.buffer.buffers is buffers]
+            # A leaving buffer is given back soon: waiting for it is cheaper than reading a dropped
+            # record again.
+            if buffers.reads.free or buffers.reads in lane.leaving or not ahead:
+                return
+            last = lane.reading.pop(ahead[-1])
+        self._drop(last)
 
-    def _forget_record(self, lane: _Lane, key: Key) -> None:
+    def _forget(self, lane: Lane, predicate: Callable[[Key], bool]) -> None:
+        """Drop the records read ahead that `predicate` selects."""
+        # Without the lock: `_drop` waits for the disk, whose threads need it to end transfers.
+        for read in lane.pop_reads(predicate):
+            self._drop(read)
+
+    def _forget_record(self, lane: Lane, key: Key) -> None:
         """Drop a record if it was read ahead."""
         with lane.lock:
             read = lane.reading.pop(key, None)
-            records = lane.records[key[0]]
         if read is not None:
-            self._drop(lane, records, key[0], read)
+            self._drop(read)
 
-    def _drop(self, lane: _Lane, records: DeviceRecords, kind: str, read: _Read) -> None:
+    def _drop(self, read: Read) -> None:
         """Wait for a read that is not needed, ignore its error, and give back its buffer."""
         read.done.exception()  # waits
-        self._give(lane, records, kind, read.buffer)
+        self._give_back(read.buffer)
 
-    def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray) -> None:
-        """Give back a read buffer once no copy to the device reads it any more."""
-        # `drop` returns a future only for a lifted record that no callback took.
-        ring = records.buffers.reads
-        freed = self.copies.drop(kind, lane.rank, buffer)
-        if freed is None:
-            ring.give(buffer)
-            return
-        with lane.lock:
-            lane.leaving.append(ring)
-        freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
+    # --- waits ------------------------------------------------------------------------------------
 
-    def _given(
-        self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]"
-    ) -> None:
-        """Give back a leaving buffer; runs in a thread that must survive errors."""
-        try:
-            if (error := freed.exception()) is not None:
-                self.fail(error, kind)
-            with lane.lock:
-                lane.leaving.remove(ring)
-                ring.give(buffer)
-                lane.given.notify_all()
-            self._read_ahead(lane)
-        except BaseException as error:
-            self.fail(error, kind)
+    def settle(self) -> None:
+        """Wait until the jobs that callbacks left to another thread have been started."""
+        self._jobs.settle()
 
-    def _drain(self, lane: _Lane) -> None:
+    def _drain(self, lane: Lane) -> None:
         """Clear the window of expected moves, and wait for all transfers."""
         self.settle()
         with lane.lock:
             lane.window = Window((), 0)
         self._forget(lane, lambda _: True)
-        self._wait_for_writes(lane)
-        self._wait_for_leaving(lane)
-
-    def _wait_for_leaving(self, lane: _Lane) -> None:
-        """Wait until every leaving buffer has been given back."""
-        with lane.lock:
-            lane.given.wait_for(lambda: not lane.leaving)
-
-    def _wait_for_writes(self, lane: _Lane) -> None:
-        with lane.lock:
-            pending = list(lane.writing.values())
-        for write in pending:
-            write.done.exception()
+        lane.wait_for_writes()
+        lane.wait_for_leaving()

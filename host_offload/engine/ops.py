@@ -73,14 +73,14 @@ class Swap:
         return build_copies(list(self.mesh.devices.flat))
 
     def on_fetch(
-        self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: CallbackSite
+        self, context: Any, out: Any, request: Any, token: Any, *, kind: str, site: CallbackSite
     ) -> None:
         """Fetch a record: fill the callback's outputs with its leaves.
 
         Args:
           context: the callback's context.
           out: output buffers, one per leaf.
-          where: i32[3]: rank, layer, and the state's number or 0.
+          request: i32[3]: rank, layer, and the state's number or 0.
           token: operand that orders the callbacks; not read.
           kind: kind of the record.
           site: site of the callback.
@@ -88,7 +88,7 @@ class Swap:
         del token
         layer = None
         try:
-            rank, layer, number = site.ask(context, where)
+            rank, layer, number = site.ask(context, request)
             engine = self.find_engine(number)
             engine.fetch(
                 kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out)
@@ -103,7 +103,7 @@ class Swap:
         self,
         context: Any,
         out: Any,
-        where: Any,
+        request: Any,
         token: Any,
         *values: Any,
         kind: str,
@@ -114,19 +114,17 @@ class Swap:
         Args:
           context: the callback's context.
           out: output buffer for the next token.
-          where: i32[3]: rank, layer, and the state's number or 0.
+          request: i32[3]: rank, layer, and the state's number or 0.
           token: token to pass on.
           *values: buffers of the leaves.
           kind: kind of the record.
           site: site of the callback.
         """
-        asked = self._try(lambda: site.ask(context, where), kind)
+        asked = self._try(lambda: site.ask(context, request), kind)
+        caller = None if asked is None else asked.rank
         # Pass the token on even after an error: later callbacks compare its number with the state
         # on disk. This calls the driver, so it precedes the store, which ends by waking a thread.
-        self._try(
-            lambda: self.copies.pass_on(context, None if asked is None else asked[0], token, out),
-            kind,
-        )
+        self._try(lambda: self.copies.pass_on(context, caller, token, out), kind)
         if asked is None:
             return
         rank, layer, number = asked
@@ -248,10 +246,9 @@ class DiskRecords:
         Args:
           other: the other kind, or None.
         """
-        return other is not None and (self.format, self.num_layers) == (
-            other.format,
-            other.num_layers,
-        )
+        if other is None:
+            return False
+        return self.format == other.format and self.num_layers == other.num_layers
 
     @functools.cached_property
     def _local_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -273,22 +270,24 @@ class DiskRecords:
           token: i32[devices], current token of the kind.
           layer: i32[], index of the record.
         """
-        every = PartitionSpec(self.swap.mesh.axis_names)
+        all_axes = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array) -> list[Array]:
             callback = functools.partial(
                 self.swap.on_fetch, kind=self.kind, site=self._site("fetch")
             )
-            where = self._where(position, token, layer)
+            request = self._request(position, token, layer)
             # Without a side effect XLA may merge two fetches with the same operands, or remove a
             # fetch whose values are not used.
-            return buffer_callback(callback, self._local_shapes, has_side_effect=True)(where, token)
+            return buffer_callback(callback, self._local_shapes, has_side_effect=True)(
+                request, token
+            )
 
         # Inside of shard_map a callback runs once per device, on that device's shards.
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(every, every, PartitionSpec()),
+            in_specs=(all_axes, all_axes, PartitionSpec()),
             out_specs=list(self.specs),
             check_vma=False,
         )
@@ -302,30 +301,29 @@ class DiskRecords:
           layer: i32[], index of the record.
           values: leaves of the layer, cast to the record's dtypes here.
         """
-        every = PartitionSpec(self.swap.mesh.axis_names)
+        all_axes = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
             callback = functools.partial(
                 self.swap.on_store, kind=self.kind, site=self._site("store")
             )
             after = jax.ShapeDtypeStruct((1,), jnp.int32)
-            where = self._where(position, token, layer)
-            return buffer_callback(callback, after, has_side_effect=True)(where, token, *values)
+            request = self._request(position, token, layer)
+            return buffer_callback(callback, after, has_side_effect=True)(request, token, *values)
 
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(every, every, PartitionSpec(), list(self.specs)),
-            out_specs=every,
+            in_specs=(all_axes, all_axes, PartitionSpec(), list(self.specs)),
+            out_specs=all_axes,
             check_vma=False,
         )
         values = [v.astype(a.dtype) for v, a in zip(values, self.shapes, strict=True)]
         return island(self._positions(), token, layer, values)
 
-    def _where(self, position: Array, token: Array, layer: Array) -> Array:
-        return Calls.where(
-            position, layer, token if self.lifetime == "state" else jnp.zeros_like(token)
-        )
+    def _request(self, position: Array, token: Array, layer: Array) -> Array:
+        number = token if self.lifetime == "state" else jnp.zeros_like(token)
+        return Calls.request(position, layer, number)
 
     def _site(self, verb: str) -> CallbackSite:
         return CallbackSite(

@@ -36,27 +36,27 @@ class DelayedStep:
       leaves: leaves that are updated on the host.
     """
 
-    def __init__(self, leaves: HostLeaves, parts: Sequence[range]) -> None:
+    def __init__(self, leaves: HostLeaves, groups: Sequence[range]) -> None:
         """Store the leaves.
 
         Args:
           leaves: leaves that are updated on the host.
-          parts: indices of leaves that are updated together: one range per stack of layers, then
+          groups: indices of leaves that are updated together: one range per stack of layers, then
             the unstacked leaves.
         """
         self.leaves = leaves
-        self._parts = tuple(parts)
+        self._groups = tuple(groups)
         self._updates: dict[int, _Update] = {}  # by device
 
     def start(
-        self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any
+        self, context: Any, out: Any, request: Any, after: Any, memory: Any, scalars: Any
     ) -> None:
         """Start to update every leaf with the pending gradients.
 
         Args:
           context: the callback's context.
           out: i32[1], output for the next token.
-          where: i32[3]: device, whether to update at all, and 0.
+          request: i32[3]: device, whether to update at all, and 0.
           after: token of the device's previous callback; not read.
           memory: every leaf's arrays in host memory, or empty if they are bound already.
           scalars: f32[n], scalars of all leaves.
@@ -65,18 +65,13 @@ class DelayedStep:
         number = 0
         link = self.leaves.link
         try:
-            device, go, number = link.read(context, where, "where").tolist()
+            device, go, number = link.read(context, request, "request").tolist()
             self._updates.pop(device, None)
             self.leaves.take(device, 0, len(self.leaves.kernels), memory)
             # A copy, because the thread outlives the callback's buffers.
             values = link.read(context, scalars, "scalars").copy()
-            update = _Update(
-                self.leaves,
-                device,
-                pending_records(self.leaves, device, self._parts),
-                values,
-                bool(go),
-            )
+            records = pending_records(self.leaves, device, self._groups)
+            update = _Update(self.leaves, device, records, values, bool(go))
             update.start()
             self._updates[device] = update
         except BaseException as error:  # a callback must not raise
@@ -84,14 +79,14 @@ class DelayedStep:
         self.leaves.finish(context, out, number)
 
     def install(
-        self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int
+        self, context: Any, out: Any, request: Any, after: Any, *, first: int, count: int
     ) -> None:
         """Hand over one layer's new parameters, which live on the device.
 
         Args:
           context: the callback's context.
           out: (list of outputs for the new parameters, output for the next token).
-          where: i32[3]: device, layer and 0.
+          request: i32[3]: device, layer and 0.
           after: token of the device's previous callback; not read.
           first: index of the first leaf.
           count: number of leaves.
@@ -102,9 +97,9 @@ class DelayedStep:
         leaves = self.leaves
         link = self.leaves.link
         try:
-            device, layer, number = link.read(context, where, "where").tolist()
+            device, layer, number = link.read(context, request, "request").tolist()
             update = self._updates.get(device)
-            if update is not None and update.is_made(first, layer):
+            if update is not None and update.has_updated(first, layer):
                 for leaf, params in zip(range(first, first + count), results, strict=True):
                     room = link.room(context, params, (device, leaf, "params"))
                     np.copyto(room, leaves.record(leaves.new_params[device, leaf], leaf, layer))
@@ -114,13 +109,13 @@ class DelayedStep:
             leaves.fail(error)
         leaves.finish(context, token, number)
 
-    def finish(self, context: Any, out: Any, where: Any, after: Any, memory: Any) -> None:
+    def finish(self, context: Any, out: Any, request: Any, after: Any, memory: Any) -> None:
         """Wait until every leaf is updated.
 
         Args:
           context: the callback's context.
           out: i32[1], output for the next token.
-          where: i32[2]: device and 0.
+          request: i32[2]: device and 0.
           after: token of the device's previous callback; not read.
           memory: the same arrays as for `start`; not read. As an operand of this callback too, they
             stay unchanged until the update has ended.
@@ -128,7 +123,7 @@ class DelayedStep:
         del after, memory
         number = 0
         try:
-            device, number = self.leaves.link.read(context, where, "where").tolist()
+            device, number = self.leaves.link.read(context, request, "request").tolist()
             if (update := self._updates.get(device)) is not None:
                 update.join()
         except BaseException as error:  # a callback must not raise
@@ -153,24 +148,24 @@ class _Update(threading.Thread):
         self._records = records
         self._scalars = scalars
         self._go = go
-        self._done = {(part.start, layer): threading.Event() for part, layer in records}
+        self._done = {(leaf_ids.start, layer): threading.Event() for leaf_ids, layer in records}
 
     def run(self) -> None:
-        for part, layer in self._records:
+        for leaf_ids, layer in self._records:
             try:
-                update_pending(self._leaves, self._device, part, layer, self._scalars, self._go)
+                update_pending(self._leaves, self._device, leaf_ids, layer, self._scalars, self._go)
             except BaseException as error:  # a thread has nobody to raise to; `check` raises it
                 self._leaves.fail(error)
             finally:
-                self._done[part.start, layer].set()
+                self._done[leaf_ids.start, layer].set()
 
-    def is_made(self, first: int, layer: int) -> bool:
+    def has_updated(self, first: int, layer: int) -> bool:
         """Wait for a record; return whether the step updates at all."""
         self._done[first, layer].wait()
         return self._go
 
 
-def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> list[Record]:
+def pending_records(leaves: HostLeaves, device: int, groups: Sequence[range]) -> list[Record]:
     """Return a device's records in the order of backward.
 
     These are the layers, from last to first, then the unstacked leaves.
@@ -178,37 +173,39 @@ def pending_records(leaves: HostLeaves, device: int, parts: Sequence[range]) -> 
     Args:
       leaves: leaves that are updated on the host.
       device: position of the device in the mesh.
-      parts: indices of leaves that are updated together.
+      groups: indices of leaves that are updated together.
     """
-    stacks = [part for part in parts if leaves.kernels[part.start].stacked]
-    unstacked = [(part, 0) for part in parts if part not in stacks]
-    layers = [
-        (part, layer) for part in stacks for layer in range(len(leaves.pending[device, part.start]))
-    ]
+    layers = list[Record]()
+    unstacked = list[Record]()
+    for leaf_ids in groups:
+        if leaves.kernels[leaf_ids.start].stacked:
+            num_layers = len(leaves.pending[device, leaf_ids.start])
+            layers += [(leaf_ids, layer) for layer in range(num_layers)]
+        else:
+            unstacked.append((leaf_ids, 0))
     return [*reversed(layers), *unstacked]
 
 
 def update_pending(
-    leaves: HostLeaves, device: int, part: range, layer: int, scalars: np.ndarray, go: bool
+    leaves: HostLeaves, device: int, leaf_ids: range, layer: int, scalars: np.ndarray, go: bool
 ) -> None:
     """Update a record with its pending gradients, without overwriting the old parameters.
 
     Args:
       leaves: leaves that are updated on the host.
       device: position of the device in the mesh.
-      part: indices of the record's leaves.
+      leaf_ids: indices of the record's leaves.
       layer: layer of the record; 0 for unstacked leaves.
       scalars: f32[n], scalars of all leaves.
       go: whether to update. If not, parameters in host memory are copied to the new set.
     """
-    for leaf in part:
+    for leaf in leaf_ids:
+        kernel = leaves.kernels[leaf]
         result = leaves.record(leaves.new_params[device, leaf], leaf, layer)
         if go:
             grad = leaves.record(leaves.pending[device, leaf], leaf, layer)
             leaves.run_kernel(device, leaf, layer, grad, scalars, result=result)
-        elif not leaves.kernels[leaf].params_on_device:
+        elif not kernel.params_on_device:
             arrays = leaves.arrays[device, leaf]
-            np.copyto(
-                result,
-                leaves.record(arrays[-1] if leaves.kernels[leaf].casts else arrays[0], leaf, layer),
-            )
+            params = arrays[-1] if kernel.casts else arrays[0]
+            np.copyto(result, leaves.record(params, leaf, layer))

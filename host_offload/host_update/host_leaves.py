@@ -11,8 +11,9 @@ are passed to the engine, whose own `check` raises them.
 """
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from host_offload.disk import SwapError
 from host_offload.engine import Mode, Swap
 from host_offload.host_update.leaf_kernel import LeafKernel, Traffic
 
-Place = tuple[int, int]
+DeviceLeaf = tuple[int, int]
 """(position of a device in the mesh, index of a leaf)."""
 
 
@@ -45,12 +46,12 @@ class HostLeaves:
         self.kernels = tuple(kernels)
         self.link = link
         self.swap = swap
-        self.arrays: dict[Place, list[np.ndarray]] = {}
-        self.stashed: dict[Place, np.ndarray] = {}
-        self.pending: dict[Place, np.ndarray] = {}
-        self.new_params: dict[Place, np.ndarray] = {}
+        self.arrays: dict[DeviceLeaf, list[np.ndarray]] = {}
+        self.stashed: dict[DeviceLeaf, np.ndarray] = {}
+        self.pending: dict[DeviceLeaf, np.ndarray] = {}
+        self.new_params: dict[DeviceLeaf, np.ndarray] = {}
         self.traffic = Traffic()
-        self._own: list[np.ndarray] = []
+        self._allocations: list[np.ndarray] = []
         # With a delayed update, the pending gradients are one additional array.
         self._num_memory = tuple(
             kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels
@@ -72,9 +73,10 @@ class HostLeaves:
         """
         if not memory:
             return
-        rest = iter(memory)
+        remaining = iter(memory)
         for leaf in range(first, first + count):
-            arrays = [writable(np.asarray(next(rest))) for _ in range(self._num_memory[leaf])]
+            read_only = itertools.islice(remaining, self._num_memory[leaf])
+            arrays = [writable(np.asarray(array)) for array in read_only]
             if self.kernels[leaf].delayed:
                 self.bind_pending(device, leaf, arrays.pop())
             self.bind(device, leaf, arrays)
@@ -106,20 +108,27 @@ class HostLeaves:
         self.new_params[device, leaf] = params
 
     def _allocated(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        self._own.append(self.link.allocate(shape, dtype))
-        return self._own[-1]
+        self._allocations.append(self.link.allocate(shape, dtype))
+        return self._allocations[-1]
 
     def release(self) -> None:
         """Drop all references to memory; a later step must bind and reserve its memory again."""
         for memory in (self.arrays, self.stashed, self.pending, self.new_params):
             memory.clear()
-        self.link.free(self._own)
-        self._own.clear()
+        self.link.free(self._allocations)
+        self._allocations.clear()
 
     def record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
         """Return a view of one layer of a leaf's array; of the full array if it is unstacked."""
         # With `...` the result is a view even if a layer is a single number.
         return array[layer, ...] if self.kernels[leaf].stacked else array
+
+    def record_modes(self, leaf_ids: Iterable[int]) -> dict[str, Mode]:
+        """Return how an update of some leaves uses the records on disk, by kind."""
+        modes: dict[str, Mode] = {}
+        for leaf in leaf_ids:
+            modes |= self.kernels[leaf].records
+        return modes
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -148,21 +157,23 @@ class HostLeaves:
           views: leaves of the borrowed records on disk, by kind.
         """
         kernel = self.kernels[leaf]
-        memory = iter(self.arrays.get((device, leaf), []))
-        arrays = [
-            self.record(next(memory), leaf, layer)
-            if rest is None
-            else (views or {})[rest.kind][rest.leaf]
-            for rest in kernel.arrays
-        ]
+        in_memory = iter(self.arrays.get((device, leaf), []))
+        arrays = list[np.ndarray]()
+        for place in kernel.arrays:
+            if place is None:
+                arrays.append(self.record(next(in_memory), leaf, layer))
+            else:
+                arrays.append((views or {})[place.kind][place.leaf])
         # In the order of `LeafKernel.arrays`: the weight unless it is on the device, the states,
         # the parameters cast from the weight.
-        weight = arrays.pop(0) if weight is None else weight
+        if weight is None:
+            weight = arrays.pop(0)
         states = arrays[: kernel.num_states]
         params = arrays[kernel.num_states :]
         # Outputs in the kernel's order; None overwrites the output's own input.
         if kernel.casts:
-            outputs = [None, *[None] * len(states), params[0] if result is None else result]
+            cast = params[0] if result is None else result
+            outputs = [None, *[None] * len(states), cast]
         else:
             outputs = [result, *[None] * len(states)]
         # The kernel works in place, so reshape must return a view. It does, because a record is
@@ -184,8 +195,8 @@ class HostLeaves:
           layer: layer of the record; 0 for an unstacked leaf.
           views: leaves of the borrowed records on disk, by kind.
         """
-        if (rest := self.kernels[leaf].grad) is not None:
-            return views[rest.kind][rest.leaf]
+        if (place := self.kernels[leaf].grad) is not None:
+            return views[place.kind][place.leaf]
         return self.record(self.stashed[device, leaf], leaf, layer)
 
     @contextlib.contextmanager

@@ -92,37 +92,44 @@ class Kernel:
             dtype or size, or is not contiguous or writable; or written memory overlaps other
             memory.
         """
-        num_threads = _num_cores() if num_threads is None else num_threads
-        if (len(inputs), len(outputs)) != (
-            len(self._scalars),
-            self._num_outputs,
-        ) or num_threads < 1:
-            raise ValueError(
-                f"{len(inputs)} inputs, {len(outputs)} outputs, num_threads={num_threads}: "
-                f"{len(self._scalars)}, {self._num_outputs} and 1 or more are needed"
-            )
+        if num_threads is None:
+            num_threads = _num_cores()
+        self._check_call(len(inputs), len(outputs), num_threads)
         arrays = [stream.find(inputs, outputs) for stream in self._streams]
-        n = _common_size(self._streams, arrays)
-        addresses = [a.ctypes.data for a in arrays]
-        _check_overlap(
-            self._streams,
-            [(start, start + a.nbytes) for start, a in zip(addresses, arrays, strict=True)],
-        )
+        num_elements = _common_size(self._streams, arrays)
+        _check_overlap(self._streams, arrays)
         # Four blocks per thread, so that faster threads can take over blocks of a slow one. With
         # multiples of 64 elements two threads never share a cache line, if arrays are aligned.
-        block = min(max(-(-n // (4 * num_threads)), MIN_BLOCK), MAX_BLOCK) // 64 * 64
+        block = min(max(-(-num_elements // (4 * num_threads)), MIN_BLOCK), MAX_BLOCK) // 64 * 64
+        num_blocks = -(-num_elements // block)
         counter = np.zeros(1, np.int64)
-        args = [n, counter.ctypes.data, block, *addresses]
-        args += [
+        addresses = [array.ctypes.data for array in arrays]
+        args = [num_elements, counter.ctypes.data, block, *addresses, *self._read_scalars(inputs)]
+        self._run_on_threads(args, min(num_threads, num_blocks) - 1)
+
+    def _check_call(self, num_inputs: int, num_outputs: int, num_threads: int) -> None:
+        wanted = (len(self._scalars), self._num_outputs)
+        if (num_inputs, num_outputs) != wanted or num_threads < 1:
+            raise ValueError(
+                f"{num_inputs} inputs, {num_outputs} outputs, num_threads={num_threads}: "
+                f"{len(self._scalars)}, {self._num_outputs} and 1 or more are needed"
+            )
+
+    def _read_scalars(self, inputs: Sequence[Any]) -> list[np.generic]:
+        """Return the scalar inputs, in the dtypes of the compiled loop."""
+        return [
             np.dtype(dtype).type(np.asarray(inputs[k]).item())
             for k, dtype in self._scalars.items()
             if dtype is not None
         ]
+
+    def _run_on_threads(self, args: Sequence[Any], num_helpers: int) -> None:
+        """Run the loop in this thread and in helpers, and wait for the helpers that started."""
         jobs = []
         try:
             # RuntimeError: helpers cannot start while the interpreter exits.
             with contextlib.suppress(RuntimeError):
-                for _ in range(min(num_threads, -(-n // block)) - 1):
+                for _ in range(num_helpers):
                     jobs.append(self._helpers.submit(self._run, *args))
             self._run(*args)
         finally:
@@ -164,36 +171,52 @@ def build_kernel(
     _check_inputs(avals, is_array)
     writer = Writer()
     values = [
-        Value(f"x{k}", str(a.dtype), varies)
-        for k, (a, varies) in enumerate(zip(avals, is_array, strict=True))
+        Value(f"x{k}", str(aval.dtype), varies)
+        for k, (aval, varies) in enumerate(zip(avals, is_array, strict=True))
     ]
     results = writer.walk(jaxpr, closed_jaxpr.consts, values)
     _check_aliases(aliases, values, results)
-    source_of = dict(aliases)  # output -> the input over which it is written
-    output_of = {k: output for output, k in aliases}
-
-    # Streams: first the input arrays, each with the output that overwrites it, then the outputs
-    # with separate memory.
-    streams = [Stream(v.dtype, True, k, output_of.get(k)) for k, v in enumerate(values) if v.varies]
-    for k, (var, value) in enumerate(zip(jaxpr.outvars, results, strict=True)):
-        aval: Any = var.aval
-        if value.dtype not in (ARRAYS if value.varies or aval.ndim else SCALARS):
-            raise ValueError(
-                f"output {k} is {aval.str_short()}: arrays must be {', '.join(ARRAYS)}; scalars "
-                f"{', '.join(SCALARS)}"
-            )
-        if k not in source_of:
-            streams.append(Stream(value.dtype, value.varies or aval.ndim > 0, None, k))
+    out_avals: list[Any] = [v.aval for v in jaxpr.outvars]
+    _check_outputs(out_avals, results)
+    streams = _list_streams(values, results, out_avals, aliases)
     scalars = {k: None if v.varies else v.dtype for k, v in enumerate(values)}
     source, num_bytes = source_of_loop(writer, streams, scalars, results)
     # Imported here, because it imports numba, which is slow and which most programs do not need.
     from host_offload.host_update.kernel_llvm import compile_source
 
-    run = compile_source(
-        source, tuple(s.dtype for s in streams), tuple(d for d in scalars.values() if d is not None)
-    )
+    array_dtypes = tuple(stream.dtype for stream in streams)
+    scalar_dtypes = tuple(dtype for dtype in scalars.values() if dtype is not None)
+    run = compile_source(source, array_dtypes, scalar_dtypes)
     helpers = ThreadPoolExecutor(_num_cores(), thread_name_prefix="host_offload")
     return Kernel(source, num_bytes, len(results), scalars, tuple(streams), run, helpers)
+
+
+def _list_streams(
+    values: Sequence[Value],
+    results: Sequence[Value],
+    out_avals: Sequence[Any],
+    aliases: Sequence[tuple[int, int]],
+) -> list[Stream]:
+    """Return the memory of a kernel: input arrays with the outputs that overwrite them, outputs."""
+    overwriting = {k: output for output, k in aliases}  # input -> output
+    in_place = {output for output, _ in aliases}
+    streams = list[Stream]()
+    for k, value in enumerate(values):
+        if value.varies:
+            streams.append(Stream(value.dtype, True, k, overwriting.get(k)))
+    for k, (value, aval) in enumerate(zip(results, out_avals, strict=True)):
+        if k not in in_place:
+            streams.append(Stream(value.dtype, value.varies or aval.ndim > 0, None, k))
+    return streams
+
+
+def _check_outputs(avals: Sequence[Any], results: Sequence[Value]) -> None:
+    for k, (aval, value) in enumerate(zip(avals, results, strict=True)):
+        if value.dtype not in (ARRAYS if value.varies or aval.ndim else SCALARS):
+            raise ValueError(
+                f"output {k} is {aval.str_short()}: arrays must be {', '.join(ARRAYS)}; scalars "
+                f"{', '.join(SCALARS)}"
+            )
 
 
 def _check_inputs(avals: Sequence[Any], is_array: Sequence[bool]) -> None:
@@ -236,29 +259,32 @@ def _check_aliases(
 def _common_size(streams: Sequence[Stream], arrays: Sequence[np.ndarray]) -> int:
     sizes = {s.name: a.size for s, a in zip(streams, arrays, strict=True) if s.is_array}
     if len(set(sizes.values())) > 1:
-        raise ValueError(
-            "arrays must have the same size: "
-            f"{', '.join(f'{name} has {size}' for name, size in sizes.items())}"
-        )
+        texts = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ValueError(f"arrays must have the same size: {texts}")
     return next(iter(sizes.values()))
 
 
-def _check_overlap(streams: Sequence[Stream], spans: Sequence[tuple[int, int]]) -> None:
+def _check_overlap(streams: Sequence[Stream], arrays: Sequence[np.ndarray]) -> None:
     """Raise ValueError if written memory overlaps another stream: the loop assumes no overlap."""
-    end, end_written = 0, 0  # end of the memory so far, and of its written part
-    for (start, stop), stream in sorted(
-        zip(spans, streams, strict=True), key=lambda entry: entry[0]
-    ):
-        written = stream.output is not None
+    end = 0  # of the memory so far
+    end_written = 0  # of its written part
+    pairs = zip(streams, arrays, strict=True)
+    for stream, array in sorted(pairs, key=lambda pair: pair[1].ctypes.data):
+        start = array.ctypes.data
+        stop = start + array.nbytes
+        is_written = stream.output is not None
         # Written memory must not overlap any earlier memory; read memory, no written memory.
-        if start < stop and start < (end if written else end_written):
+        if start < stop and start < (end if is_written else end_written):
             raise ValueError(
                 f"{stream.name} overlaps other memory of this call, and one of the two is written: "
                 "alias them, or copy"
             )
         end = max(end, stop)
-        end_written = max(end_written, stop if written else 0)
+        if is_written:
+            end_written = max(end_written, stop)
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

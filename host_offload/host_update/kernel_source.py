@@ -78,10 +78,8 @@ class Stream:
                 "needed"
             )
         # numpy itself has no bfloat16, so two-byte floats may be given as uint16.
-        if str(array.dtype) not in {
-            self.dtype,
-            "uint16" if NUM_BYTES[self.dtype] == 2 else self.dtype,
-        }:
+        is_bits = array.dtype == np.uint16 and NUM_BYTES[self.dtype] == 2
+        if str(array.dtype) != self.dtype and not is_bits:
             raise ValueError(
                 f"{self.name} has dtype {array.dtype}: the kernel was built for {self.dtype}"
             )
@@ -91,16 +89,19 @@ class Stream:
             raise ValueError(
                 f"{self.name} has {array.size} elements: it depends on no array, and has 1"
             )
-        other = None if self.input is None or self.output is None else outputs[self.output]
-        if other is not None and (other.ctypes.data, other.nbytes) != (
-            array.ctypes.data,
-            array.nbytes,
-        ):
-            raise ValueError(
-                f"output {self.output} is in place over {self.name}, but has other memory: give "
-                "None, or the same memory"
-            )
+        if self.input is not None and self.output is not None:
+            output = outputs[self.output]
+            if output is not None and _memory(output) != _memory(array):
+                raise ValueError(
+                    f"output {self.output} is in place over {self.name}, but has other memory: "
+                    "give None, or the same memory"
+                )
         return array
+
+
+def _memory(array: np.ndarray) -> tuple[int, int]:
+    """Return the address and the bytes of an array."""
+    return array.ctypes.data, array.nbytes
 
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -224,10 +225,10 @@ class Writer:
             ins = [read(atom) for atom in eqn.invars]
             if eqn.primitive.name in INLINED:
                 inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-                is_closed = isinstance(inner, jex.ClosedJaxpr)
-                outs = self.walk(
-                    inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins
-                )
+                if isinstance(inner, jex.ClosedJaxpr):
+                    outs = self.walk(inner.jaxpr, inner.consts, ins)
+                else:
+                    outs = self.walk(inner, (), ins)
             else:
                 outs = [self.equation(eqn, ins)]
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -254,7 +255,8 @@ class Writer:
         # A scalar can be broadcast, but an array must keep its shape.
         if eqn.primitive.name in SHAPED:
             operand: Any = eqn.invars[0].aval
-            if len(ins) > 1 or (operand.shape != aval.shape if varies else operand.size != 1):
+            keeps_shape = operand.shape == aval.shape if varies else operand.size == 1
+            if len(ins) > 1 or not keeps_shape:
                 raise ValueError(f"{_named(eqn)}: it changes the shape of an array")
             return ins[0]
         if eqn.primitive.name == "clamp" and dtype in ARRAYS:
@@ -269,18 +271,17 @@ class Writer:
     def power(self, x: Value, y: int) -> Value:
         """Write x**y as squarings and products, in XLA's order, and return its value."""
         product = ""
-        rest = abs(y)
-        while rest:
-            if rest & 1:
-                product = self.define(
-                    f"{product} * {x.text}" if product else x.text, x.dtype, x.varies
-                ).text
-            rest >>= 1
-            x = self.define(f"{x.text} * {x.text}", x.dtype, x.varies) if rest else x
+        exponent = abs(y)
+        while exponent:
+            if exponent & 1:
+                text = f"{product} * {x.text}" if product else x.text
+                product = self.define(text, x.dtype, x.varies).text
+            exponent >>= 1
+            if exponent:
+                x = self.define(f"{x.text} * {x.text}", x.dtype, x.varies)
         product = product or "f32(1)"
-        return self.define(
-            _rounded(f"f32(1) / {product}" if y < 0 else product, x.dtype), x.dtype, x.varies
-        )
+        text = f"f32(1) / {product}" if y < 0 else product
+        return self.define(_rounded(text, x.dtype), x.dtype, x.varies)
 
 
 def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
@@ -354,11 +355,11 @@ def _constant(value: Any, aval: Any) -> Value:
     if dtype in ("int32", "uint32"):
         return Value(f"{dtype[0]}32({int(number)})", dtype)
     x = float(number.astype(np.float32))
-    if math.isfinite(x):
-        return Value(f"f32({x!r})", dtype)
     if math.isnan(x):
         return Value("nan", dtype)
-    return Value("f32(-inf)" if x < 0 else "f32(inf)", dtype)
+    if math.isinf(x):
+        return Value("f32(-inf)" if x < 0 else "f32(inf)", dtype)
+    return Value(f"f32({x!r})", dtype)
 
 
 def _live(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
@@ -396,39 +397,44 @@ def source_of_loop(
     Returns:
       The source, and the bytes that it moves per element.
     """
-    # Keyed by `is_array`: stores in the loop, and stores before it.
-    stores = {True: [], False: []}
-    dtypes: list[str] = []
-    for k, s in enumerate(streams):
+    dtypes: list[str] = []  # of the arrays that are stored or loaded in the loop
+    stores_in_loop = list[str]()
+    stores_before = list[str]()
+    for k, stream in enumerate(streams):
         # An output that equals its own input is not written.
-        if s.output is not None and results[s.output].text != f"x{s.input}":
-            stores[s.is_array].append(
-                f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})"
-            )
-            dtypes += [s.dtype] * s.is_array
+        if stream.output is None or results[stream.output].text == f"x{stream.input}":
+            continue
+        result = results[stream.output].text
+        if stream.is_array:
+            stores_in_loop.append(f"store{k}(a{k}, i, {result})")
+            dtypes.append(stream.dtype)
+        else:
+            stores_before.append(f"store{k}(a{k}, 0, {result})")
+
     # Do not load unused inputs: the bytes moved determine the time of a call.
-    used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores[True])))
-    loads = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
-    dtypes += [s.dtype for s in loads.values()]
-    arguments = [f"a{k}" for k in range(len(streams))] + [
-        f"x{k}" for k, dtype in scalars.items() if dtype is not None
-    ]
-    inner = (
-        [f"x{s.input} = load{k}(a{k}, i)" for k, s in loads.items()] + writer.loop + stores[True]
-    )
+    used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores_in_loop)))
+    loads = list[str]()
+    for k, stream in enumerate(streams):
+        if f"x{stream.input}" in used:
+            loads.append(f"x{stream.input} = load{k}(a{k}, i)")
+            dtypes.append(stream.dtype)
+
+    arguments = [f"a{k}" for k in range(len(streams))]
+    arguments += [f"x{k}" for k, dtype in scalars.items() if dtype is not None]
+    body = loads + writer.loop + stores_in_loop
     lines = [
         f"def kernel({', '.join(['n', 'counter', 'block', *arguments])}):",
         # Every thread runs this function. The mode belongs to the thread, so each thread sets and
         # restores it.
         "    mode = flush_subnormals()",
         # Every thread stores the outputs that depend only on scalars; all store the same value.
-        *(f"    {line}" for line in writer.before + stores[False]),
+        *(f"    {line}" for line in writer.before + stores_before),
         "    while True:",
         "        start = claim(counter, block)",
         "        if start >= n:",
         "            break",
         "        for i in range(start, min(start + block, n)):",
-        *(f"            {line}" for line in inner or ["pass"]),
+        *(f"            {line}" for line in body or ["pass"]),
         "    set_mode(mode)",
     ]
     return "\n".join(lines) + "\n", sum(NUM_BYTES[dtype] for dtype in dtypes)

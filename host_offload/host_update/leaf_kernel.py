@@ -70,10 +70,11 @@ class LeafKernel:
     def records(self) -> dict[str, Mode]:
         """How an update uses its records, by kind."""
         modes: dict[str, Mode] = {} if self.grad is None else {self.grad.kind: "read"}
-        for n, rest in enumerate(self.arrays):
-            if rest is not None:
-                is_cast = self.casts and not self.params_on_device and n == len(self.arrays) - 1
-                modes[rest.kind] = "write" if is_cast else "update"
+        stores_cast = self.casts and not self.params_on_device
+        last = len(self.arrays) - 1
+        for n, place in enumerate(self.arrays):
+            if place is not None:
+                modes[place.kind] = "write" if stores_cast and n == last else "update"
         return modes
 
 

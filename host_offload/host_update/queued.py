@@ -25,11 +25,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from host_offload.calls import CallbackSite
 from host_offload.device import Driver, Views, find_stream, num_bytes, pointer
-from host_offload.engine import Mode
 from host_offload.host_update.delayed import pending_records, update_pending
-from host_offload.host_update.gpu_worker import GpuWorker, Job, LeafGroup
+from host_offload.host_update.gpu_worker import GpuWorker
+from host_offload.host_update.group_memory import GroupMemory, Job, LeafGroup
 from host_offload.host_update.host_leaves import HostLeaves
 
 
@@ -38,7 +40,7 @@ class QueuedStep:
 
     Attributes:
       leaves: leaves that are updated on the host.
-      specs: specs of the parts in which the leaves cross the link.
+      specs: specs of the groups in which the leaves cross the link.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class QueuedStep:
 
         Args:
           leaves: leaves that are updated on the host.
-          specs: specs of the parts in which the leaves cross the link.
+          specs: specs of the groups in which the leaves cross the link.
           devices: all devices, in the order of the mesh.
           driver: function that returns the CUDA driver of this machine; called when a step is
             prepared, not when it is compiled.
@@ -73,38 +75,38 @@ class QueuedStep:
         self,
         context: Any,
         out: Any,
-        where: Any,
+        request: Any,
         after: Any,
         scalars: Any,
         *operands: Any,
         first: int,
     ) -> None:
-        """Queue the update of a part; if it is stacked, of one layer.
+        """Queue the update of a group of leaves; if they are stacked, of one layer.
 
-        For a stacked part, this also queues copies of the results of the call `LAG` calls before.
+        For a stacked group, this also queues copies of the results of the call `LAG` calls before.
 
         Args:
           context: the callback's context.
           out: (list of outputs for new parameters, output for the next token). The list is empty
-            unless the part is stacked and its parameters are stored on the device.
-          where: i32[4]: device, layer, whether to update at all, and the number of the state on
+            unless the group is stacked and its parameters are stored on the device.
+          request: i32[4]: device, layer, whether to update at all, and the number of the state on
             disk.
           after: token of the device's previous callback.
           scalars: f32[n], scalars of all leaves.
           *operands: gradients unless they are stashed, then weights that live on the device.
-          first: index of the part's first leaf.
+          first: index of the group's first leaf.
         """
         results, token = out
 
         def update() -> None:
-            worker = self._worker(find_stream(context))
             stream = find_stream(context)
-            part = worker.parts[first]
-            jobs, error = worker.bring(stream, part, (where, scalars, *operands))
+            worker = self._worker(stream)
+            group = worker.groups[first]
+            jobs, error = worker.queue_down(stream, group, (request, scalars, *operands))
             try:
-                part.waiting.extend(jobs)
-                if part.spec.stacked:
-                    self.leaves.count(to_device=worker.take(stream, part, results))
+                group.waiting.extend(jobs)
+                if group.spec.stacked:
+                    self.leaves.count(to_device=worker.take(stream, group, results))
             finally:
                 worker.submit(jobs)
             if error is not None:
@@ -114,23 +116,23 @@ class QueuedStep:
         self._try(update)
         self._try(lambda: self._pass_on(context, after, token))
 
-    def take(self, context: Any, out: Any, where: Any, after: Any, *, first: int) -> None:
-        """Queue copies of the results of a part's oldest update that was not taken yet.
+    def take(self, context: Any, out: Any, request: Any, after: Any, *, first: int) -> None:
+        """Queue copies of the results of a group's oldest update that was not taken yet.
 
         Args:
           context: the callback's context.
           out: (list of outputs for new parameters, output for the next token).
-          where: i32[3]; not read.
+          request: i32[3]; not read.
           after: token of the device's previous callback.
-          first: index of the part's first leaf.
+          first: index of the group's first leaf.
         """
-        del where
+        del request
         results, token = out
 
         def take() -> None:
-            worker = self._worker(find_stream(context))
             stream = find_stream(context)
-            self.leaves.count(to_device=worker.take(stream, worker.parts[first], results))
+            worker = self._worker(stream)
+            self.leaves.count(to_device=worker.take(stream, worker.groups[first], results))
 
         self._try(take)
         self._try(lambda: self._pass_on(context, after, token))
@@ -139,7 +141,7 @@ class QueuedStep:
         self,
         context: Any,
         out: Any,
-        where: Any,
+        request: Any,
         after: Any,
         *grads: Any,
         first: int,
@@ -150,79 +152,91 @@ class QueuedStep:
         Args:
           context: the callback's context.
           out: i32[1], output for the next token.
-          where: i32[3]: device, layer, and the number of the state on disk.
+          request: i32[3]: device, layer, and the number of the state on disk.
           after: token of the device's previous callback.
-          *grads: gradients, one per leaf of the part.
-          first: index of the part's first leaf.
+          *grads: gradients, one per leaf of the group.
+          first: index of the group's first leaf.
           site: site of the callback.
         """
 
         def stash() -> None:
-            rank, layer, number = site.ask(context, where)
+            rank, layer, number = site.ask(context, request)
             worker = self._workers[rank]
             stream = find_stream(context)
             leaves = self.leaves
-            part = worker.stashes[first]
-            rests = [leaves.kernels[leaf].grad for leaf in part.spec.leaves]
-            if (rest := rests[0]) is None:
-                targets = [
-                    leaves.record(leaves.stashed[rank, leaf], leaf, layer)
-                    for leaf in part.spec.leaves
-                ]
-                worker.stash(stream, part, grads, targets)
-            else:
+            group = worker.stashes[first]
+            on_disk = [leaves.kernels[leaf].grad for leaf in group.spec.leaves]
+            records = [record for record in on_disk if record is not None]
+            if records:
                 assert leaves.swap is not None
+                engine = leaves.swap.find_engine(number)
 
                 def fill(views: Views) -> "Future[None]":
-                    try:
-                        event = worker.stash(
-                            stream, part, grads, [views[r.leaf] for r in rests if r is not None]
-                        )
-                    except BaseException:
-                        # The buffer is given back and refilled immediately, so no copy may still
-                        # write into it.
-                        with contextlib.suppress(RuntimeError):
-                            worker.driver.finish_stream(worker.down)
-                        raise
-                    return worker.track_event(event)
+                    targets = [views[record.leaf] for record in records]
+                    return self._stash_in_buffer(worker, stream, group, grads, targets)
 
-                leaves.swap.find_engine(number).store(rest.kind, rank, layer, fill)
+                engine.store(records[0].kind, rank, layer, fill)
+            else:
+                targets = [
+                    leaves.record(leaves.stashed[rank, leaf], leaf, layer)
+                    for leaf in group.spec.leaves
+                ]
+                worker.stash(stream, group, grads, targets)
             leaves.count(to_host=sum(map(num_bytes, grads)))
 
         self._try(stash)
         self._try(lambda: self._pass_on(context, after, out))
 
-    def start(self, context: Any, out: Any, where: Any, after: Any, scalars: Any) -> None:
+    def _stash_in_buffer(
+        self,
+        worker: GpuWorker,
+        stream: int,
+        group: GroupMemory,
+        grads: Sequence[Any],
+        targets: Sequence[np.ndarray],
+    ) -> "Future[None]":
+        """Queue copies of gradients to the engine's buffer; return a future of their arrival."""
+        try:
+            event = worker.stash(stream, group, grads, targets)
+        except BaseException:
+            # The buffer is given back and refilled immediately, so no copy may still write into
+            # it.
+            with contextlib.suppress(RuntimeError):
+                worker.driver.finish_stream(worker.down)
+            raise
+        return worker.track_event(event)
+
+    def start(self, context: Any, out: Any, request: Any, after: Any, scalars: Any) -> None:
         """Start a delayed update of every leaf with the pending gradients.
 
         Args:
           context: the callback's context.
           out: i32[1], output for the next token.
-          where: i32[4]: device, whether to update at all, 0, and the number of the state on disk.
+          request: i32[4]: device, whether to update at all, 0, and the number of the state on disk.
           after: token of the device's previous callback.
           scalars: f32[n], scalars of all leaves.
         """
 
         def start() -> None:
-            worker = self._worker(find_stream(context))
             stream = find_stream(context)
+            worker = self._worker(stream)
             self._started.pop(worker.rank, None)
-            part = worker.parts[0]
-            told, values = part.buffers[0]
+            group = worker.groups[0]
+            request_values, scalar_values = group.buffers[0]
 
-            def work(of: range, layer: int) -> bool:
-                device, go, *_ = told.tolist()
+            def work(leaf_ids: range, layer: int) -> bool:
+                device, go, *_ = request_values.tolist()
                 _check_device(device, worker.rank)
-                update_pending(self.leaves, device, of, layer, values, bool(go))
+                update_pending(self.leaves, device, leaf_ids, layer, scalar_values, bool(go))
                 return bool(go)
 
-            records = pending_records(
-                self.leaves, worker.rank, [spec.leaves for spec in self.specs if spec.stashes]
-            )
+            groups = [spec.leaves for spec in self.specs if spec.stashes]
+            records = pending_records(self.leaves, worker.rank, groups)
             works = [functools.partial(work, *record) for record in records]
-            jobs = worker.start(stream, part, (where, scalars), works)
+            jobs = worker.start(stream, group, (request, scalars), works)
             self._started[worker.rank] = {
-                (of.start, layer): job for (of, layer), job in zip(records, jobs, strict=True)
+                (leaf_ids.start, layer): job
+                for (leaf_ids, layer), job in zip(records, jobs, strict=True)
             }
 
         self._try(start)
@@ -232,7 +246,7 @@ class QueuedStep:
         self,
         context: Any,
         out: Any,
-        where: Any,
+        request: Any,
         after: Any,
         *,
         first: int,
@@ -244,7 +258,7 @@ class QueuedStep:
         Args:
           context: the callback's context.
           out: (list of outputs for new parameters, output for the next token).
-          where: i32[3]: device, layer, and the number of the state on disk.
+          request: i32[3]: device, layer, and the number of the state on disk.
           after: token of the device's previous callback.
           first: index of the first leaf.
           count: number of leaves.
@@ -253,7 +267,7 @@ class QueuedStep:
         results, token = out
 
         def install() -> None:
-            rank, layer, _ = site.ask(context, where)
+            rank, layer, _ = site.ask(context, request)
             worker = self._workers[rank]
             leaves = self.leaves
             worker.driver.use(worker.context)  # XLA may call from a different thread each time
@@ -261,27 +275,27 @@ class QueuedStep:
             if job is None:  # `start` failed, and its error was stored
                 return
             job.finish()
-            if job.made:
-                made = [
+            if job.has_updated:
+                params = [
                     leaves.record(leaves.new_params[rank, leaf], leaf, layer)
                     for leaf in range(first, first + count)
                 ]
-                worker.hand_over(find_stream(context), worker.stashes[first], made, results)
-                leaves.count(to_device=sum(a.nbytes for a in made))
+                worker.hand_over(find_stream(context), worker.stashes[first], params, results)
+                leaves.count(to_device=sum(array.nbytes for array in params))
 
         self._try(install)
         self._try(lambda: self._pass_on(context, after, token))
 
-    def finish(self, context: Any, out: Any, where: Any, after: Any) -> None:
+    def finish(self, context: Any, out: Any, request: Any, after: Any) -> None:
         """Wait until a delayed update has finished.
 
         Args:
           context: the callback's context.
           out: i32[1], output for the next token.
-          where: i32[2]; not read.
+          request: i32[2]; not read.
           after: token of the device's previous callback.
         """
-        del where
+        del request
 
         def finish() -> None:
             worker = self._worker(find_stream(context))
@@ -307,7 +321,8 @@ class QueuedStep:
         with self._lock:
             if (worker := self._by_stream.get(stream)) is None:
                 context = self._driver().context_of_stream(stream)
-                (worker,) = [w for w in self._workers.values() if w.context == context]
+                workers = self._workers.values()
+                (worker,) = [worker for worker in workers if worker.context == context]
                 self._by_stream[stream] = worker
             return worker
 
@@ -316,25 +331,23 @@ class QueuedStep:
     def _run(self, rank: int, job: Job) -> bool:
         """Run the kernels of a job, in the worker's thread; return whether it updated."""
         leaves = self.leaves
-        part = job.part
-        assert part is not None
-        spec = part.spec
-        told, scalars, *arrays = part.buffers[job.buffer]
-        device, layer, go, number = told.tolist()
+        group = job.group
+        assert group is not None
+        spec = group.spec
+        request, scalars, *arrays = group.buffers[job.buffer]
+        device, layer, go, number = request.tolist()
         worker = self._workers[rank]
         if not spec.grads and spec.leaves.start in worker.stashes:
             # Wait for the last recorded event: earlier copies on the same stream have ended too.
             worker.driver.finish_event(worker.stashes[spec.leaves.start].arrived[0])
         _check_device(device, rank)
-        if (record := (job.leaves.start, layer)) in part.updated:
+        if (record := (job.leaves.start, layer)) in group.updated:
             raise RuntimeError(
                 f"the compiled program asked twice for the update of layer {layer} in one step: "
                 "the optimizer state is wrong, restore the last checkpoint"
             )
-        part.updated.add(record)
-        modes: dict[str, Mode] = {
-            kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()
-        }
+        group.updated.add(record)
+        modes = leaves.record_modes(job.leaves)
         # A gradient was not finite: give back the buffers read ahead for this update.
         if not go:
             leaves.skip(device, layer, modes, number)
@@ -344,11 +357,16 @@ class QueuedStep:
         with leaves.borrowed(device, layer, modes, number) as views:
             for leaf in job.leaves:
                 n = leaf - spec.leaves.start
-                g = grads[n] if grads else leaves.stashed_grad(device, leaf, layer, views)
-                room = part.rooms[job.room][n] if spec.params else None
-                weight = weights[n] if weights else None
+                grad = grads[n] if grads else leaves.stashed_grad(device, leaf, layer, views)
                 leaves.run_kernel(
-                    device, leaf, layer, g, scalars, weight=weight, result=room, views=views
+                    device,
+                    leaf,
+                    layer,
+                    grad,
+                    scalars,
+                    weight=weights[n] if weights else None,
+                    result=group.rooms[job.room][n] if spec.params else None,
+                    views=views,
                 )
         return True
 
@@ -385,7 +403,7 @@ class QueuedStep:
             worker.close()
 
 
-def _check_device(told: int, rank: int) -> None:
+def _check_device(sender: int, rank: int) -> None:
     # The memory of the device to which the stream belongs must not receive another device's update.
-    if told != rank:
-        raise RuntimeError(f"gradients of device {told} arrived on a stream of device {rank}")
+    if sender != rank:
+        raise RuntimeError(f"gradients of device {sender} arrived on a stream of device {rank}")

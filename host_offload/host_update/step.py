@@ -23,14 +23,32 @@ Tokens order the callbacks of a device, and hold the number of the state on disk
 is delayed by a step, see `host_offload.host_update.delayed`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.device import Views
 from host_offload.engine import Mode
 from host_offload.host_update.host_leaves import HostLeaves
+
+
+class _LeafBuffers(NamedTuple):
+    """A leaf's buffers on the device; None for arrays that do not cross the link."""
+
+    grad: Any
+    weight: Any
+    params: Any
+
+
+class _Call(NamedTuple):
+    """A callback: its context, device and layer, all scalars, and the borrowed records."""
+
+    context: Any
+    device: int
+    layer: int
+    scalars: np.ndarray
+    views: Mapping[str, Views]
 
 
 class HostStep:
@@ -45,14 +63,14 @@ class HostStep:
         self.leaves = leaves
 
     def stash(
-        self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int
+        self, context: Any, out: Any, request: Any, after: Any, *grads: Any, first: int
     ) -> None:
         """Copy gradients to host memory, or to a record on disk.
 
         Args:
           context: the callback's context.
           out: i32[1], output for the next token.
-          where: i32[3]: device, layer, and the number of the state on disk.
+          request: i32[3]: device, layer, and the number of the state on disk.
           after: token of the device's previous callback; not read.
           *grads: gradients, one per leaf from `first` on.
           first: index of the first leaf.
@@ -61,7 +79,7 @@ class HostStep:
         number = 0
         link = self.leaves.link
         try:
-            device, layer, number = link.read(context, where, "where").tolist()
+            device, layer, number = link.read(context, request, "request").tolist()
             kernels = self.leaves.kernels[first : first + len(grads)]
             modes: dict[str, Mode] = {
                 kernel.grad.kind: "write" for kernel in kernels if kernel.grad is not None
@@ -81,7 +99,7 @@ class HostStep:
         self,
         context: Any,
         out: Any,
-        where: Any,
+        request: Any,
         after: Any,
         memory: Any,
         scalars: Any,
@@ -96,7 +114,7 @@ class HostStep:
           context: the callback's context.
           out: (list of outputs for the new parameters and weights that live on the device, output
             for the next token).
-          where: i32[4]: device, layer, whether to update at all, and the number of the state on
+          request: i32[4]: device, layer, whether to update at all, and the number of the state on
             disk.
           after: token of the device's previous callback; not read.
           memory: the leaves' arrays in host memory, or empty if they are bound already.
@@ -108,76 +126,78 @@ class HostStep:
         """
         del after
         number = 0
-        (results, token) = out
+        results, token = out
         kernels = self.leaves.kernels
         link = self.leaves.link
         try:
-            device, layer, go, number = link.read(context, where, "where").tolist()
+            device, layer, go, number = link.read(context, request, "request").tolist()
             self.leaves.take(device, first, count, memory)
-            values = link.read(context, scalars, "scalars")
-            rest = iter(operands)
-            buffers = iter(results)
-            leaves = range(first, first + count)
-            grads = [None if stashed else next(rest) for _ in leaves]
-            weights = [next(rest) if kernels[leaf].weight_on_device else None for leaf in leaves]
-            params = [next(buffers) if kernels[leaf].params_on_device else None for leaf in leaves]
+            scalar_values = link.read(context, scalars, "scalars")
+            leaf_ids = range(first, first + count)
+            buffers = self._match_buffers(leaf_ids, stashed, operands, results)
             # A layer's stacked leaves share records; each unstacked leaf has its own records.
-            for part in [leaves] if kernels[first].stacked else [[leaf] for leaf in leaves]:
-                modes: dict[str, Mode] = {
-                    kind: mode for leaf in part for kind, mode in kernels[leaf].records.items()
-                }
+            groups = [leaf_ids] if kernels[first].stacked else [[leaf] for leaf in leaf_ids]
+            for group in groups:
+                modes = self.leaves.record_modes(group)
                 # A gradient was not finite: give back the buffers read ahead for this update.
                 if not go:
                     self.leaves.skip(device, layer, modes, number)
                     continue
                 with self.leaves.borrowed(device, layer, modes, number) as views:
-                    for leaf in part:
-                        i = leaf - first
-                        self._update_leaf(
-                            context,
-                            device,
-                            leaf,
-                            layer,
-                            grads[i],
-                            weights[i],
-                            params[i],
-                            values,
-                            views,
-                        )
+                    call = _Call(context, device, layer, scalar_values, views)
+                    for leaf in group:
+                        self._update_leaf(call, leaf, buffers[leaf])
         except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
         self.leaves.finish(context, token, number)
 
-    def _update_leaf(
-        self,
-        context: Any,
-        device: int,
-        leaf: int,
-        layer: int,
-        grad: Any,
-        weight: Any,
-        params: Any,
-        scalars: np.ndarray,
-        views: Mapping[str, Views],
-    ) -> None:
-        """Update one record; `grad`, `weight` and `params` are buffers of the device, or None."""
+    def _match_buffers(
+        self, leaf_ids: range, stashed: bool, operands: Sequence[Any], results: Sequence[Any]
+    ) -> dict[int, _LeafBuffers]:
+        """Return the device buffers of each leaf: all gradients come first, then weights."""
+        kernels = self.leaves.kernels
+        inputs = iter(operands)
+        outputs = iter(results)
+        grads = {leaf: None if stashed else next(inputs) for leaf in leaf_ids}
+        buffers: dict[int, _LeafBuffers] = {}
+        for leaf in leaf_ids:
+            weight = next(inputs) if kernels[leaf].weight_on_device else None
+            params = next(outputs) if kernels[leaf].params_on_device else None
+            buffers[leaf] = _LeafBuffers(grads[leaf], weight, params)
+        return buffers
+
+    def _update_leaf(self, call: _Call, leaf: int, buffers: _LeafBuffers) -> None:
+        """Update one record."""
         leaves = self.leaves
-        link = self.leaves.link
+        link = leaves.link
+        context = call.context
+        device = call.device
         # Arrays that are not in host memory cross the link: a weight that lives on the device, and
         # the gradient unless it was stashed.
-        w = None
-        if weight is not None:
-            w = link.read(context, weight, (device, leaf, "weight"))
-            leaves.count(to_host=w.nbytes)
-        if grad is None:
-            g = self.leaves.stashed_grad(device, leaf, layer, views)
+        weight = None
+        if buffers.weight is not None:
+            weight = link.read(context, buffers.weight, (device, leaf, "weight"))
+            leaves.count(to_host=weight.nbytes)
+        if buffers.grad is None:
+            grad = leaves.stashed_grad(device, leaf, call.layer, call.views)
         else:
-            g = link.read(context, grad, (device, leaf, "grad"))
-            leaves.count(to_host=g.nbytes)
+            grad = link.read(context, buffers.grad, (device, leaf, "grad"))
+            leaves.count(to_host=grad.nbytes)
         # New parameters that live on the device are written here and copied up; others stay in
         # host memory.
-        room = None if params is None else link.room(context, params, (device, leaf, "params"))
-        leaves.run_kernel(device, leaf, layer, g, scalars, weight=w, result=room, views=views)
+        room = None
+        if buffers.params is not None:
+            room = link.room(context, buffers.params, (device, leaf, "params"))
+        leaves.run_kernel(
+            device,
+            leaf,
+            call.layer,
+            grad,
+            call.scalars,
+            weight=weight,
+            result=room,
+            views=call.views,
+        )
         if room is not None:
-            link.write(context, params, (device, leaf, "params"))
+            link.write(context, buffers.params, (device, leaf, "params"))
             leaves.count(to_device=room.nbytes)

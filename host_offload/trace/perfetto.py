@@ -112,24 +112,20 @@ class _Builder:
         self.transfers = map_transfers(events)
         self.uses = list_uses(self.runs)
         self.use_of = {use.number: use for use in self.uses}
-        self.counted_in = {
-            e.number: i
-            for i, run in enumerate(self.runs)
-            for e in run.events
-            if e.name in ("read", "write")
-        }
-        since = min(
-            [run.start for run in self.runs] + [event.queued for event in events], default=0.0
-        )
+        self.counted_in: dict[int, int] = {}
+        for index, run in enumerate(self.runs):
+            transfers = map_transfers(run.events)
+            self.counted_in |= dict.fromkeys(transfers, index)
+        starts = [run.start for run in self.runs]
+        since = min(starts + [event.queued for event in events], default=0.0)
         causes = Causes(self.transfers, since)
         self.busy = causes.busy
         self.late = {use.number: causes.of(use) for use in self.uses}
-        self.planned = [
-            p for p in plan(self.runs, self.uses, self.transfers, distance) if p.run >= self.first
-        ]
+        planned = plan(self.runs, self.uses, self.transfers, distance)
+        self.planned = [move for move in planned if move.run >= self.first]
         self.drawn = [transfer for transfer in self.transfers.values() if self._is_drawn(transfer)]
-        starts = [run.start for run in self.runs[self.first :]] + [p.start for p in self.planned]
-        self.origin = min(starts + [t.queued for t in self.drawn], default=0.0)
+        starts = starts[self.first :] + [move.start for move in self.planned]
+        self.origin = min(starts + [transfer.queued for transfer in self.drawn], default=0.0)
         self.names = _names(self.runs, self.first)
 
     def _is_drawn(self, transfer: Event) -> bool:
@@ -171,7 +167,10 @@ class _Builder:
         """Return the trace arguments that identify the planned move of a transfer."""
         if use is None or use.run < self.first:
             return {}
-        return {"run": self.names[use.run], **({} if use.turn is None else {"move": use.turn})}
+        place: Json = {"run": self.names[use.run]}
+        if use.turn is not None:
+            place["move"] = use.turn
+        return place
 
     def _transfer(self, event: Event) -> _Slice:
         use = self.use_of.get(event.number)
@@ -185,89 +184,84 @@ class _Builder:
             "bytes": event.num_bytes,
             "GB_per_s": _rate(event.num_bytes, event.seconds),
             "queued_ms": _ms(event.start - event.queued),
-            **(
-                {}
-                if counted is None or counted < self.first
-                else {"counted_in": self.names[counted]}
-            ),
         }
+        if counted is not None and counted >= self.first:
+            args["counted_in"] = self.names[counted]
         if event.name == "read":
             args["ahead"] = event.ahead
             if use is not None and late is not None:
                 args |= {"before_use_ms": _ms(use.wanted - event.end), **_lateness(late)}
-        name = f"{event.name} {event.kind} {event.layer}"
-        return self._slice(
-            RANKS + event.rank, f"{event.name} {event.kind}", name, event.start, event.end, args
-        )
+        track = f"{event.name} {event.kind}"
+        name = f"{track} {event.layer}"
+        return self._slice(RANKS + event.rank, track, name, event.start, event.end, args)
 
     def _waits(self) -> Iterable[_Slice]:
         for run in self.runs[self.first :]:
             for event in run.events:
                 if event.name in ("read_wait", "write_wait"):
-                    use = self.use_of[event.number]
-                    late = self.late[event.number]
-                    args = {
-                        "kind": event.kind,
-                        "layer": event.layer,
-                        **self._place(use),
-                        "number": event.number,
-                        **_lateness(late),
-                    }
-                    name = (
-                        f"{'write' if use.move.writes else 'read'} {event.kind} {event.layer}: "
-                        f"{late.cause or 'not late'}"
-                    )
-                    yield self._slice(
-                        RANKS + event.rank, f"wait {event.kind}", name, event.start, event.end, args
-                    )
+                    yield self._wait(event)
+
+    def _wait(self, event: Event) -> _Slice:
+        use = self.use_of[event.number]
+        late = self.late[event.number]
+        args = {
+            "kind": event.kind,
+            "layer": event.layer,
+            **self._place(use),
+            "number": event.number,
+            **_lateness(late),
+        }
+        verb = "write" if use.move.writes else "read"
+        name = f"{verb} {event.kind} {event.layer}: {late.cause or 'not late'}"
+        track = f"wait {event.kind}"
+        return self._slice(RANKS + event.rank, track, name, event.start, event.end, args)
 
     def _planned(self) -> Iterable[_Slice]:
         uses: dict[tuple[int, int | None], list[Use]] = {}
         for use in self.uses:
             uses.setdefault((use.run, use.turn), []).append(use)
-        for p in self.planned:
-            yield self._planned_move(p, uses.get((p.run, p.turn), []))
+        for planned in self.planned:
+            yield self._planned_move(planned, uses.get((planned.run, planned.turn), []))
 
-    def _planned_move(self, p: Planned, uses: Sequence[Use]) -> _Slice:
-        what = "write" if p.move.writes else "read"
+    def _planned_move(self, planned: Planned, uses: Sequence[Use]) -> _Slice:
+        move = planned.move
+        end = planned.start + planned.seconds
         args = {
-            "kind": p.move.kind,
-            "layer": p.move.layer,
-            "run": self.names[p.run],
-            "move": p.turn,
-            "bytes": p.num_bytes,
-            "GB_per_s": _rate(p.num_bytes, p.seconds),
+            "kind": move.kind,
+            "layer": move.layer,
+            "run": self.names[planned.run],
+            "move": planned.turn,
+            "bytes": planned.num_bytes,
+            "GB_per_s": _rate(planned.num_bytes, planned.seconds),
             "made_on_devices": len(uses),
         }
-        if not p.move.writes:
+        if not move.writes:
             reads = [self.transfers[use.number] for use in uses if use.number in self.transfers]
             args["missed_on_devices"] = sum(not read.ahead for read in reads)
-            args["ideally_late_ms"] = _ms(max(0.0, p.start + p.seconds - p.wanted))
+            args["ideally_late_ms"] = _ms(max(0.0, end - planned.wanted))
         if uses:
-            args |= _lateness(
-                max((self.late[use.number] for use in uses), key=lambda late: late.seconds)
-            )
-        name = f"{what} {p.move.kind} {p.move.layer}"
-        return self._slice(
-            PLANNED, f"{what} {p.move.kind}", name, p.start, p.start + p.seconds, args
-        )
+            latenesses = [self.late[use.number] for use in uses]
+            args |= _lateness(max(latenesses, key=lambda late: late.seconds))
+        track = f"{'write' if move.writes else 'read'} {move.kind}"
+        return self._slice(PLANNED, track, f"{track} {move.layer}", planned.start, end, args)
 
     def _predicted(self) -> Iterable[_Slice]:
         for index, run in enumerate(self.runs):
-            if index >= self.first and run.name == STEP:
-                for lane, label, start, stop in self.predicted:
-                    args = {"run": self.names[index]}
-                    yield self._slice(
-                        PREDICTED, lane, label, run.start + start, run.start + stop, args
-                    )
+            if index < self.first or run.name != STEP:
+                continue
+            for lane, label, start, stop in self.predicted:
+                args = {"run": self.names[index]}
+                yield self._slice(PREDICTED, lane, label, run.start + start, run.start + stop, args)
 
     def _runs(self) -> Iterable[_Slice]:
         for index, run in enumerate(self.runs):
-            if index >= self.first:
-                end = max([run.start, *(e.end for e in run.events)]) if run.end is None else run.end
-                yield self._slice(
-                    DISK, "steps", self.names[index], run.start, end, self._sums(index, run, end)
-                )
+            if index < self.first:
+                continue
+            end = run.end
+            if end is None:
+                end = max([run.start, *(event.end for event in run.events)])
+            sums = self._sums(index, run, end)
+            yield self._slice(DISK, "steps", self.names[index], run.start, end, sums)
 
     def _sums(self, index: int, run: Run, end: float) -> Json:
         """Return a run's bytes and waits, counted as in its metrics, and its waits by cause."""
@@ -277,10 +271,8 @@ class _Builder:
             # Transfers overlap: the rate is over the time in which at least one was in flight.
             num_bytes = sum(e.num_bytes for e in transfers)
             under_way = Intervals((e.start, e.end) for e in transfers)
-            args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = (
-                num_bytes,
-                _rate(num_bytes, under_way.seconds),
-            )
+            args[f"{name}_bytes"] = num_bytes
+            args[f"{name}_GB_per_s"] = _rate(num_bytes, under_way.seconds)
         stalls: dict[str, float] = collections.defaultdict(float)
         for use in self.uses:
             if use.run == index:
@@ -289,19 +281,19 @@ class _Builder:
         seconds = end - run.start
         args["stall_ms"] = {cause: _ms(stall) for cause, stall in sorted(stalls.items())}
         args["misses"] = sum(e.name == "read" and not e.ahead for e in run.events)
-        if seconds:
-            args["disk_busy"] = round(self.busy.covered(run.start, end) / seconds, 4)
-        else:
-            args["disk_busy"] = 0.0
-        return args | ({} if run.end is not None else {"ended": False})
+        busy = self.busy.covered(run.start, end)
+        args["disk_busy"] = round(busy / seconds, 4) if seconds else 0.0
+        if run.end is None:
+            args["ended"] = False
+        return args
 
     def _counters(self) -> list[Json]:
         """Return counter events of the transfers queued or in flight, and of their bytes."""
         changes: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        for t in self.drawn:
-            for time, sign in ((self._ns(t.queued), 1), (self._ns(t.end), -1)):
-                changes[time][t.name] += sign
-                changes[time][t.name + " bytes"] += sign * t.num_bytes
+        for event in self.drawn:
+            for time, sign in ((self._ns(event.queued), 1), (self._ns(event.end), -1)):
+                changes[time][event.name] += sign
+                changes[time][event.name + " bytes"] += sign * event.num_bytes
         now: collections.Counter[str] = collections.Counter()
         events = []
         for time, change in sorted(changes.items()):
@@ -324,13 +316,13 @@ def _names(runs: Sequence[Run], first: int) -> list[str]:
 
 
 def _lateness(late: Lateness) -> Json:
-    if late.cause:
-        return {
-            "late_ms": _ms(late.seconds),
-            "disk_rested_ms": _ms(late.rested),
-            "cause": late.cause,
-        }
-    return {}
+    if not late.cause:
+        return {}
+    return {
+        "late_ms": _ms(late.seconds),
+        "disk_rested_ms": _ms(late.idle_seconds),
+        "cause": late.cause,
+    }
 
 
 def _ms(seconds: float) -> float:
@@ -374,28 +366,18 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
                 }
             )
         for lane in range(len(ends)):
-            tid = first + lane
+            thread = first + lane
             name = track if lane == 0 else f"{track} ({lane + 1})"
+            events.append(_thread_metadata(process, thread, "thread_name", {"name": name}))
             events.append(
-                {
-                    "ph": "M",
-                    "pid": process,
-                    "tid": tid,
-                    "name": "thread_name",
-                    "args": {"name": name},
-                }
-            )
-            events.append(
-                {
-                    "ph": "M",
-                    "pid": process,
-                    "tid": tid,
-                    "name": "thread_sort_index",
-                    "args": {"sort_index": tid},
-                }
+                _thread_metadata(process, thread, "thread_sort_index", {"sort_index": thread})
             )
         threads[process] += len(ends)
     return events
+
+
+def _thread_metadata(process: int, thread: int, name: str, args: Json) -> Json:
+    return {"ph": "M", "pid": process, "tid": thread, "name": name, "args": args}
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
@@ -418,9 +400,10 @@ def check_path(path: str | os.PathLike[str]) -> None:
         if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "not a regular file")
         # Create the temporary file of `write_trace` instead of opening an older trace.
-        with open(part := _build_temporary_name(name), "xb"):
+        temporary = _build_temporary_name(name)
+        with open(temporary, "xb"):
             pass
-        os.unlink(part)
+        os.unlink(temporary)
     except OSError as error:
         raise ValueError(
             f"a trace cannot be written to {name} ({error.strerror}): name a file in an existing "
@@ -449,12 +432,13 @@ def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
       OSError: the file cannot be written; an older file of that name is kept.
     """
     name = os.fspath(path)
-    part = _build_temporary_name(name)
+    temporary = _build_temporary_name(name)
+    open_file = gzip.open if name.endswith(".gz") else open
     try:
-        with gzip.open(part, "xt") if name.endswith(".gz") else open(part, "x") as file:
+        with open_file(temporary, "xt") as file:
             json.dump(trace, file, separators=(",", ":"))
-        os.replace(part, name)
+        os.replace(temporary, name)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(part)
+            os.unlink(temporary)
         raise

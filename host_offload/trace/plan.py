@@ -30,6 +30,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,10 @@ ASKED_TOO_LATE = "asked too late"
 DISK_BUSY = "disk busy"
 STILL_WRITTEN = "still being written"
 EARLIER_WRITES = "earlier writes"
+
+
+MoveKey = tuple[int, int]
+"""Index of a run, and index of a move in the run (its turn)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,13 +135,13 @@ class Lateness:
     Attributes:
       seconds: for a read, seconds from when the record was wanted until it was available; for a
         write, seconds spent waiting for earlier writes of its kind.
-      rested: seconds for which the disk was idle while the record could have been read but was not
-        asked for.
+      idle_seconds: seconds for which the disk was idle while the record could have been read but
+        was not asked for.
       cause: one of the module's four causes, or "" if the use was not late.
     """
 
     seconds: float
-    rested: float
+    idle_seconds: float
     cause: str
 
 
@@ -167,7 +172,9 @@ class Intervals:
     def _before(self, time: float) -> float:
         # All intervals that began before `time`, minus the part of the last one after `time`.
         i = bisect.bisect_right(self._starts, time)
-        return self._sums[i] - (max(0.0, self._ends[i - 1] - time) if i else 0.0)
+        if not i:
+            return 0.0
+        return self._sums[i] - max(0.0, self._ends[i - 1] - time)
 
 
 def map_transfers(events: Iterable[Event]) -> dict[int, Event]:
@@ -200,12 +207,12 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
     for group in reversed(groups) if backward else groups:
         first = group[0]
         move = Move(first.kind, first.layer, first.name == "write_wait")
-        of_record = turns.get(move, [])
-        k = counts.get((first.rank, move), 0)
-        counts[first.rank, move] = k + 1
+        record_turns = turns.get(move, [])
+        count = counts.get((first.rank, move), 0)
+        counts[first.rank, move] = count + 1
         turn = None
-        if k < len(of_record):
-            turn = of_record[-1 - k if backward else k]
+        if count < len(record_turns):
+            turn = record_turns[-1 - count if backward else count]
         uses.append(
             Use(
                 run=index,
@@ -260,11 +267,10 @@ class Causes:
         if use.move.writes:
             # A wait counts only if a write of this kind ended during it and so made room.
             ends = self._ends.get((use.move.kind, use.rank), [])
-            late = sum(
-                w.seconds
-                for w in use.waits
-                if bisect.bisect_left(ends, w.start) < bisect.bisect_right(ends, w.end)
-            )
+            late = 0.0
+            for wait in use.waits:
+                if bisect.bisect_left(ends, wait.start) < bisect.bisect_right(ends, wait.end):
+                    late += wait.seconds
             return Lateness(late, 0.0, EARLIER_WRITES if late else "")
         read = self.transfers.get(use.number)
         if read is None or read.end <= use.wanted:
@@ -275,8 +281,8 @@ class Causes:
             return Lateness(late, 0.0, STILL_WRITTEN)
         # From when the record could have been read until its read was queued, minus the time in
         # which the disk was busy.
-        rested = max(0.0, read.queued - written - self.busy.covered(written, read.queued))
-        return Lateness(late, rested, ASKED_TOO_LATE if rested >= late else DISK_BUSY)
+        idle = max(0.0, read.queued - written - self.busy.covered(written, read.queued))
+        return Lateness(late, idle, ASKED_TOO_LATE if idle >= late else DISK_BUSY)
 
 
 def plan(
@@ -291,46 +297,65 @@ def plan(
       distance: prefetch distance, in records of a kind.
     """
     wanted = _wanted(runs, uses)
-    num_bytes, seconds = _costs(runs, uses, transfers)
-    ideal: dict[tuple[int, int], Planned] = {}
+    costs = _costs(runs, uses, transfers)
+    keys = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
+    starts: dict[MoveKey, float] = {}
 
-    def place(run: int, turn: int, start: float) -> float:
-        key = (run, turn)
-        move = runs[run].moves[turn]
-        ideal[key] = Planned(
+    # Writes first, because a read of the same record may start only when its write has ended.
+    write_ends: dict[MoveKey, float] = {}
+    free = -np.inf  # time when the disk has finished all writes placed so far
+    for key in keys:
+        run, turn = key
+        if runs[run].moves[turn].writes:
+            starts[key] = max(free, wanted[run][turn])
+            free = starts[key] + costs[key].seconds
+            write_ends[key] = free
+
+    starts |= _place_reads(_released(runs, wanted, write_ends, distance), costs)
+    return [
+        Planned(
             run=run,
             turn=turn,
-            move=move,
-            start=start,
-            seconds=seconds[key],
-            num_bytes=num_bytes[key],
+            move=runs[run].moves[turn],
+            start=starts[run, turn],
+            seconds=costs[run, turn].seconds,
+            num_bytes=costs[run, turn].num_bytes,
             wanted=wanted[run][turn],
         )
-        return start + seconds[key]
+        for run, turn in keys
+    ]
 
-    every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
-    # `free` is the time when the disk has finished all moves placed so far.
-    free = -np.inf
-    ends = {}
-    # Writes first, because a read of the same record may start only when its write has ended.
-    for run, turn in every:
-        if runs[run].moves[turn].writes:
-            free = ends[run, turn] = place(run, turn, max(free, wanted[run][turn]))
-    waiting = [(t, key) for key, t in _released(runs, wanted, ends, distance).items()]
+
+class _Cost(NamedTuple):
+    """Bytes of a move, summed over devices, and its duration in seconds."""
+
+    num_bytes: int
+    seconds: float
+
+
+def _place_reads(
+    released: Mapping[MoveKey, float], costs: Mapping[MoveKey, _Cost]
+) -> dict[MoveKey, float]:
+    """Return the start of each read.
+
+    Reads have a queue of their own: each direction runs at its own rate, in parallel. Among the
+    reads that may start, the disk serves the earliest move first.
+    """
+    starts: dict[MoveKey, float] = {}
+    waiting = [(time, key) for key, time in released.items()]
     heapq.heapify(waiting)
-    # Reads have a queue of their own: each direction runs at its own rate, in parallel.
-    free = -np.inf
-    ready = []
-    # Among the reads that may start, the disk serves the earliest move first.
+    ready: list[MoveKey] = []
+    free = -np.inf  # time when the disk has finished all reads placed so far
     while waiting or ready:
         # Collect the reads that may start by now; if there is none, advance time to the next one.
         while waiting and (waiting[0][0] <= free or not ready):
-            released, key = heapq.heappop(waiting)
-            free = max(free, released)
+            time, key = heapq.heappop(waiting)
+            free = max(free, time)
             heapq.heappush(ready, key)
-        run, turn = heapq.heappop(ready)
-        free = place(run, turn, free)
-    return [ideal[key] for key in every]
+        key = heapq.heappop(ready)
+        starts[key] = free
+        free += costs[key].seconds
+    return starts
 
 
 def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
@@ -338,61 +363,64 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
 
     A move without a use gets the time of the move before it.
     """
-    times: list[list[list[float]]] = [[[] for _ in run.moves] for run in runs]
     stalls = [
         Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait"))
         for run in runs
     ]
+    times: dict[MoveKey, list[float]] = {}
     for use in uses:
         if use.turn is not None:
+            time = use.until if use.move.writes else use.wanted
             # Subtract all the time that the run had stalled by then, on any device.
-            at = use.until if use.move.writes else use.wanted
-            times[use.run][use.turn].append(at - stalls[use.run].covered(runs[use.run].start, at))
+            stalled = stalls[use.run].covered(runs[use.run].start, time)
+            times.setdefault((use.run, use.turn), []).append(time - stalled)
+
     wanted = []
-    for run, of_run in zip(runs, times, strict=True):
-        row = []
+    for index, run in enumerate(runs):
+        run_times = []
         last = run.start
-        for move, moments in zip(run.moves, of_run, strict=True):
-            # A read is wanted when the first device asks for it, a write when the last device has
-            # handed its record over.
-            if moments:
-                last = max(moments) if move.writes else min(moments)
-            row.append(last)
-        wanted.append(row)
+        for turn, move in enumerate(run.moves):
+            if move_times := times.get((index, turn)):
+                # A read is wanted when the first device asks for it, a write when the last device
+                # has handed its record over.
+                last = max(move_times) if move.writes else min(move_times)
+            run_times.append(last)
+        wanted.append(run_times)
     return wanted
 
 
 def _costs(
     runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event]
-) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], float]]:
-    """Return bytes and seconds of each move, by (run, turn).
+) -> dict[MoveKey, _Cost]:
+    """Return the cost of each move.
 
     Seconds use the rate of the move's run and direction, or if that is unknown, of all runs.
     """
     by_name: dict[str, list[Event]] = {"read": [], "write": []}
-    of_run: dict[tuple[int, str], list[Event]] = {}
-    sizes: dict[tuple[int, int], dict[int, int]] = {}
+    by_run: dict[tuple[int, str], list[Event]] = {}
+    sizes: dict[MoveKey, dict[int, int]] = {}  # by rank
     for use in uses:
         if (transfer := transfers.get(use.number)) is not None:
             by_name[transfer.name].append(transfer)
-            of_run.setdefault((use.run, transfer.name), []).append(transfer)
+            by_run.setdefault((use.run, transfer.name), []).append(transfer)
             if use.turn is not None:
                 sizes.setdefault((use.run, use.turn), {})[use.rank] = transfer.num_bytes
-    usual = {transfer.kind: transfer.num_bytes for transfer in transfers.values()}
+    usual_bytes = {transfer.kind: transfer.num_bytes for transfer in transfers.values()}
     ranks = {use.rank for use in uses}
-    num_bytes: dict[tuple[int, int], int] = {}
-    seconds: dict[tuple[int, int], float] = {}
-    rates = {key: _rate(group) for key, group in of_run.items()}
-    overall = {name: _rate(group) for name, group in by_name.items()}
+    run_rates = {key: _rate(group) for key, group in by_run.items()}
+    overall_rates = {name: _rate(group) for name, group in by_name.items()}
+
+    costs: dict[MoveKey, _Cost] = {}
     for index, run in enumerate(runs):
         for turn, move in enumerate(run.moves):
-            bytes_of_rank = sizes.get((index, turn), {})
-            name = "write" if move.writes else "read"
             # If a device's transfer is missing, use the size of other records of the kind.
-            size = sum(bytes_of_rank.get(rank, usual.get(move.kind, 0)) for rank in ranks)
-            rate = rates.get((index, name)) or overall[name]
-            num_bytes[index, turn], seconds[index, turn] = size, size / rate if rate else 0.0
-    return num_bytes, seconds
+            usual = usual_bytes.get(move.kind, 0)
+            move_sizes = sizes.get((index, turn), {})
+            num_bytes = sum(move_sizes.get(rank, usual) for rank in ranks)
+            name = "write" if move.writes else "read"
+            rate = run_rates.get((index, name)) or overall_rates[name]
+            costs[index, turn] = _Cost(num_bytes, num_bytes / rate if rate else 0.0)
+    return costs
 
 
 def _rate(transfers: Sequence[Event]) -> float:
@@ -404,50 +432,63 @@ def _rate(transfers: Sequence[Event]) -> float:
 def _released(
     runs: Sequence[Run],
     wanted: Sequence[Sequence[float]],
-    written: Mapping[tuple[int, int], float],
+    written: Mapping[MoveKey, float],
     distance: int,
-) -> dict[tuple[int, int], float]:
-    """Return when the plan allows each read to start, by (run, turn).
+) -> dict[MoveKey, float]:
+    """Return when the plan allows each read to start.
 
     A read may start when all of these hold: the `distance`-th read of its kind before it has been
     asked for; the previous read of its own record has been asked for; its record has been written;
     it is within the window's horizon. If the previous run had different moves, a read does not
     start before its own run begins.
     """
-    released: dict[tuple[int, int], float] = {}
+    released: dict[MoveKey, float] = {}
     last_write: dict[tuple[str, int], float] = {}  # end of each record's last write so far
     for index, run in enumerate(runs):
-        n = len(run.moves)
-        horizon = compute_horizon(run.moves, distance)
         # If two consecutive runs have the same moves, the second one's reads start in the first.
-        first = index - 1 if index and runs[index - 1].moves == run.moves else index
-        begin = runs[first].start
-
-        def at(turn: int, index: int = index, n: int = n) -> tuple[int, int]:
-            """Return (run, turn) of a turn of this run; a negative one is of the run before."""
-            return (index, turn) if turn >= 0 else (index - 1, turn + n)
-
-        lowest = -n if first < index else 0
-        reads: dict[str, list[int]] = {}
-        of_record: dict[tuple[str, int], int] = {}
-        for turn in range(lowest, n):
-            move = run.moves[turn % n]
-            before = reads.setdefault(move.kind, [])
+        continues = index > 0 and runs[index - 1].moves == run.moves
+        begin = runs[index - 1 if continues else index].start
+        bounds = _list_bounds(run.moves, distance, continues)
+        for turn, move in enumerate(run.moves):
             record = (move.kind, move.layer)
             if move.writes:
-                if turn >= 0:
-                    last_write[record] = written[index, turn]
+                last_write[record] = written[index, turn]
                 continue
-            if turn >= 0:
-                # A read waits for the move one horizon before it, for the read whose buffer it
-                # takes, for its own use if nothing is read ahead, and for the previous read of its
-                # record.
-                bounds = [turn - horizon] if turn - horizon >= lowest else []
-                bounds += [before[-distance]] if 0 < distance <= len(before) else []
-                bounds += [turn] if not distance else []
-                bounds += [of_record[record]] if record in of_record else []
-                times = [wanted[run_][turn_] for run_, turn_ in map(at, bounds)]
-                released[index, turn] = max([begin, last_write.get(record, begin), *times])
-            before.append(turn)
-            of_record[record] = turn
+            # A negative turn is of the run before.
+            times = [
+                wanted[index][bound] if bound >= 0 else wanted[index - 1][bound]
+                for bound in bounds[turn]
+            ]
+            released[index, turn] = max([begin, last_write.get(record, begin), *times])
     return released
+
+
+def _list_bounds(moves: Sequence[Move], distance: int, continues: bool) -> list[list[int]]:
+    """Return for each move the turns that must be wanted before it is read; none for writes.
+
+    A negative turn counts from the end of the run before, whose moves are the same if `continues`.
+    """
+    num_moves = len(moves)
+    lowest = -num_moves if continues else 0
+    horizon = compute_horizon(moves, distance)
+    bounds: list[list[int]] = [[] for _ in moves]
+    reads: dict[str, list[int]] = {}
+    last_reads: dict[tuple[str, int], int] = {}
+    for turn in range(lowest, num_moves):
+        move = moves[turn % num_moves]
+        if move.writes:
+            continue
+        record = (move.kind, move.layer)
+        kind_reads = reads.setdefault(move.kind, [])
+        if turn >= 0:
+            if turn - horizon >= lowest:
+                bounds[turn].append(turn - horizon)
+            if 0 < distance <= len(kind_reads):
+                bounds[turn].append(kind_reads[-distance])  # the read whose buffer it takes
+            if not distance:
+                bounds[turn].append(turn)  # its own use, because nothing is read ahead
+            if record in last_reads:
+                bounds[turn].append(last_reads[record])
+        kind_reads.append(turn)
+        last_reads[record] = turn
+    return bounds

@@ -49,7 +49,7 @@ class Program:
                 jax.ShapeDtypeStruct((1,), jnp.int32),
                 has_side_effect=True,
             )
-            return run(Calls.where(NONE, layer, token))
+            return run(Calls.request(NONE, layer, token))
 
         return call
 
@@ -165,7 +165,7 @@ def test_each_site_is_called_as_its_schedule_says_and_another_order_is_an_error(
         state, _ = program.step(program.init(jax.random.key(0)), batch)
         assert sites
         for site in sites:
-            assert [count for _, count in site._made.values()] == [len(site.order)] * 2
+            assert [count for _, count in site._counts.values()] == [len(site.order)] * 2
         site = next(
             site for site in sites if len(set(site.order)) > 1 and site.name == "fetch params"
         )

@@ -18,7 +18,8 @@ from host_offload.device import copies, gpu_copies
 from host_offload.device.cuda_driver import Driver
 from host_offload.device.gpu_copies import GpuCopies
 from host_offload.disk import SwapError
-from host_offload.engine import Engine, Swap
+from host_offload.engine import Swap
+from host_offload.engine.job_thread import JobThread
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -63,7 +64,7 @@ class Simulated:
         self.driver, self.last, self._done = Driver(self.cuda), [], threading.local()
         for name in ("copy", "copy_in", "copy_out", "record", "wait"):
             monkeypatch.setattr(Driver, name, self._noted(getattr(Driver, name), "driver"))
-        monkeypatch.setattr(Engine, "_later", self._noted(Engine._later, "thread"))
+        monkeypatch.setattr(JobThread, "submit", self._noted(JobThread.submit, "thread"))
         monkeypatch.setattr(
             "host_offload.engine.ops.build_copies", lambda devices: GpuCopies(devices, self.driver)
         )

@@ -24,7 +24,7 @@ ALL = dict.fromkeys(("params", "grads", "opt_state", "activations"), HOST)
     ],
 )
 def test_numbers_are_parted_where_they_are_not_linear(numbers, parts):
-    assert phases._linear_parts(numbers) == parts
+    assert phases._progressions(numbers) == parts
     for start, stop, step in parts:
         assert numbers[start:stop] == [numbers[start] + step * n for n in range(stop - start)]
 

@@ -19,6 +19,7 @@ random bits, a dim made by a broadcast) are split like the values that they meet
 nothing is known about them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -65,17 +66,16 @@ def flow(
       apart: for equations that are taken apart, and therefore return more results, their programs
         by the slot of the first result.
     """
-    given: list[Split | None] = [
+    input_splits: list[Split | None] = [
         None if spec is None else tuple(map(parse_axes, spec)) for spec in inputs
     ]
-    # The additional results of an equation that is taken apart come last.
-    shapes = {
-        out: v.aval
-        for i in program.instructions
-        for out, v in zip(i.outs, i.eqn.outvars, strict=False)
-    }
-    splits = SplitAnalysis(axis_sizes, apart).run(program, given)
-    return {slot: split_to_spec(split, shapes.get(slot)) for slot, split in splits.items()}
+    avals = dict[int, Any]()
+    for i in program.instructions:
+        # The additional results of an equation that is taken apart come last.
+        for out, v in zip(i.outs, i.eqn.outvars, strict=False):
+            avals[out] = v.aval
+    splits = SplitAnalysis(axis_sizes, apart).run(program, input_splits)
+    return {slot: split_to_spec(split, avals.get(slot)) for slot, split in splits.items()}
 
 
 def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
@@ -83,9 +83,8 @@ def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
     if split is None:
         return None
     # If any dim is known, dims that nothing splits count as unsplit.
-    is_open = any(
-        entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)
-    )
+    open_dims = [dim for dim, entry in enumerate(split) if entry is ANY]
+    is_open = any(aval is None or aval.shape[dim] != 1 for dim in open_dims)
     if is_open and not any(entry is not ANY and entry for entry in split):
         return None
     return as_spec(split)
@@ -93,14 +92,13 @@ def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
 
 def as_spec(split: Split) -> Spec:
     """Return a split as a spec in which ANY counts as unsplit."""
-    return tuple(map(_spec_entry, split))
-
-
-def _spec_entry(axes: Any) -> Any:
-    """Return the axes that split a dim as an entry of a spec; ANY counts as unsplit."""
-    if axes is ANY or not axes:
-        return None
-    return axes[0] if len(axes) == 1 else tuple(axes)
+    spec = []
+    for entry in split:
+        if entry is ANY or not entry:
+            spec.append(None)
+        else:
+            spec.append(entry[0] if len(entry) == 1 else tuple(entry))
+    return tuple(spec)
 
 
 def tensor_dims(split: Split) -> list[int]:
@@ -160,9 +158,10 @@ class SplitAnalysis(Analysis[Split | None]):
         known = [split for split in ins if split is not None]
         if len(known) < len(ins) or name in self.enters:
             raise _Unclear
-        if (rule := _RULES.get(name)) is not None:
+        rule = _RULES.get(name)
+        if rule is not None:
             return rule(eqn, known, self.sizes)
-        if all(entry is ANY for split in known for entry in split):
+        if all(entry is ANY for entry in itertools.chain(*known)):
             return free
         raise _Unclear
 
@@ -183,10 +182,10 @@ class SplitAnalysis(Analysis[Split | None]):
         """Return how the operands are split inside, over the axes left to the partitioner."""
         manual = manual_axes(eqn)
 
-        def rest(entry: Any) -> Any:
+        def without_manual(entry: Any) -> Any:
             return entry if entry is ANY else tuple(axis for axis in entry if axis not in manual)
 
-        return [None if split is None else tuple(map(rest, split)) for split in ins]
+        return [None if split is None else tuple(map(without_manual, split)) for split in ins]
 
     def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Split | None]) -> list[Split | None]:
         """Return how the results are split, by their specs and by the splits inside."""
@@ -198,8 +197,7 @@ class SplitAnalysis(Analysis[Split | None]):
             pairs = zip(map(parse_axes, pad_spec(spec, _ndim(v))), split, strict=True)
             return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
 
-        triples = zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)
-        return [joined(spec, out, v) for spec, out, v in triples]
+        return list(map(joined, eqn.params["out_specs"], outs, eqn.outvars))
 
 
 def _ndim(v: Any) -> int:
@@ -212,7 +210,7 @@ def _shape(v: Any) -> tuple[int, ...]:
 
 def _is_twice(split: Split) -> bool:
     """Return whether a mesh axis would split two dims."""
-    axes = [axis for entry in split if entry is not ANY for axis in entry]
+    axes = list(itertools.chain(*(entry for entry in split if entry is not ANY)))
     return len(set(axes)) < len(axes)
 
 
@@ -252,11 +250,15 @@ def _pointwise(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
             raise _Unclear
         if split:  # otherwise it is a scalar next to arrays
             # A dim of 1 is repeated along the dim that it meets.
-            result = tuple(
-                _meet(a, ANY if n != m else b)
-                for a, b, n, m in zip(result, split, _shape(v), shape, strict=True)
-            )
+            repeated = _changed_dims(_shape(v), shape)
+            split = tuple(ANY if d in repeated else entry for d, entry in enumerate(split))
+            result = tuple(map(_meet, result, split))
     return [result]
+
+
+def _changed_dims(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Return the dims whose sizes differ."""
+    return [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
 
 
 def _transpose(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
@@ -267,8 +269,8 @@ def _broadcast(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
     old = _shape(eqn.invars[0])
     new = _shape(eqn.outvars[0])
     result = [ANY] * len(new)
-    for d, at in enumerate(eqn.params["broadcast_dimensions"]):
-        result[at] = ins[0][d] if old[d] == new[at] else ANY
+    for d, new_d in enumerate(eqn.params["broadcast_dimensions"]):
+        result[new_d] = ins[0][d] if old[d] == new[new_d] else ANY
     return [tuple(result)]
 
 
@@ -287,9 +289,8 @@ def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) 
         raise _Unclear
     result: list[Any] = [ANY] * len(new)  # dims of 1 have nothing to split
     for old_dims, new_dims in _groups(old, new):
-        entries = _regrouped(
-            [(old[d], ins[0][d]) for d in old_dims], [new[d] for d in new_dims], sizes
-        )
+        old_entries = [(old[d], ins[0][d]) for d in old_dims]
+        entries = _regrouped(old_entries, [new[d] for d in new_dims], sizes)
         for d, entry in zip(new_dims, entries, strict=True):
             result[d] = entry
     return [tuple(result)]
@@ -300,15 +301,22 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
     Dims of 1 are left out.
     """
-    olds, news = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
+    old_dims = [d for d, n in enumerate(old) if n != 1]
+    new_dims = [d for d, n in enumerate(new) if n != 1]
     groups = list[tuple[list[int], list[int]]]()
-    while olds:
-        group = [olds.pop(0)], [news.pop(0)]
-        while (before := math.prod(old[d] for d in group[0])) != (
-            after := math.prod(new[d] for d in group[1])
-        ):
-            group[before > after].append((news if before > after else olds).pop(0))
-        groups.append(group)
+    while old_dims:
+        old_group = [old_dims.pop(0)]
+        new_group = [new_dims.pop(0)]
+        old_count = old[old_group[0]]
+        new_count = new[new_group[0]]
+        while old_count != new_count:
+            if old_count > new_count:
+                new_group.append(new_dims.pop(0))
+                new_count *= new[new_group[-1]]
+            else:
+                old_group.append(old_dims.pop(0))
+                old_count *= old[old_group[-1]]
+        groups.append((old_group, new_group))
     return groups
 
 
@@ -333,13 +341,13 @@ def _regrouped(
         is_run = math.prod(sizes[axis] for axis in entry) == size
     result = list[Any]()
     for n in new:
-        mine = list[str]()
+        entry = list[str]()
         while axes and n % sizes[axes[0]] == 0:
             n //= sizes[axes[0]]
-            mine.append(axes.pop(0))
+            entry.append(axes.pop(0))
         if axes and n > 1:
             raise _Unclear
-        result.append(tuple(mine))
+        result.append(tuple(entry))
     if axes:
         raise _Unclear
     return result
@@ -350,50 +358,30 @@ def _slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) ->
 
     Dims whose size changes must be unsplit.
     """
-    arrays = [
-        (v, split)
-        for v, split in zip(eqn.invars, ins, strict=True)
-        if len(split) == _ndim(eqn.outvars[0])
-    ]
     results = []
     for out in eqn.outvars:
-        shape = _shape(out)
-        changed = [
-            [d for d, (n, m) in enumerate(zip(_shape(v), shape, strict=True)) if n != m]
-            for v, _ in arrays
-        ]
-        kept = [_unsplit(split, dims) for (_, split), dims in zip(arrays, changed, strict=True)]
-        results.append(
-            _meet_all(
-                [
-                    tuple(() if d in dims else e for d, e in enumerate(s))
-                    for s, dims in zip(kept, changed, strict=True)
-                ]
-            )
-        )
+        splits = list[Split]()
+        for v, split in zip(eqn.invars, ins, strict=True):
+            if len(split) != _ndim(out):  # a start, or a padding value
+                continue
+            changed = _changed_dims(_shape(v), _shape(out))
+            _unsplit(split, changed)
+            splits.append(tuple(() if d in changed else entry for d, entry in enumerate(split)))
+        results.append(_meet_all(splits))
     return results
 
 
 def _dynamic_slice(
     eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 ) -> list[Split]:
-    dims = [
-        d
-        for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True))
-        if n != m
-    ]
-    return [_unsplit(ins[0], dims)]
+    return [_unsplit(ins[0], _changed_dims(_shape(eqn.invars[0]), _shape(eqn.outvars[0])))]
 
 
 def _dynamic_update_slice(
     eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 ) -> list[Split]:
     operand, update = ins[:2]
-    dims = [
-        d
-        for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True))
-        if n != m
-    ]
+    dims = _changed_dims(_shape(eqn.invars[0]), _shape(eqn.invars[1]))
     return [_meet_all([_unsplit(operand, dims), _unsplit(update, dims)])]
 
 
@@ -427,8 +415,9 @@ def _reduction(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     contract, batch = eqn.params["dimension_numbers"]
     out = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*batch, strict=True)]
-    for split, contracted, batched in zip(ins, contract, batch, strict=True):
-        out += [entry for d, entry in enumerate(split) if d not in contracted and d not in batched]
+    for n, split in enumerate(ins):
+        used = (*contract[n], *batch[n])
+        out += [entry for d, entry in enumerate(split) if d not in used]
     # An axis of a contracted dim disappears in a sum over devices. It must not also split a dim of
     # the result.
     summed = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*contract, strict=True)]
@@ -442,19 +431,22 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -
 
     If the vocabulary is split, the result is a sum over devices.
     """
-    (table, ids), numbers = ins, eqn.params["dimension_numbers"]
+    table, ids = ins
+    numbers = eqn.params["dimension_numbers"]
     shape = _shape(eqn.invars[0])
-    taken = eqn.params["slice_sizes"]
+    slice_sizes = eqn.params["slice_sizes"]
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    of_ids = iter(ids[:-1])
-    of_table = iter(d for d in range(len(table)) if d not in dropped)
+    id_entries = iter(ids[:-1])
+    table_dims = iter(d for d in range(len(table)) if d not in dropped)
     out = list[Any]()
     for d in range(_ndim(eqn.outvars[0])):
         if d not in numbers.offset_dims:
-            out.append(next(of_ids))
+            out.append(next(id_entries))
             continue
-        at = next(of_table)
-        out.append(table[at] if taken[at] == shape[at] else _unsplit(table, (at,))[at])
+        table_d = next(table_dims)
+        if slice_sizes[table_d] != shape[table_d]:
+            _unsplit(table, (table_d,))
+        out.append(table[table_d])
     _unsplit(table, numbers.operand_batching_dims)
     if _is_twice((*out, *(table[d] for d in numbers.collapsed_slice_dims))):
         raise _Unclear
@@ -471,8 +463,8 @@ def _fused_attention(
     seq = 2 if eqn.params["layout"] else 1
     for split in ins[:3]:
         _unsplit(split, (seq, 3))
-    of_rows = (ins[0][0], ins[0][3 - seq], ())
-    return [of_rows if _ndim(v) == 3 else ins[n] for n, v in enumerate(eqn.outvars)]
+    logsumexp = (ins[0][0], ins[0][3 - seq], ())
+    return [logsumexp if _ndim(v) == 3 else ins[n] for n, v in enumerate(eqn.outvars)]
 
 
 def _constraint(
@@ -481,13 +473,11 @@ def _constraint(
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:
         return [None]
-    padded = pad_spec(spec, len(ins[0]))
-    return [
-        tuple(
-            b if a is PartitionSpec.UNCONSTRAINED else parse_axes(a)
-            for a, b in zip(padded, ins[0], strict=True)
-        )
-    ]
+    split = list(ins[0])
+    for d, entry in enumerate(pad_spec(spec, len(split))):
+        if entry is not PartitionSpec.UNCONSTRAINED:
+            split[d] = parse_axes(entry)
+    return [tuple(split)]
 
 
 def _same(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> Sequence[Split]:

@@ -25,6 +25,7 @@ products of data with data that have batch dims, one feeding the other.
 """
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -109,13 +110,13 @@ def depending(program: FlatJaxpr, data: Iterable[int]) -> set[int]:
 
 def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
     """Return the avals of the slots in `of_data` that are expensive to recompute, by slot."""
-    avals: dict[int, Any] = {
-        out: v.aval
-        for i in program.instructions
-        if not is_cheap(i.eqn)
-        for out, v in zip(i.outs, i.eqn.outvars, strict=True)
-        if out in of_data
-    }
+    avals = dict[int, Any]()
+    for i in program.instructions:
+        if is_cheap(i.eqn):
+            continue
+        for out, v in zip(i.outs, i.eqn.outvars, strict=True):
+            if out in of_data:
+                avals[out] = v.aval
     # If a product's result is scattered, the scattered value is saved instead.
     readers = collections.Counter(slot for i in program.instructions for slot in i.reads)
     readers.update(ref for ref in program.outputs if isinstance(ref, int))
@@ -136,17 +137,19 @@ def describe(eqn: jex.JaxprEqn) -> str:
     operands = [v.aval.str_short(short_dtypes=True) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
     # Only the scopes that the model named, without those of transformations and without the
     # placeholder for an empty scope (`zerojax.jaxprs.bind`).
-    scopes = re.sub(
-        r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\(?",
-        "",
-        str(eqn.source_info.name_stack),
-    ).replace(")", "")
-    scope = "/".join(part for part in scopes.split("/") if part and part != "param")
+    transformations = r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\(?"
+    scopes = re.sub(transformations, "", str(eqn.source_info.name_stack)).replace(")", "")
+    scope = "/".join(name for name in scopes.split("/") if name and name != "param")
     if is_gather(eqn):
         name = "gather_sequence"
+    elif is_scatter(eqn):
+        name = "scatter_sequence"
     else:
-        name = "scatter_sequence" if is_scatter(eqn) else eqn.primitive.name
-    return " ".join([*([scope] if scope else []), name, *operands])
+        name = eqn.primitive.name
+    words = [name, *operands]
+    if scope:
+        words.insert(0, scope)
+    return " ".join(words)
 
 
 def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset[int]:
@@ -160,16 +163,16 @@ def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset
     """
     data = depending(program, activations)
 
-    def of_data(i: Instruction) -> bool:
+    def is_product_of_data(i: Instruction) -> bool:
         """Return whether an instruction is a batched product of data with data."""
-        if i.eqn.primitive.name != "dot_general" or not all(
-            isinstance(ref, int) and ref in data for ref in i.ins
-        ):
+        if i.eqn.primitive.name != "dot_general":
+            return False
+        if not all(isinstance(ref, int) and ref in data for ref in i.ins):
             return False
         # dimension_numbers is (contracting dims, batch dims), each of them (lhs, rhs).
         return bool(i.eqn.params["dimension_numbers"][1][0])
 
-    products = [i for i in program.instructions if of_data(i)]
+    products = [i for i in program.instructions if is_product_of_data(i)]
     inner: set[int] = set()
     for first in products:
         after = program.reached(first.outs)
@@ -195,4 +198,5 @@ def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set
     # Walk back from the second product to the first, and through everything that reads no data,
     # such as dropout masks.
     live = program.live(second.ins, is_followed=is_inner)
-    return {slot for i in (*live, second) for slot in i.reads if is_inner(slot)}
+    reads = itertools.chain(*(i.reads for i in (*live, second)))
+    return set(filter(is_inner, reads))

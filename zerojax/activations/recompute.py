@@ -66,16 +66,19 @@ def find_label(name: str) -> str:
 
 def numbered_labels(labels: Sequence[str]) -> list[str]:
     """Return the labels with consecutive numbers instead of counts: "#2 dot_general ..."."""
-    found = [_COUNTED.fullmatch(label) for label in labels]
-    by_group: dict[str, list[int]] = {}
-    for match in found:
+    matches = [_COUNTED.fullmatch(label) for label in labels]
+    counts_by_group = dict[str, set[int]]()
+    for match in matches:
         if match is not None:
-            by_group.setdefault(match[1], []).append(int(match[2]))
-    counts = {group: sorted(set(some)) for group, some in by_group.items()}
-    return [
-        label if match is None else f"#{counts[match[1]].index(int(match[2]))} {match[3]}"
-        for label, match in zip(labels, found, strict=True)
-    ]
+            counts_by_group.setdefault(match[1], set()).add(int(match[2]))
+    counts = {group: sorted(numbers) for group, numbers in counts_by_group.items()}
+    numbered = list[str]()
+    for label, match in zip(labels, matches, strict=True):
+        if match is None:
+            numbered.append(label)
+        else:
+            numbered.append(f"#{counts[match[1]].index(int(match[2]))} {match[3]}")
+    return numbered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,10 +190,9 @@ class Keeper:
             values = [read(ref, slots) for ref in i.ins]
             # An equation that is taken apart names its results itself: named twice, they would be
             # saved twice.
+            apart = None
             if _has_rule(i) and not self.of_data.isdisjoint(i.reads):
                 apart = split_custom_vjp(i, partial(bind, i.eqn))
-            else:
-                apart = None
             label = PREFIX + describe(i.eqn)
             if apart is not None:
                 slots.update(zip(i.outs, self._named_by_rule(i, apart, values, label), strict=True))
@@ -199,14 +201,13 @@ class Keeper:
             outs = _run(i, values, of_data)
             if any(of_data) and i.eqn.primitive.name in _ENTERED:
                 self.group = None
-            slots.update(
-                (s, self.named(s, v, label) if s in self.kept else v)
-                for s, v in zip(i.outs, outs, strict=True)
-            )
+            for slot, value in zip(i.outs, outs, strict=True):
+                slots[slot] = self.named(slot, value, label) if slot in self.kept else value
 
     def named(self, slot: int, value: Any, label: str) -> Any:
         """Return a saved value under a name, constrained to its spec if known."""
-        if (spec := self.specs.get(slot)) is not None:
+        spec = self.specs.get(slot)
+        if spec is not None:
             assert self.mesh is not None
             value = jax.lax.with_sharding_constraint(
                 value, NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -215,11 +216,9 @@ class Keeper:
 
     def _counted(self, label: str) -> str:
         """Return a label with the count of its value before it."""
-        return (
-            label
-            if self.group is None
-            else f"{PREFIX}#{self.group}:{next(self._count)} {label.removeprefix(PREFIX)}"
-        )
+        if self.group is None:
+            return label
+        return f"{PREFIX}#{self.group}:{next(self._count)} {label.removeprefix(PREFIX)}"
 
     def _named_by_rule(
         self, i: Instruction, apart: SplitVjp, values: Sequence[Any], label: str
@@ -307,22 +306,21 @@ def open_equations(
     """
     keeper = Keeper(program, data)
     stay = set(closed)
-    fresh = itertools.count(
-        1
-        + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0)
-    )
+    slots = itertools.chain(program.inputs, *(i.outs for i in program.instructions))
+    new_slots = itertools.count(max(slots, default=0) + 1)
     instructions: list[Instruction] = []
     apart: dict[int, SplitVjp] = {}
     kept: dict[int, Any] = {}
     for i in program.instructions:
         of_data = keeper.depend_on_data(i)
-        one = None
+        split_vjp = None
         if is_splittable(i) and any(of_data) and stay.isdisjoint(i.outs):
-            one = split_custom_vjp(i, partial(_differentiable, i, of_data))
-        if one is not None:
-            slots = {next(fresh): aval for aval in one.kept}
-            apart[i.outs[0]], kept = one, kept | slots
-            i = dataclasses.replace(i, outs=(*i.outs, *slots))
+            split_vjp = split_custom_vjp(i, partial(_differentiable, i, of_data))
+        if split_vjp is not None:
+            residuals = {next(new_slots): aval for aval in split_vjp.kept}
+            apart[i.outs[0]] = split_vjp
+            kept.update(residuals)
+            i = dataclasses.replace(i, outs=(*i.outs, *residuals))
         instructions.append(i)
     return dataclasses.replace(program, instructions=tuple(instructions)), apart, kept
 

@@ -27,7 +27,7 @@ before the next step begins.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -38,7 +38,10 @@ from zerojax.activations.flow import ANY, Split
 from zerojax.sharding import TENSOR
 
 Array = jax.Array
-_Partial = Callable[[Array], list[Array]]
+_Multiply = Callable[[Array], list[Array]]
+"""Function from a piece of the sequence to its products."""
+_Addend = tuple[list[Array], Callable[[list[Array]], Array]]
+"""A device's operands for one piece of a sum, and the function that computes its addend of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,22 +64,22 @@ class RingProduct:
 
     def __call__(self, data: Array, weight: Array) -> Array:
         """Return the product."""
-        of_data, of_weight = self.contract
+        data_contract, weight_contract = self.contract
+        no_batch = ((), ())
+        options = dict(self.options)
         if self.weight_first:
-            return jax.lax.dot_general(
-                weight, data, ((of_weight, of_data), ((), ())), **dict(self.options)
-            )
-        return jax.lax.dot_general(
-            data, weight, ((of_data, of_weight), ((), ())), **dict(self.options)
-        )
+            numbers = ((weight_contract, data_contract), no_batch)
+            return jax.lax.dot_general(weight, data, numbers, **options)
+        numbers = ((data_contract, weight_contract), no_batch)
+        return jax.lax.dot_general(data, weight, numbers, **options)
 
-    def of_data(self, d_result: Array, weight: Array, data: Any) -> Array:
+    def data_cotangent(self, d_result: Array, weight: Array, data: Any) -> Array:
         """Return the cotangent of the data, with the shape and dtype of `data`."""
         return jax.linear_transpose(
             lambda a: self(a, weight), jax.ShapeDtypeStruct(data.shape, data.dtype)
         )(d_result)[0]
 
-    def of_weight(self, data: Array, d_result: Array, weight: Array) -> Array:
+    def weight_cotangent(self, data: Array, d_result: Array, weight: Array) -> Array:
         """Return the cotangent of the weight."""
         return jax.linear_transpose(
             lambda w: self(data, w), jax.ShapeDtypeStruct(weight.shape, weight.dtype)
@@ -88,11 +91,11 @@ class RingProduct:
         """Return the positions in the result of the data's and of the weight's free dims."""
         data = [d for d in range(data_ndim) if d not in self.contract[0]]
         weight = [d for d in range(weight_ndim) if d not in self.contract[1]]
-        first = len(weight) if self.weight_first else 0
-        other = 0 if self.weight_first else len(data)
-        return {d: first + n for n, d in enumerate(data)}, {
-            d: other + n for n, d in enumerate(weight)
-        }
+        if self.weight_first:
+            positions = {d: n for n, d in enumerate(weight)}
+            return {d: len(weight) + n for n, d in enumerate(data)}, positions
+        positions = {d: n for n, d in enumerate(data)}
+        return positions, {d: len(data) + n for n, d in enumerate(weight)}
 
 
 def ring_product(
@@ -108,24 +111,21 @@ def ring_product(
     """
     if eqn.primitive.name != "dot_general":
         return None, f"; no ring, since it is a {eqn.primitive.name}"
-    (contract, batch), (data, weight) = (
-        eqn.params["dimension_numbers"],
-        (splits[1 - w] or (), splits[w] or ()),
-    )
+    contract, batch = eqn.params["dimension_numbers"]
     if batch[w]:
         return None, "; no ring, since it has batch dims"
-    of_data, of_weight = (
-        {d: e for d, e in enumerate(s) if e is not ANY and TENSOR in e} for s in (data, weight)
-    )
-    if list(of_weight.values()) != [(TENSOR,)]:
+    data = splits[1 - w] or ()
+    data_entries = _tensor_entries(data)
+    weight_entries = _tensor_entries(splits[w] or ())
+    if list(weight_entries.values()) != [(TENSOR,)]:
         return None, "; no ring, since tensor is not alone in one dim of its weight"
-    (k,) = of_weight
+    (k,) = weight_entries
     if kind == "column":
-        if list(of_data.values()) != [(TENSOR,)]:
+        if list(data_entries.values()) != [(TENSOR,)]:
             return None, "; no ring, since tensor is not alone in one dim of its operand"
-        (sequence,) = of_data
+        (sequence,) = data_entries
     else:
-        if of_data != {contract[1 - w][contract[w].index(k)]: (TENSOR,)}:
+        if data_entries != {contract[1 - w][contract[w].index(k)]: (TENSOR,)}:
             return None, "; no ring, since its operand is not known to be split as its weight is"
         # Dim 1 of the result is the sequence dim of the stream.
         free = [d for d in range(len(data)) if d not in contract[1 - w]]
@@ -136,6 +136,11 @@ def ring_product(
     return RingProduct(
         (tuple(contract[1 - w]), tuple(contract[w])), w == 0, sequence, k, options
     ), ""
+
+
+def _tensor_entries(split: Split) -> dict[int, Any]:
+    """Return the entries of a split that are known to name `tensor`, by dim."""
+    return {d: entry for d, entry in enumerate(split) if entry is not ANY and TENSOR in entry}
 
 
 def column_products(
@@ -159,67 +164,113 @@ def column_products(
     Returns:
       [B, T, F_t] for each weight.
     """
-    dim = products[0].sequence
-    weights = list(weights)
-    placed = [p.dims_of_result(z.ndim, w.ndim) for p, w in zip(products, weights, strict=True)]
-    z_spec = _spec(z.ndim, dim)
-    w_specs = [_spec(w.ndim, p.split) for p, w in zip(products, weights, strict=True)]
-    y_ndims = [len(of_z) + len(of_w) for of_z, of_w in placed]
-    y_specs = [
-        _spec(n, of_w[p.split]) for n, (_, of_w), p in zip(y_ndims, placed, products, strict=True)
-    ]
-    y_dims = [of_z[dim] for of_z, _ in placed]
-
-    def forward_local(
-        ring: _Ring, z: Array, weights: list[Array], whole: bool
-    ) -> tuple[list[Array], list[Array]]:
-        def multiplied(piece: Array) -> list[Array]:
-            return [p(piece, w) for p, w in zip(products, weights, strict=True)]
-
-        return _gathering(ring, z, dim, multiplied, y_dims, whole)
-
-    def backward_local(
-        ring: _Ring, weights: list[Array], d_ys: list[Array], z: list[Array]
-    ) -> tuple[Array, list[Array]]:
-        def piece_of_sum(n: Array) -> tuple[list[Array], Callable[[list[Array]], Array]]:
-            rows = [ring.piece(d_y, n, at) for d_y, at in zip(d_ys, y_dims, strict=True)]
-            return rows, lambda rows: _sum(
-                [p.of_data(d, w, of_piece) for p, d, w in zip(products, rows, weights, strict=True)]
-            )
-
-        return _scattering(ring, piece_of_sum, z, dim)
-
-    shape = list(z.shape)
-    shape[dim] //= mesh.shape[TENSOR]
-    of_piece = jax.ShapeDtypeStruct(tuple(shape), z.dtype)
-
-    def multiply(z: Array, weights: list[Array], whole: bool) -> tuple[list[Array], list[Array]]:
-        local = partial(forward_local, whole=whole)
-        outs = (y_specs, [PartitionSpec()] * whole)
-        return _island(local, mesh, (z_spec, w_specs), outs)(z, weights)
+    ring = _ColumnRing(z, weights, products, mesh)
 
     @jax.custom_vjp
     def run(z: Array, weights: list[Array]) -> list[Array]:
-        return multiply(z, weights, whole=False)[0]
+        return ring.multiply(z, weights, gathers_z=False)[0]
 
     def forward(z: Array, weights: list[Array]) -> tuple[list[Array], Any]:
-        ys, whole = multiply(z, weights, whole=not again)
-        return ys, (weights, [z] if again else [], whole)
+        ys, gathered = ring.multiply(z, weights, gathers_z=not again)
+        return ys, (weights, [z] if again else [], gathered)
 
     def backward(
         saved: tuple[list[Array], list[Array], list[Array]], d_ys: list[Array]
     ) -> tuple[Array, list[Array]]:
-        weights, pieces, whole = saved
-        ins = (w_specs, y_specs, [z_spec] * len(pieces))
-        outs = (z_spec, [PartitionSpec()] * len(pieces))
-        d_z, gathered = _island(backward_local, mesh, ins, outs)(weights, d_ys, pieces)
-        (whole,) = gathered or whole
+        weights, pieces, gathered = saved
+        d_z, gathered_again = ring.transpose(weights, d_ys, pieces)
+        (z,) = gathered_again or gathered
         return d_z, [
-            p.of_weight(whole, d_y, w) for p, d_y, w in zip(products, d_ys, weights, strict=True)
+            p.weight_cotangent(z, d_y, w) for p, d_y, w in ring.with_products(d_ys, weights)
         ]
 
     run.defvjp(forward, backward)
-    return run(z, weights)
+    return run(z, list(weights))
+
+
+class _Column(NamedTuple):
+    """One product of a column ring, and how its arrays are split over `tensor`.
+
+    Attributes:
+      product: product of z and the weight.
+      w_spec: spec of the weight.
+      y_spec: spec of the result.
+      y_dim: sequence dim of the result.
+    """
+
+    product: RingProduct
+    w_spec: PartitionSpec
+    y_spec: PartitionSpec
+    y_dim: int
+
+
+class _ColumnRing:
+    """A ring of column products of one z; see `column_products`."""
+
+    def __init__(
+        self, z: Array, weights: Sequence[Array], products: Sequence[RingProduct], mesh: Mesh
+    ) -> None:
+        self.mesh = mesh
+        self.dim = products[0].sequence
+        self.z_spec = _spec(z.ndim, self.dim)
+        self.columns = list[_Column]()
+        for product, w in zip(products, weights, strict=True):
+            z_dims, w_dims = product.dims_of_result(z.ndim, w.ndim)
+            y_spec = _spec(len(z_dims) + len(w_dims), w_dims[product.split])
+            w_spec = _spec(w.ndim, product.split)
+            self.columns.append(_Column(product, w_spec, y_spec, z_dims[self.dim]))
+        self.w_specs = [column.w_spec for column in self.columns]
+        self.y_specs = [column.y_spec for column in self.columns]
+        self.abstract_piece = _cut(z, self.dim, mesh.shape[TENSOR])
+
+    def multiply(
+        self, z: Array, weights: list[Array], gathers_z: bool
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the products, and a list of z gathered, empty unless `gathers_z`."""
+        local = partial(self._multiply_local, gathers_z=gathers_z)
+        outs = (self.y_specs, [PartitionSpec()] * gathers_z)
+        return _island(local, self.mesh, (self.z_spec, self.w_specs), outs)(z, weights)
+
+    def transpose(
+        self, weights: list[Array], d_ys: list[Array], pieces: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        """Return the cotangent of z, and the arrays `pieces` gathered."""
+        ins = (self.w_specs, self.y_specs, [self.z_spec] * len(pieces))
+        outs = (self.z_spec, [PartitionSpec()] * len(pieces))
+        return _island(self._transpose_local, self.mesh, ins, outs)(weights, d_ys, pieces)
+
+    def with_products(
+        self, arrays: Sequence[Array], weights: Sequence[Array]
+    ) -> list[tuple[RingProduct, Array, Array]]:
+        """Return each product with its array and its weight."""
+        pairs = zip(arrays, weights, strict=True)
+        return [(column.product, a, w) for column, (a, w) in zip(self.columns, pairs, strict=True)]
+
+    def _multiply_local(
+        self, ring: "_Ring", z: Array, weights: list[Array], gathers_z: bool
+    ) -> tuple[list[Array], list[Array]]:
+        def multiply(piece: Array) -> list[Array]:
+            return [c.product(piece, w) for c, w in zip(self.columns, weights, strict=True)]
+
+        y_dims = [column.y_dim for column in self.columns]
+        return _gathering(ring, z, self.dim, multiply, y_dims, gathers_z)
+
+    def _transpose_local(
+        self, ring: "_Ring", weights: list[Array], d_ys: list[Array], pieces: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        def build_addend(n: Array) -> _Addend:
+            rows = [
+                ring.piece(d_y, n, column.y_dim)
+                for column, d_y in zip(self.columns, d_ys, strict=True)
+            ]
+
+            def add(rows: list[Array]) -> Array:
+                triples = self.with_products(rows, weights)
+                return _sum([p.data_cotangent(d, w, self.abstract_piece) for p, d, w in triples])
+
+            return rows, add
+
+        return _scattering(ring, build_addend, pieces, self.dim)
 
 
 def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Array:
@@ -235,33 +286,28 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
       [B, T_t, H], split over `tensor` in the sequence.
     """
     dim = product.sequence
-    (of_h, of_w), (h_contract, w_contract) = (
-        product.dims_of_result(h.ndim, weight.ndim),
-        product.contract,
-    )
+    h_dims, w_dims = product.dims_of_result(h.ndim, weight.ndim)
+    h_contract, w_contract = product.contract
     h_spec = _spec(h.ndim, h_contract[w_contract.index(product.split)])
     w_spec = _spec(weight.ndim, product.split)
-    y_spec = _spec(len(of_h) + len(of_w), of_h[dim])
+    y_spec = _spec(len(h_dims) + len(w_dims), h_dims[dim])
 
     def forward_local(ring: _Ring, h: Array, weight: Array) -> Array:
-        def piece_of_sum(n: Array) -> tuple[list[Array], Callable[[list[Array]], Array]]:
+        def build_addend(n: Array) -> _Addend:
             return [ring.piece(h, n, dim)], lambda rows: product(rows[0], weight)
 
-        return _scattering(ring, piece_of_sum, [], dim)[0]
+        return _scattering(ring, build_addend, [], dim)[0]
 
     def backward_local(ring: _Ring, weight: Array, d_y: Array, h: Array) -> tuple[Array, Array]:
-        shape = list(h.shape)
-        shape[dim] //= ring.size
-        of_piece = jax.ShapeDtypeStruct(tuple(shape), h.dtype)
-        (d_h,), (whole,) = _gathering(
-            ring,
-            d_y,
-            of_h[dim],
-            lambda piece: [product.of_data(piece, weight, of_piece)],
-            [dim],
-            whole=True,
+        abstract_piece = _cut(h, dim, ring.size)
+
+        def multiply(piece: Array) -> list[Array]:
+            return [product.data_cotangent(piece, weight, abstract_piece)]
+
+        (d_h,), (gathered_d_y,) = _gathering(
+            ring, d_y, h_dims[dim], multiply, [dim], gathers_piece=True
         )
-        return d_h, whole
+        return d_h, gathered_d_y
 
     @jax.custom_vjp
     def run(h: Array, weight: Array) -> Array:
@@ -272,10 +318,10 @@ def row_product(h: Array, weight: Array, product: RingProduct, mesh: Mesh) -> Ar
 
     def backward(saved: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
         h, weight = saved
-        d_h, whole = _island(
+        d_h, gathered_d_y = _island(
             backward_local, mesh, (w_spec, y_spec, h_spec), (h_spec, PartitionSpec())
         )(weight, d_y, h)
-        return d_h, product.of_weight(h, whole, weight)
+        return d_h, product.weight_cotangent(h, gathered_d_y, weight)
 
     run.defvjp(forward, backward)
     return run(h, weight)
@@ -335,6 +381,13 @@ class _Ring:
         return jax.lax.dynamic_slice_in_dim(a, n * size, size, dim)
 
 
+def _cut(a: Array, dim: int, count: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of one of `count` pieces of an array along `dim`."""
+    shape = list(a.shape)
+    shape[dim] //= count
+    return jax.ShapeDtypeStruct(tuple(shape), a.dtype)
+
+
 def _sum(arrays: Sequence[Array]) -> Array:
     total = arrays[0]
     for a in arrays[1:]:
@@ -342,15 +395,15 @@ def _sum(arrays: Sequence[Array]) -> Array:
     return total
 
 
-class _Whole:
-    """Put pieces together, in place."""
+class _Gathered:
+    """An array that is put together from the devices' pieces, in place."""
 
     def __init__(self, dim: int, count: int) -> None:
         self.dim = dim
         self.count = count
         self._value = None
 
-    def put(self, piece: Array, n: Array) -> None:
+    def insert(self, piece: Array, n: Array) -> None:
         """Insert the piece of device n."""
         if self._value is None:
             shape = list(piece.shape)
@@ -368,7 +421,12 @@ class _Whole:
 
 
 def _gathering(
-    ring: _Ring, piece: Array, dim: int, multiplied: _Partial, dims: Sequence[int], whole: bool
+    ring: _Ring,
+    piece: Array,
+    dim: int,
+    multiply: _Multiply,
+    dims: Sequence[int],
+    gathers_piece: bool,
 ) -> tuple[list[Array], list[Array]]:
     """Pass pieces around; each device computes pieces of its results from all of them, in turn.
 
@@ -376,60 +434,57 @@ def _gathering(
       ring: this device's position.
       piece: this device's piece.
       dim: dim along which the pieces are cut.
-      multiplied: function from a piece to its products.
+      multiply: function from a piece to its products.
       dims: for each result, the dim along which its pieces are put together.
-      whole: whether to put the passed pieces together too.
+      gathers_piece: whether to put the passed pieces together too.
 
     Returns:
-      The results, and a list of the pieces put together, empty unless `whole`.
+      The results, and a list of the pieces put together, empty unless `gathers_piece`.
     """
-    results = [_Whole(d, ring.size) for d in dims]
-    pieces = _Whole(dim, ring.size)
+    results = [_Gathered(d, ring.size) for d in dims]
+    gathered = _Gathered(dim, ring.size)
     for n in range(ring.size):
-        if whole:
-            pieces.put(piece, ring.behind(n))
-        made = multiplied(piece)
+        if gathers_piece:
+            gathered.insert(piece, ring.behind(n))
+        products = multiply(piece)
         if n < ring.size - 1:
-            piece, *made = jax.lax.optimization_barrier((ring.passed(piece), *made))
-        for result, part in zip(results, made, strict=True):
-            result.put(part, ring.behind(n))
-    return [result.value for result in results], [pieces.value] if whole else []
+            piece, *products = jax.lax.optimization_barrier((ring.passed(piece), *products))
+        for result, product in zip(results, products, strict=True):
+            result.insert(product, ring.behind(n))
+    return [result.value for result in results], [gathered.value] if gathers_piece else []
 
 
 def _scattering(
-    ring: _Ring,
-    piece_of_sum: Callable[[Array], tuple[list[Array], Callable[[list[Array]], Array]]],
-    others: list[Array],
-    dim: int,
+    ring: _Ring, build_addend: Callable[[Array], _Addend], pieces: list[Array], dim: int
 ) -> tuple[Array, list[Array]]:
-    """Pass partial sums around; each device adds its own part to each of them.
+    """Pass partial sums around; each device adds its own addend to each of them.
 
     Args:
       ring: this device's position.
-      piece_of_sum: function from the number of a piece to this device's operands for it, and to a
-        function that computes this device's part of the sum from them.
-      others: this device's pieces of other arrays, which are passed around during the same products
+      build_addend: function from the number of a piece of the sum to this device's operands for it,
+        and to a function that computes this device's addend from them.
+      pieces: this device's pieces of other arrays, which are passed around during the same products
         and put together.
       dim: dim along which these pieces are cut.
 
     Returns:
       This device's piece of the sum, and the arrays that were put together.
     """
-    wholes = [_Whole(dim, ring.size) for _ in others]
+    gathered = [_Gathered(dim, ring.size) for _ in pieces]
     total = list[Array]()
     for n in range(ring.size):
-        for whole, other in zip(wholes, others, strict=True):
-            whole.put(other, ring.behind(n))
+        for array, piece in zip(gathered, pieces, strict=True):
+            array.insert(piece, ring.behind(n))
         if n == ring.size - 1:
-            others = []
+            pieces = []
         # A sum starts one step ahead of the device that owns it, and reaches that device last.
-        operands, product = piece_of_sum(ring.behind(n + 1))
+        operands, product = build_addend(ring.behind(n + 1))
         if total:
             # Without the barrier, XLA would merge all products into one.
             *total, operands = jax.lax.optimization_barrier((*total, operands))
-        moved = [ring.passed(a) for a in (*total, *others)]
-        own = product(operands)
-        *moved, own = jax.lax.optimization_barrier((*moved, own))
-        others = moved[len(total) :]
-        total = [moved[0] + own] if total else [own]
-    return total[0], [whole.value for whole in wholes]
+        passed = [ring.passed(a) for a in (*total, *pieces)]
+        addend = product(operands)
+        *passed, addend = jax.lax.optimization_barrier((*passed, addend))
+        pieces = passed[len(total) :]
+        total = [passed[0] + addend] if total else [addend]
+    return total[0], [array.value for array in gathered]

@@ -40,11 +40,11 @@ def gather_sequence(x: Array, spec: Spec, mesh: Mesh, copies: bool = False) -> A
         entries of an array. Cotangents that a loop sums are then summed on each device and reduced
         after the loop, instead of in each iteration.
     """
-    whole = without_axis(spec, TENSOR)
+    gathered = without_axis(spec, TENSOR)
 
     def forward(x: Array) -> Array:
-        y = constrain(constrain(x, spec, mesh), whole, mesh)
-        return checkpoint_name(_repeated(y, whole, mesh) if copies else y, GATHER)
+        y = constrain(constrain(x, spec, mesh), gathered, mesh)
+        return checkpoint_name(_repeated(y, gathered, mesh) if copies else y, GATHER)
 
     op = jax.custom_jvp(forward)
 
@@ -53,7 +53,7 @@ def gather_sequence(x: Array, spec: Spec, mesh: Mesh, copies: bool = False) -> A
         # The transpose of a constraint is the same constraint on the cotangent; the transpose of a
         # repetition is a sum.
         tangent = constrain(tangents[0], spec, mesh)
-        return op(*primals), _repeated(tangent, whole, mesh) if copies else tangent
+        return op(*primals), _repeated(tangent, gathered, mesh) if copies else tangent
 
     return op(x)
 
@@ -67,7 +67,7 @@ def scatter_sequence(y: Array, spec: Spec, mesh: Mesh, copies: int | None = None
       mesh: the device mesh.
       copies: dim, of size t, that holds the partial sums as entries; None if y is a single value.
     """
-    whole = without_axis(spec, TENSOR)
+    gathered = without_axis(spec, TENSOR)
 
     def total(y: Array) -> Array:
         if copies is None:
@@ -84,15 +84,16 @@ def scatter_sequence(y: Array, spec: Spec, mesh: Mesh, copies: int | None = None
         # value. Without the barrier, the partitioner would take the residual's cotangent, which is
         # the same value, as a slice of the gathered value. XLA for GPUs may compile such a slice to
         # a collective-permute that names no devices, which would return zeros.
-        tangent = jax.lax.optimization_barrier(constrain(total(tangents[0]), whole, mesh))
+        tangent = jax.lax.optimization_barrier(constrain(total(tangents[0]), gathered, mesh))
         return op(*primals), constrain(tangent, spec, mesh)
 
     return op(y)
 
 
-def _repeated(y: Array, whole: Spec, mesh: Mesh) -> Array:
-    """Return y as entries [t_tensor, ...]; no device holds more than before."""
-    return constrain(jnp.broadcast_to(y, (mesh.shape[TENSOR], *y.shape)), (TENSOR, *whole), mesh)
+def _repeated(y: Array, spec: Spec, mesh: Mesh) -> Array:
+    """Return y, split by `spec`, as entries [t_tensor, ...]; no device holds more than before."""
+    entries = jnp.broadcast_to(y, (mesh.shape[TENSOR], *y.shape))
+    return constrain(entries, (TENSOR, *spec), mesh)
 
 
 def constrain(x: Array, spec: Sequence[Any], mesh: Mesh) -> Array:
@@ -116,5 +117,8 @@ def is_gather_call(name: str, params: dict[str, Any]) -> bool:
 
 
 def _holds_name(params: dict[str, Any], name: str) -> bool:
-    inner = [eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns]
-    return any(eqn.primitive.name == "name" and eqn.params["name"] == name for eqn in inner)
+    for jaxpr in jex.jaxprs_in_params(params):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "name" and eqn.params["name"] == name:
+                return True
+    return False

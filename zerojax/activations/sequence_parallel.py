@@ -32,6 +32,8 @@ operations stay, and `why` gives the reason.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +51,7 @@ from zerojax.activations.sequence_walk import (
     split_as_batch,
 )
 from zerojax.jaxprs import trace
-from zerojax.models import LayeredModel, list_stacks
+from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.sharding import (
     BATCH_AXES,
     FSDP,
@@ -70,22 +72,24 @@ class SequenceParallelism:
 
     def __init__(self) -> None:
         """Start without any products."""
-        self._of_stacks: dict[str, tuple[BlockProduct, ...]] = {}
+        self._by_stack: dict[str, tuple[BlockProduct, ...]] = {}
 
     @property
     def products(self) -> tuple[BlockProduct, ...]:
         """Products of all stacks, in order."""
-        return tuple(product for products in self._of_stacks.values() for product in products)
+        return tuple(itertools.chain(*self._by_stack.values()))
 
     def traced(self, stack: str, products: Sequence[BlockProduct]) -> None:
-        """Replace the products of a stack by those of a newly traced block."""
-        self._of_stacks[stack] = tuple(products)
+        """Replace the products of a stack by the products of a newly traced block."""
+        self._by_stack[stack] = tuple(
+            dataclasses.replace(product, stack=stack) for product in products
+        )
 
 
 def sequence_parallel(
     model: LayeredModel,
     mesh: Mesh,
-    seen: SequenceParallelism,
+    collector: SequenceParallelism,
     overlap: bool = False,
     recomputed: bool = False,
 ) -> LayeredModel:
@@ -97,7 +101,7 @@ def sequence_parallel(
       model: model whose specs name `tensor`. The floating leaves of x with three dims or more are
         its stream: dim 0 is the batch, dim 1 the sequence.
       mesh: the device mesh.
-      seen: collector that receives the products of the blocks as they are traced.
+      collector: receives the products of the blocks as they are traced.
       overlap: whether to overlap gathers and scatters with the products, in rings.
       recomputed: whether backward recomputes all of a layer.
 
@@ -107,51 +111,55 @@ def sequence_parallel(
     if mesh.shape[TENSOR] == 1:
         return model
     specs = model.specs or {}
-    given = jax.tree.leaves(specs.get("block"), is_leaf=lambda s: isinstance(s, PartitionSpec))
-    if not any(TENSOR in parse_axes(entry) for spec in given for entry in spec):
-        raise ValueError(
-            "sequence_parallel=True gathers and scatters activations for products whose weights "
-            f"tensor={mesh.shape[TENSOR]} splits, and no weight of a block names 'tensor': give "
-            "the blocks specs, by Flax's annotations, or as in zerojax.with_specs(model, "
-            "{r'(qkv|fc)/kernel': P(None, 'tensor'), r'(proj|out)/kernel': P('tensor', None)}); or "
-            "leave sequence_parallel=False"
-        )
+    _check_specs(specs.get("block"), mesh)
     # The derivative of a head begins where its forward ends, so saving fewer values would not lower
     # its peak memory.
     unstacked = (specs.get("head"), specs.get("embed"))
     unstacked_rule = Rule(mesh, overlap=overlap, recomputed=True)
     rule = dataclasses.replace(unstacked_rule, recomputed=recomputed)
 
-    def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
+    def replacements(stack: StackModel, block_specs: Any) -> dict[str, Any]:
         """Return the functions to replace in a stack, or in a model that has only one."""
-
-        def traced(products: Sequence[BlockProduct]) -> None:
-            seen.traced(name, [dataclasses.replace(product, stack=name) for product in products])
-
-        enter = None if of.enter is None else _leaving(of.enter, mesh, lambda out: out[0])
+        block = stack.model.block
+        enter = stack.model.enter
+        collect = functools.partial(collector.traced, stack.name)
         return {
-            "block": _entered(of.block, (block_specs,), rule, traced, returns_stream=True),
-            "enter": enter,
+            "block": _entered(block, (block_specs,), rule, collect, returns_stream=True),
+            "enter": None if enter is None else _leaving(enter, mesh, lambda out: out[0]),
         }
 
     if model.stacks:
-        by_stack = specs.get("block") or {}
-        pairs = zip(model.stacks, list_stacks(model), strict=True)
-        stacks = [
-            dataclasses.replace(s, **of_blocks(s.name, s, one.of(by_stack))) for s, one in pairs
-        ]
-        blocks: dict[str, Any] = {"stacks": stacks}
+        block_specs = specs.get("block") or {}
+        stacks = []
+        for stack, stack_model in zip(model.stacks, list_stacks(model), strict=True):
+            functions = replacements(stack_model, stack_model.of(block_specs))
+            stacks.append(dataclasses.replace(stack, **functions))
+        fields: dict[str, Any] = {"stacks": stacks}
     else:
-        blocks = of_blocks("", model, specs.get("block"))
+        (stack_model,) = list_stacks(model)
+        fields = replacements(stack_model, specs.get("block"))
+    if model.predict is not None:
+        fields["predict"] = _entered(model.predict, unstacked, unstacked_rule)
     has_state = "embed" in (model.init_state or {})
     return dataclasses.replace(
         model,
         embed=_leaving(model.embed, mesh, lambda out: out[0] if has_state else out),
         head=_entered(model.head, unstacked, unstacked_rule),
-        predict=None
-        if model.predict is None
-        else _entered(model.predict, unstacked, unstacked_rule),
-        **blocks,
+        **fields,
+    )
+
+
+def _check_specs(block_specs: Any, mesh: Mesh) -> None:
+    """Raise ValueError if no weight of a block names `tensor`."""
+    for spec in jax.tree.leaves(block_specs, is_leaf=lambda s: isinstance(s, PartitionSpec)):
+        if any(TENSOR in parse_axes(entry) for entry in spec):
+            return
+    raise ValueError(
+        "sequence_parallel=True gathers and scatters activations for products whose weights "
+        f"tensor={mesh.shape[TENSOR]} splits, and no weight of a block names 'tensor': give the "
+        "blocks specs, by Flax's annotations, or as in zerojax.with_specs(model, "
+        "{r'(qkv|fc)/kernel': P(None, 'tensor'), r'(proj|out)/kernel': P('tensor', None)}); or "
+        "leave sequence_parallel=False"
     )
 
 
@@ -164,17 +172,14 @@ def _leaving(
     """
 
     def run(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(out := function(*args))
+        out = function(*args)
+        leaves, tree = jax.tree.flatten(out)
         # x comes first, before any other results.
-        is_stream = _is_stream(jax.tree.leaves(select_stream(out)))
-        for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(select_stream(out))[0]):
-            if is_stream[n]:
-                spec = _stream_spec(a, mesh, jax.tree_util.keystr(path))
-                # Without the constraint, the partitioner splits tokens by the sequence too, and may
-                # gather the table for them.
-                leaves[n] = scatter_sequence(
-                    constrain(a, without_axis(spec, TENSOR), mesh), spec, mesh
-                )
+        for n, spec in _stream_specs(select_stream(out), mesh).items():
+            # Without the constraint, the partitioner splits tokens by the sequence too, and may
+            # gather the table for them.
+            gathered = constrain(leaves[n], without_axis(spec, TENSOR), mesh)
+            leaves[n] = scatter_sequence(gathered, spec, mesh)
         return jax.tree.unflatten(tree, leaves)
 
     return run
@@ -183,17 +188,17 @@ def _leaving(
 def _entered(
     function: Callable[..., Any],
     specs: tuple[Any, ...],
-    rule: "Rule",
-    traced: Callable[[Sequence[BlockProduct]], None] = lambda products: None,
+    rule: Rule,
+    collect: Callable[[Sequence[BlockProduct]], None] = lambda products: None,
     returns_stream: bool = False,
 ) -> Callable[..., Any]:
-    """Return `function(*params, x, *rest)` with the operations of sequence parallelism inserted.
+    """Return `function(*params, x, *inputs)` with the operations of sequence parallelism inserted.
 
     Args:
       function: a block, or a head.
       specs: specs of each tree of params.
       rule: options of the walk, except those that depend on x.
-      traced: function that receives the products.
+      collect: function that receives the products.
       returns_stream: whether the function returns an x, alone or before other results.
 
     Raises:
@@ -205,65 +210,77 @@ def _entered(
     def run(*args: Any) -> Any:
         params = args[: len(specs)]
         x = args[len(specs)]
-        rest = args[len(specs) + 1 :]
+        inputs = args[len(specs) + 1 :]
         program, out = trace(function, *args, is_opaque=lambda eqn: parse(eqn) is not None)
         values = list[Any](jax.tree.leaves(params))
         splits = list[Split | None]()
         paths = dict[int, tuple[str, ...]]()
-        for tree, of_tree in zip(params, specs, strict=True):
-            for path, spec in param_specs(tree, of_tree, mesh, FSDP).items():
+        for tree, tree_specs in zip(params, specs, strict=True):
+            for path, spec in param_specs(tree, tree_specs, mesh, FSDP).items():
                 paths[program.inputs[len(splits)]] = (path,)
                 splits.append(tuple(map(parse_axes, spec.base)))
-        streams = dict[int, Spec]()
-        is_stream = _is_stream(jax.tree.leaves(x))
-        for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(x)[0]):
-            if is_stream[n]:
-                streams[n] = _stream_spec(a, mesh, jax.tree_util.keystr(path))
-            values.append(constrain(a, streams[n], mesh) if n in streams else a)
-            splits.append(
-                tuple(map(parse_axes, streams[n])) if n in streams else split_as_batch(a, mesh)
-            )
-        # Dim 0 of further arguments may be the batch. Their other dims are left to the partitioner.
-        batch = {jnp.shape(a)[:1] for a in jax.tree.leaves(x)}
-        for a in jax.tree.leaves(rest):
-            values.append(a)
-            splits.append(
-                split_as_batch(a, mesh) if jnp.shape(a)[:1] in batch else ((),) * jnp.ndim(a)
-            )
+
+        x_leaves = jax.tree.leaves(x)
+        streams = _stream_specs(x, mesh)
+        for n, a in enumerate(x_leaves):
+            if n in streams:
+                values.append(constrain(a, streams[n], mesh))
+                splits.append(tuple(map(parse_axes, streams[n])))
+            else:
+                values.append(a)
+                splits.append(split_as_batch(a, mesh))
         if returns_stream and not streams:
-            leaves = ", ".join(
-                f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in jax.tree.leaves(x)
-            )
-            raise ValueError(
-                "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no "
-                f"floating leaf of x has three dims: x is {leaves}. Leave sequence_parallel=False"
-            )
-        shapes = {jnp.shape(a)[:2] for n, a in enumerate(jax.tree.leaves(x)) if n in streams}
+            raise _without_stream(x_leaves)
+
+        # Dim 0 of further arguments may be the batch. Their other dims are left to the partitioner.
+        batch = {jnp.shape(a)[:1] for a in x_leaves}
+        for a in jax.tree.leaves(inputs):
+            values.append(a)
+            is_batch = jnp.shape(a)[:1] in batch
+            splits.append(split_as_batch(a, mesh) if is_batch else ((),) * jnp.ndim(a))
+
+        shapes = {jnp.shape(x_leaves[n])[:2] for n in streams}
         walk = SequenceInterpreter(dataclasses.replace(rule, streams=shapes, products=[]), paths)
         outs, _ = walk.run(program, values, splits)
-        traced(walk.rule.products)
-        for n, spec in streams.items() if returns_stream else ():
-            outs[n] = constrain(
-                outs[n], spec, mesh
-            )  # x comes first, before any other results of a block
+        collect(walk.rule.products)
+        if returns_stream:
+            # x comes first, before any other results of a block.
+            for n, spec in streams.items():
+                outs[n] = constrain(outs[n], spec, mesh)
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
 
 
-def _is_stream(leaves: Sequence[Any]) -> list[bool]:
-    """Return which leaves of x are its stream.
+def _without_stream(x_leaves: Sequence[Any]) -> ValueError:
+    """Return the error for an x that has no stream."""
+    leaves = ", ".join(f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in x_leaves)
+    return ValueError(
+        "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no floating leaf "
+        f"of x has three dims: x is {leaves}. Leave sequence_parallel=False"
+    )
+
+
+def _stream_specs(x: Any, mesh: Mesh) -> dict[int, Spec]:
+    """Return the specs of the leaves of x that are its stream, by their index.
 
     They are floating, have three dims or more, and have the sequence length of the largest such
     leaf.
+
+    Raises:
+      ValueError: dim 1 of such a leaf is not divisible by `tensor`.
     """
-    could = [jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves]
-    largest = max(
-        (jnp.shape(a) for a, is_it in zip(leaves, could, strict=True) if is_it),
-        key=math.prod,
-        default=(0, 0),
-    )
-    return [is_it and jnp.shape(a)[1] == largest[1] for a, is_it in zip(leaves, could, strict=True)]
+    candidates = dict[int, tuple[str, Any]]()
+    for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(x)[0]):
+        if jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact):
+            candidates[n] = (jax.tree_util.keystr(path), a)
+    shapes = [jnp.shape(a) for _, a in candidates.values()]
+    largest = max(shapes, key=math.prod, default=(0, 0))
+    return {
+        n: _stream_spec(a, mesh, path)
+        for n, (path, a) in candidates.items()
+        if jnp.shape(a)[1] == largest[1]
+    }
 
 
 def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
@@ -280,8 +297,5 @@ def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
             f"tensor={t}, and {shape[1]} does not divide by {t}: pad the sequences to "
             f"{-(-shape[1] // t) * t}, or leave sequence_parallel=False"
         )
-    return (
-        BATCH_AXES if shape[0] % num_batch_shards(mesh) == 0 else None,
-        TENSOR,
-        *(None,) * (len(shape) - 2),
-    )
+    rows = BATCH_AXES if shape[0] % num_batch_shards(mesh) == 0 else None
+    return (rows, TENSOR, *(None,) * (len(shape) - 2))

@@ -62,7 +62,7 @@ class Entries:
 
     def _check(self) -> bool:
         for i in self.unit.instructions:
-            kind, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
+            kind, w = self._kind(i)
             reads = [
                 n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.copied
             ]
@@ -70,9 +70,8 @@ class Entries:
             is_row = bool(kind) and i.outs[0] in self.walked.scattered
             if reads and not (kind == "column" and reads == [1 - w] and is_plain):
                 return False
-            if is_row and not (
-                i.outs == self.unit.outputs and (is_plain or is_wide_product(i.eqn))
-            ):
+            is_result = i.outs == self.unit.outputs
+            if is_row and not (is_result and (is_plain or is_wide_product(i.eqn))):
                 return False
             if reads or is_row:
                 split = self.walked.splits[i.ins[w]]  # pyright: ignore[reportArgumentType]
@@ -84,61 +83,69 @@ class Entries:
                 self.dtype = aval.dtype
         return True
 
+    def _kind(self, i: Instruction) -> tuple[str, int]:
+        """Return the kind of a product, and the position of its weight; ("", 0) for no product."""
+        return self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
+
     def loop(self, loop: TileLoop, values: Sequence[Any]) -> Array:
         """Return the loop's result; a row product's has a dim of entries after the first dim."""
-        first = loop.sizes[0]
-        tiles, parts = ([values[n] for n in at] for at in (loop.tiles, loop.parts))
+        num_consts = loop.sizes[0]
+        tiles = [values[n] for n in loop.tiles]
+        parts = [values[n] for n in loop.parts]
         shared = [v for n, v in enumerate(values) if n not in (*loop.tiles, *loop.parts)]
 
         def unit(tiles: list[Any], shared: list[Any], parts: list[Any]) -> Array:
-            return self._run([*shared[:first], *tiles, *shared[first:], *parts])
+            return self._run([*shared[:num_consts], *tiles, *shared[num_consts:], *parts])
 
         return loop_over(unit, tiles, shared, parts, num_out=loop.num_out, summed=loop.summed)
 
     def _run(self, values: Sequence[Any]) -> Array:
         slots: dict[int, Any] = dict(zip(self.unit.inputs, values, strict=True))
         for i in self.unit.instructions:
-            vals = [read(ref, slots) for ref in i.ins]
-            _, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
+            operands = [read(ref, slots) for ref in i.ins]
+            _, w = self._kind(i)
             dot = find_product(i.eqn)
             if not self.copied.isdisjoint(i.reads):
-                outs = [self._column(i, vals, w)]
+                outs = [self._column(i, operands, w)]
             elif dot is not None and i.outs[0] in self.walked.scattered:
-                outs = [self._row(i, dot, vals, w)]
+                outs = [self._row(i, dot, operands, w)]
             else:
-                outs = bind(i.eqn, vals)
+                outs = bind(i.eqn, operands)
             slots.update(zip(i.outs, outs, strict=True))
         return slots[self.unit.outputs[0]]  # pyright: ignore[reportArgumentType]
 
     def _split(self, a: Array, dim: int) -> Array:
         """Return an array split in `dim` as [t_tensor, ...]: W[D, F_t] -> W[t_tensor, D, F/t]."""
         t = self.mesh.shape[TENSOR]
-        return jnp.moveaxis(
-            a.reshape(*a.shape[:dim], t, a.shape[dim] // t, *a.shape[dim + 1 :]), dim, 0
-        )
+        entries = a.reshape(*a.shape[:dim], t, a.shape[dim] // t, *a.shape[dim + 1 :])
+        return jnp.moveaxis(entries, dim, 0)
 
     def _dot(self, eqn: jex.JaxprEqn, values: Sequence[Array]) -> Array:
         """Return the entries of a product, for operands [t, ...]."""
-        contract, batch = (
-            tuple(tuple(d + 1 for d in dims) for dims in two)
-            for two in eqn.params["dimension_numbers"]
+        contract, batch = eqn.params["dimension_numbers"]
+        numbers: Any = (
+            tuple(tuple(d + 1 for d in dims) for dims in contract),
+            tuple((0, *(d + 1 for d in dims)) for dims in batch),
         )
-        numbers: Any = (contract, tuple((0, *dims) for dims in batch))
         options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
         return jax.lax.dot_general(*values, dimension_numbers=numbers, **options)
 
     def _column(self, i: Instruction, values: list[Any], w: int) -> Array:
         contract, batch = i.eqn.params["dimension_numbers"]
         k = self._split_dim(i, w)
-        y = self._dot(i.eqn, [self._split(v, k) if n == w else v for n, v in enumerate(values)])
+        operands = list(values)
+        operands[w] = self._split(values[w], k)
+        y = self._dot(i.eqn, operands)
         # The entries are the first dim. Move them in front of the dim of the weight that they
         # split.
         avals: list[Any] = [v.aval for v in i.eqn.invars]
-        lhs, rhs = (
-            [d for d in range(a.ndim) if d not in (*contract[n], *batch[n])]
-            for n, a in enumerate(avals)
-        )
-        place = len(batch[0]) + (len(lhs) + rhs.index(k) if w == 1 else lhs.index(k))
+        free = list[list[int]]()
+        for n, aval in enumerate(avals):
+            used = (*contract[n], *batch[n])
+            free.append([d for d in range(aval.ndim) if d not in used])
+        place = len(batch[0]) + free[w].index(k)
+        if w == 1:
+            place += len(free[0])
         out: Any = i.eqn.outvars[0].aval
         return jnp.moveaxis(y, 0, place).reshape(out.shape)
 
@@ -151,8 +158,8 @@ class Entries:
             y = jax.vmap(wide_product)(*operands)
         else:
             y = self._dot(i.eqn, operands)
-        whole = without_axis(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
-        return constrain(y, (TENSOR, *whole), self.mesh)
+        spec = without_axis(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
+        return constrain(y, (TENSOR, *spec), self.mesh)
 
     def _split_dim(self, i: Instruction, w: int) -> int:
         """Return the dim of the product's weight that `tensor` splits."""

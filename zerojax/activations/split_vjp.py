@@ -122,15 +122,15 @@ def split_custom_vjp(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) 
     structures: list[Any] = []
 
     def split(*operands: Any) -> tuple[list[Any], list[Any]]:
-        def function(*floating: Any) -> list[Any]:
-            rest = iter(floating)
-            return run(
-                [next(rest) if d else a for d, a in zip(differentiable, operands, strict=True)]
-            )
+        floating_ids = [n for n, is_floating in enumerate(differentiable) if is_floating]
 
-        outs, derivative = jax.vjp(
-            function, *[a for d, a in zip(differentiable, operands, strict=True) if d]
-        )
+        def function(*floating: Any) -> list[Any]:
+            values = list(operands)
+            for n, value in zip(floating_ids, floating, strict=True):
+                values[n] = value
+            return run(values)
+
+        outs, derivative = jax.vjp(function, *[operands[n] for n in floating_ids])
         leaves, structure = jax.tree.flatten(derivative)
         structures.append(structure)
         return outs, leaves
@@ -139,11 +139,9 @@ def split_custom_vjp(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) 
     num_outs = len(i.outs)
     outs = program.outputs[:num_outs]
     leaves = program.outputs[num_outs:]
-    kept = list(
-        dict.fromkeys(
-            ref for ref in leaves if isinstance(ref, int) and ref not in (*program.inputs, *outs)
-        )
-    )
+    known = (*program.inputs, *outs)
+    new_slots = [ref for ref in leaves if isinstance(ref, int) and ref not in known]
+    kept = list(dict.fromkeys(new_slots))
 
     def source(ref: Any) -> tuple[str, Any]:
         if not isinstance(ref, int):
@@ -153,12 +151,11 @@ def split_custom_vjp(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) 
                 return kind, refs.index(ref)
         raise AssertionError(ref)
 
-    by_slot = {
-        out: v.aval
-        for e in program.instructions
-        for out, v in zip(e.outs, e.eqn.outvars, strict=True)
-    }
-    shapes = tuple(by_slot[slot] for slot in kept)
+    avals_by_slot = dict[int, Any]()
+    for inner in program.instructions:
+        for out, v in zip(inner.outs, inner.eqn.outvars, strict=True):
+            avals_by_slot[out] = v.aval
+    shapes = tuple(avals_by_slot[slot] for slot in kept)
     program = dataclasses.replace(program, outputs=(*outs, *kept))
     return SplitVjp(
         program, tuple(map(source, leaves)), structures[-1], differentiable, num_outs, shapes

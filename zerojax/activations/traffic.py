@@ -19,6 +19,7 @@ that it meets.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,11 +87,11 @@ def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> d
     counter = TensorTrafficCounter(mesh.shape)
     program = flatten(jaxpr.jaxpr, jaxpr.consts)
     avals: list[Any] = [v.aval for v in jaxpr.jaxpr.invars]
-    given = [
-        _Value((ANY,) * _ndim(aval) if spec is None else tuple(map(parse_axes, spec)))
-        for spec, aval in zip(inputs, avals, strict=True)
-    ]
-    outs = counter.results(program, counter.run(program, given))
+    values = list[_Value]()
+    for spec, aval in zip(inputs, avals, strict=True):
+        split = (ANY,) * _ndim(aval) if spec is None else tuple(map(parse_axes, spec))
+        values.append(_Value(split))
+    outs = counter.results(program, counter.run(program, values))
     counter.add_all_parts(outs, jaxpr.jaxpr.outvars)
     return dict(counter.sent)
 
@@ -147,26 +148,28 @@ class TensorTrafficCounter(Analysis[_Value]):
         sums: set[int] | None = None
         while True:
             counter = TensorTrafficCounter(self.sizes, times)
-            # values that a loop reads in full in each iteration are reduced once
-            operands = [_Value(v.split, times=v.times) for v in consts]
             carry = [_Value(split, n in (sums or ()), times) for n, split in enumerate(splits)]
-            operands += [*carry, *(_Value(split, times=times) for split in slices)]
+            operands = [
+                # Values that a loop reads in full in each iteration are reduced once.
+                *(_Value(v.split, times=v.times) for v in consts),
+                *carry,
+                *(_Value(split, times=times) for split in slices),
+            ]
             outs = counter.region(region, operands)
             # Unknown splits of a carry may be known after an iteration.
             pairs = zip(splits, outs, strict=False)
             after = [tuple(map(_first_known, split, out.split)) for split, out in pairs]
             stay = [n for n, v in enumerate(carry) if sums is None or v.is_part]
-            found = {n for n in stay if outs[n].is_part}
-            if after == splits and found == sums:
+            next_sums = {n for n in stay if outs[n].is_part}
+            if after == splits and next_sums == sums:
                 break
-            sums = found if after == splits else None
+            sums = next_sums if after == splits else None
             splits = after
-        counter.add_all_parts(
-            [out for n, out in enumerate(outs) if n not in found],
-            [v for n, v in enumerate(region.jaxpr.outvars) if n not in found],
-        )
+        for n, (out, v) in enumerate(zip(outs, region.jaxpr.outvars, strict=True)):
+            if n not in next_sums:
+                counter.add_parts(out, v.aval)
         self.sent.update(counter.sent)
-        carried = [_Value(split, n in found, self.times) for n, split in enumerate(splits)]
+        carried = [_Value(split, n in next_sums, self.times) for n, split in enumerate(splits)]
         stacks = [_Value(((), *out.split), times=self.times) for out in outs[len(carry) :]]
         return [*carried, *stacks]
 
@@ -190,10 +193,11 @@ class TensorTrafficCounter(Analysis[_Value]):
         splits = [v.split for v in ins]
         self.inside(region.jaxpr, SplitAnalysis(self.sizes).of_shards(eqn, splits), self.times)
         outs = list[_Value]()
-        found = infer_output_splits(eqn, splits, self.sizes)
-        for split, spec, v in zip(found, eqn.params["out_specs"], eqn.outvars, strict=True):
-            by_spec = tuple(map(parse_axes, pad_spec(spec, _ndim(v.aval))))
-            outs.append(_Value(by_spec if split is None else split, times=self.times))
+        for n, split in enumerate(infer_output_splits(eqn, splits, self.sizes)):
+            if split is None:
+                spec = pad_spec(eqn.params["out_specs"][n], _ndim(eqn.outvars[n].aval))
+                split = tuple(map(parse_axes, spec))
+            outs.append(_Value(split, times=self.times))
         return outs
 
     # --- one equation --------------------------------------------------------------------------
@@ -205,28 +209,26 @@ class TensorTrafficCounter(Analysis[_Value]):
         free dims.
         """
         if eqn.primitive.name == "reshape":
-            is_whole = infer_output_splits(eqn, [ins[0].split], self.sizes)[0] is not None
+            is_unclear = infer_output_splits(eqn, [ins[0].split], self.sizes)[0] is None
         elif eqn.primitive.name == "dot_general":
             contract, batch = eqn.params["dimension_numbers"]
-            taken = [{*c, *b} for c, b in zip(contract, batch, strict=True)]
-            pairs = zip(ins, taken, strict=True)
-            is_whole = not all(
-                any(_has(e) and d not in t for d, e in enumerate(v.split)) for v, t in pairs
-            )
+            # Both operands are split in a free dim.
+            is_unclear = True
+            for n, v in enumerate(ins):
+                used = (*contract[n], *batch[n])
+                if not any(_has(entry) for d, entry in enumerate(v.split) if d not in used):
+                    is_unclear = False
         else:
             return
         v = ins[0]
-        if not is_whole and any(map(_has, v.split)):
-            v.split = tuple(tuple(a for a in e if a != TENSOR) if _has(e) else e for e in v.split)
+        if is_unclear and any(map(_has, v.split)):
+            v.split = tuple(map(_without_tensor, v.split))
             self.send("all_gather", self.bytes(eqn.invars[0].aval, v.split), v.times)
 
     def splits(self, eqn: jex.JaxprEqn, ins: Sequence[Split]) -> list[Split]:
         """Return how the results are split, with ANY in every dim if that is unclear."""
-        outs = infer_output_splits(eqn, ins, self.sizes)
-        return [
-            (ANY,) * _ndim(v.aval) if out is None else out
-            for out, v in zip(outs, eqn.outvars, strict=True)
-        ]
+        outs = zip(infer_output_splits(eqn, ins, self.sizes), eqn.outvars, strict=True)
+        return [(ANY,) * _ndim(v.aval) if split is None else split for split, v in outs]
 
     def is_part(self, eqn: jex.JaxprEqn, ins: Sequence[_Value]) -> bool:
         """Return whether the results are partial sums."""
@@ -236,27 +238,27 @@ class TensorTrafficCounter(Analysis[_Value]):
         if name in _REDUCED:
             return any(_has(ins[0].split[d]) for d in eqn.params["axes"])
         if name == "dot_general":
-            contract = eqn.params["dimension_numbers"][0]
-            return any(
-                _has(v.split[d]) for v, dims in zip(ins, contract, strict=True) for d in dims
-            )
+            lhs, rhs = ins
+            lhs_dims, rhs_dims = eqn.params["dimension_numbers"][0]
+            lhs_entries = [lhs.split[d] for d in lhs_dims]
+            return any(map(_has, [*lhs_entries, *(rhs.split[d] for d in rhs_dims)]))
         if name == "gather":  # a look-up in a table whose rows are split
-            return any(
-                _has(ins[0].split[d]) for d in eqn.params["dimension_numbers"].collapsed_slice_dims
-            )
+            dims = eqn.params["dimension_numbers"].collapsed_slice_dims
+            return any(_has(ins[0].split[d]) for d in dims)
         return False
 
     def constrained(self, eqn: jex.JaxprEqn, v: _Value) -> _Value:
         """Return a value with the split of a constraint."""
         out: Any = eqn.outvars[0].aval
         (split,) = self.splits(eqn, [v.split])
-        was, now = (any(map(_has, s)) for s in (v.split, split))
-        if v.is_part and now and not was:
-            whole = self.bytes(out, split) * self.tensor
-            self.send("reduce_scatter", whole, self.times)
+        was_split = any(map(_has, v.split))
+        is_split = any(map(_has, split))
+        if v.is_part and is_split and not was_split:
+            num_bytes = self.bytes(out, split) * self.tensor
+            self.send("reduce_scatter", num_bytes, self.times)
             return _Value(split, times=self.times)
         self.add_parts(v, out)
-        if was and not now:
+        if was_split and not is_split:
             self.send("all_gather", self.bytes(out, split), self.times)
         return _Value(split, times=self.times)
 
@@ -288,13 +290,12 @@ class TensorTrafficCounter(Analysis[_Value]):
                 # A permute sends its full operand.
                 factor = {"all_reduce": 2, "permute": self.tensor / (self.tensor - 1)}.get(kind, 1)
                 self.send(kind, num_bytes * factor, times)
+            inner_times = times
+            if eqn.primitive.name == "scan":
+                inner_times *= eqn.params["length"]
             for inner in jex.jaxprs_in_params(eqn.params):
-                splits = ins if len(inner.invars) == len(ins) else [None] * len(inner.invars)
-                self.inside(
-                    inner,
-                    splits,
-                    times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1),
-                )
+                inner_splits = ins if len(inner.invars) == len(ins) else [None] * len(inner.invars)
+                self.inside(inner, inner_splits, inner_times)
 
     def add_all_parts(self, values: Sequence[_Value], atoms: Sequence[Any]) -> None:
         """Reduce the partial sums among values, whose variables are given."""
@@ -309,9 +310,8 @@ class TensorTrafficCounter(Analysis[_Value]):
 
     def bytes(self, aval: Any, split: Split) -> float:
         """Return the bytes of one device's shard."""
-        shards = math.prod(
-            self.sizes[axis] for entry in split if entry is not ANY for axis in entry
-        )
+        axes = itertools.chain(*(entry for entry in split if entry is not ANY))
+        shards = math.prod(self.sizes[axis] for axis in axes)
         return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize / shards
 
     def send(self, kind: str, num_bytes: float, times: float) -> None:
@@ -322,6 +322,11 @@ class TensorTrafficCounter(Analysis[_Value]):
 def _has(entry: Any) -> bool:
     """Return whether `tensor` splits a dim."""
     return entry is not ANY and TENSOR in entry
+
+
+def _without_tensor(entry: Any) -> Any:
+    """Return the entry of a dim after a gather over `tensor`."""
+    return tuple(axis for axis in entry if axis != TENSOR) if _has(entry) else entry
 
 
 def _first_known(a: Any, b: Any) -> Any:

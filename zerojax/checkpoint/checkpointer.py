@@ -124,15 +124,7 @@ class Checkpointer:
                 "max_host_bytes", max_host_bytes, 0, ", or None for no limit"
             )
         _check_best(best_metric, best_mode)
-        path = as_path(directory)
-        if path is None:
-            raise ValueError(
-                f"directory={directory!r}: the path of a folder is needed, as a str or an "
-                "os.PathLike"
-            )
-        if "://" in path:
-            raise ValueError(f"directory={path!r}: records need a file system: mount the bucket")
-        self._directory = Directory(path)
+        self._directory = Directory(_checked_directory(directory))
         self.directory = self._directory.path
         self._interval = save_interval_steps
         self._max_host_bytes = max_host_bytes
@@ -214,7 +206,7 @@ class Checkpointer:
             raise ValueError(
                 f"best_metric={self._best_metric!r}: metrics with that name are needed, got {names}"
             )
-        kept = None if self._best_metric is None else _numbers(metrics or {})
+        kept_metrics = None if self._best_metric is None else _numbers(metrics or {})
         # Taken before the directory is listed: from here on no other run may add or remove a step.
         self._take_lock(program.mesh)
         together.do(self._wait)
@@ -224,7 +216,7 @@ class Checkpointer:
         together.do(self._directory.check_writable)
         saving = self._step_to_save(program.mesh, step)
         with explaining(f"saving step {step} in {self.directory}"):
-            self._begin_save(program, state, saving, kept, data)
+            self._begin_save(program, state, saving, kept_metrics, data)
         if not self._is_async:
             together.do(self._wait)
         return True
@@ -242,10 +234,9 @@ class Checkpointer:
         If it fails, everything is as before.
         """
         # Only frozen weights can be linked; trainable ones change at each step.
+        last = None
         if program.layout.frozen and saving.before is not None:
             last = self._directory.state_folder(saving.before)
-        else:
-            last = None
         save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier, last)
         # From here on, the end of the program has a save to wait for.
         _OPEN.add(self)
@@ -293,7 +284,7 @@ class Checkpointer:
 
         together = AllProcesses(mesh, SAVING, CheckpointError)
         together.do(look)
-        aside = tuple(other for other in steps if last is not None and other > last)
+        aside = tuple(number for number in steps if last is not None and number > last)
         # Only process 0 has listed the directory, and all processes write into the same folder.
         replaces = together.least(0 if step in aside else 1) == 0
         return _Step(step, last, aside, self._directory.new_folder(step, replaces=replaces))
@@ -434,29 +425,27 @@ class Checkpointer:
             with self._open_step(step, program.mesh) as saved:
                 # The position first: if this process has none, nothing of the program's is
                 # overwritten.
-                if data is None:
-                    position = None
-                else:
+                position = None
+                if data is not None:
                     position = own_position(saved.folder, saved.num_processes, saved.data)
-                return (
-                    restore_state(program, saved, verify=self._verify),
-                    position,
-                    bool(saved.data),
-                )
+                state = restore_state(program, saved, verify=self._verify)
+                return state, position, bool(saved.data)
 
         if step is not None:
-            if step not in (steps := self._directory.steps()):
+            steps = self._directory.steps()
+            if step not in steps:
                 raise CheckpointError(
                     f"{self.directory} has no checkpoint of step {step}: its steps are "
                     f"{steps or 'none'}"
                 )
             state, position, has_position = read(step)
-        elif (newest := self._directory.newest_whole(read)) is not None:
-            step, (state, position, has_position) = newest
         else:
-            raise CheckpointError(
-                f"{self.directory} has no checkpoint: start from program.init(key)"
-            )
+            newest = self._directory.newest_whole(read)
+            if newest is None:
+                raise CheckpointError(
+                    f"{self.directory} has no checkpoint: start from program.init(key)"
+                )
+            step, (state, position, has_position) = newest
         # After the state was read: a failed restore leaves the iterator where it was.
         if data is not None:
             data.set_state(position)
@@ -610,6 +599,22 @@ def _close_all() -> None:
 # This runs before Python's executors, some of which Orbax's threads use, refuse work; `atexit` is
 # later.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+def _checked_directory(directory: str | os.PathLike[str]) -> str:
+    """Return the path of a directory of checkpoints.
+
+    Raises:
+      ValueError: it is not a path in a file system.
+    """
+    path = as_path(directory)
+    if path is None:
+        raise ValueError(
+            f"directory={directory!r}: the path of a folder is needed, as a str or an os.PathLike"
+        )
+    if "://" in path:
+        raise ValueError(f"directory={path!r}: records need a file system: mount the bucket")
+    return path
 
 
 def _check_best(best_metric: Any, best_mode: Any) -> None:

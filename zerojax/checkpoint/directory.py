@@ -94,21 +94,23 @@ class Directory:
                 explaining(f"reading the directory of checkpoints {self.path}"),
                 os.scandir(self.path) as entries,
             ):
-                known = [
-                    entry
+                is_folder_by_name = {
+                    entry.name: entry.is_dir()
                     for entry in entries
                     if _STEP.fullmatch(entry.name) or TEMPORARY in entry.name
-                ]
-                found = [(entry.name, entry.is_dir()) for entry in known]
+                }
         except CheckpointError as error:
             if error.errno == errno.ENOENT:
                 raise CheckpointError(
                     f"the directory of checkpoints {self.path} does not exist", errno=errno.ENOENT
                 ) from error
             raise
-        steps = {int(m[1]) for name, is_dir in found if is_dir and (m := _STEP.fullmatch(name))}
-        names = [name for name, _ in found]
-        return sorted(steps), sorted(name for name in names if TEMPORARY in name)
+        steps: set[int] = set()
+        for name, is_dir in is_folder_by_name.items():
+            match = _STEP.fullmatch(name)
+            if is_dir and match is not None:
+                steps.add(int(match[1]))
+        return sorted(steps), sorted(name for name in is_folder_by_name if TEMPORARY in name)
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order.
@@ -221,11 +223,11 @@ class Directory:
         new = self.new_folder(step, replaces=True)
         names = []
         replaces = is_folder(new)
-        for other in aside:
-            old = self.new_folder(other)
+        for number in aside:
+            old = self.new_folder(number)
             # If an earlier call failed after the rename, the step itself already has its own name.
-            if is_folder(old) and (other != step or replaces):
-                names.append(self._free_name(other))
+            if is_folder(old) and (number != step or replaces):
+                names.append(self._free_name(number))
                 os.rename(old, os.path.join(self.path, names[-1]))
         if replaces:
             os.rename(new, self.new_folder(step))
@@ -257,8 +259,9 @@ class Directory:
           OSError: the file system failed.
         """
         for name in os.listdir(self.path):
-            if (found := _STEP.fullmatch(name)) and found[2]:
-                self.settle(int(found[1]), [int(found[1])])
+            match = _STEP.fullmatch(name)
+            if match is not None and match[2]:
+                self.settle(int(match[1]), [int(match[1])])
 
     def delete(self, steps: Sequence[int]) -> None:
         """Remove steps: from the list of steps immediately, from the disk as fast as it can.
@@ -353,12 +356,12 @@ class Directory:
         if self._lock in (None, _ELSEWHERE):
             return
         path = os.path.join(self.path, LOCK)
-        held = os.fstat(self._lock)
+        locked = os.fstat(self._lock)
         try:
             named = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
             named = None
-        if named is None or (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+        if named is None or (named.st_dev, named.st_ino) != (locked.st_dev, locked.st_ino):
             raise CheckpointError(
                 f"{path} was removed while this run saves there, so another run may save "
                 "there too: "
@@ -457,7 +460,8 @@ def open_newest(path: str | os.PathLike[str], read: Callable[[str], T]) -> T:
       DamagedError: the step is damaged, or all steps are.
     """
     directory = Directory(path)
-    if os.path.isdir(state := os.path.join(directory.path, STATE)):
+    state = os.path.join(directory.path, STATE)
+    if os.path.isdir(state):
         return read(state)
     if os.path.isdir(directory.path):
         newest = directory.newest_whole(

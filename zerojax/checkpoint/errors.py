@@ -81,10 +81,10 @@ def explained(error: BaseException, action: str) -> CheckpointError:
     number = error.errno if isinstance(error, OSError) else None
     cause = str(error) or type(error).__name__
     if number is not None:
-        where = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        file = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
         # Its own text says more than the number's, for example at which byte a file cannot be read.
         text = (isinstance(error, OSError) and error.strerror) or os.strerror(number)
-        cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {text}{where}"
+        cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {text}{file}"
     remedy = None if number is None else _REMEDIES.get(number)
     return CheckpointError(
         f"{action} failed: {cause}{f'; {remedy}' if remedy else ''}", errno=number
@@ -173,57 +173,58 @@ _FIELD = re.compile(rf"\.({_KNOWN})(?=[.\[]|$)")
 _STATE = "opt_state"
 
 
-def optimizer_difference(here: Iterable[str], saved: Iterable[str], step_folder: str) -> str:
+def optimizer_difference(
+    program_leaves: Iterable[str], saved: Iterable[str], step_folder: str
+) -> str:
     """Return how a checkpoint's optimizer state differs, and how to continue from its weights.
 
     Args:
-      here: names of the leaves of the program's state.
+      program_leaves: names of the leaves of the program's state.
       saved: names of the leaves in the checkpoint.
       step_folder: folder of the step.
 
     Returns:
       Sentences to append to an error, or "" if both optimizers have the same state.
     """
-    ours = _transformations(here)
+    ours = _transformations(program_leaves)
     theirs = _transformations(saved)
-    parts = [
-        _compared(name, ours.get(name), theirs.get(name))
-        for name in sorted(ours.keys() | theirs.keys())
-    ]
-    different = [part for part in parts if part]
-    if not different:
+    names = sorted(ours.keys() | theirs.keys())
+    differences = [_compared(name, ours.get(name), theirs.get(name)) for name in names]
+    differences = [difference for difference in differences if difference]
+    if not differences:
         return ""
     return (
-        f". The optimizer's state: {'; '.join(different)}. Restore it with the optimizer that "
-        "it was "
-        "saved with; or import only its weights, for a fresh optimizer state: "
+        f". The optimizer's state: {'; '.join(differences)}. Restore it with the optimizer "
+        "that it was saved with; or import only its weights, for a fresh optimizer state: "
         f"zerojax.import_params(program, {step_folder!r}, key=key)"
     )
 
 
 def _transformations(names: Iterable[str]) -> dict[str, frozenset[str]]:
     """Return the fields of each transformation's state, by the transformation's name."""
-    found: dict[str, set[str]] = {}
+    fields_by_owner: dict[str, set[str]] = {}
     for name in names:
         if not name.startswith(_STATE):
             continue
         match = _FIELD.search(name)
-        owner, field = (name[: match.start()], match[1]) if match else (name, "")
-        found.setdefault(owner, set()).add(field)
-    return {owner: frozenset(fields) for owner, fields in found.items()}
+        owner = name[: match.start()] if match else name
+        field = match[1] if match else ""
+        fields_by_owner.setdefault(owner, set()).add(field)
+    return {owner: frozenset(fields) for owner, fields in fields_by_owner.items()}
 
 
-def _compared(name: str, here: frozenset[str] | None, saved: frozenset[str] | None) -> str:
+def _compared(name: str, program: frozenset[str] | None, saved: frozenset[str] | None) -> str:
     """Return how one transformation's state differs, or ""."""
-    if here == saved:
+    if program == saved:
         return ""
     if saved is None:
-        assert here is not None
-        return f"this program has {_described(here)} at {name}, and the checkpoint has none"
-    if here is None:
+        assert program is not None
+        return f"this program has {_described(program)} at {name}, and the checkpoint has none"
+    if program is None:
         return f"the checkpoint has {_described(saved)} at {name}, and this program has none"
     return (
-        f"at {name} this program has {_described(here)}, and the checkpoint has {_described(saved)}"
+        f"at {name} this program has {_described(program)}, and the checkpoint has "
+        f"{_described(saved)}"
     )
 
 

@@ -144,7 +144,8 @@ def _step_report(folder: str, verify: bool) -> Report:
     if TEMPORARY in name:
         return Report(f"{folder}: incomplete: {_unfinished(name)}", False)
     status = _status(folder, verify)
-    if (saved := status.saved) is None:
+    saved = status.saved
+    if saved is None:
         return Report(f"{folder}: damaged: {status.damage}", False)
     records = sum(store.num_records for store in saved.records.stores)
     lines = [
@@ -204,15 +205,14 @@ def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
     try:
-        wrapped = {
-            printed(name): textwrap.wrap(printed(text(value)), _WIDTH) or [""]
-            for name, value in config.items()
-        }
+        rows: list[tuple[str, str]] = []
+        for name, value in config.items():
+            first, *continued = textwrap.wrap(printed(text(value)), _WIDTH) or [""]
+            rows.append((printed(name), first))
+            rows += [("", line) for line in continued]
     except RecursionError:
         raise DamagedError("it is nested too deeply") from None
-    return [
-        ("" if k else name, line) for name, lines in wrapped.items() for k, line in enumerate(lines)
-    ]
+    return rows
 
 
 def _leaves(saved: SavedState) -> list[str]:
@@ -222,30 +222,26 @@ def _leaves(saved: SavedState) -> list[str]:
     frozen = saved.frozen
     for name, leaf in saved.leaves.items():
         rows.append((name, str(list(leaf.shape)), leaf.dtype, leaf.spec, f"{leaf.num_bytes:,}"))
-        if name.startswith("weights"):
+        if name in frozen:
+            kind = "frozen"
+        elif name.startswith("weights"):
             kind = "weights"
+        elif name.startswith("opt_state"):
+            kind = "opt_state"
         else:
-            kind = "opt_state" if name.startswith("opt_state") else "other"
-        kind = "frozen" if name in frozen else kind
+            kind = "other"
         totals[kind] = totals.get(kind, 0) + leaf.num_bytes
     for name, value in saved.values.items():
-        rows.append(
-            (
-                name,
-                str(list(value.shape)),
-                value.dtype.name,
-                f"= {value.tolist()}",
-                f"{value.nbytes:,}",
-            )
-        )
+        shape = str(list(value.shape))
+        rows.append((name, shape, value.dtype.name, f"= {value.tolist()}", f"{value.nbytes:,}"))
         totals["other"] = totals.get("other", 0) + value.nbytes
     rows += [(f"total {kind}", "", "", "", f"{total:,}") for kind, total in totals.items()]
     rows.append(("total", "", "", "", f"{sum(totals.values()):,}"))
     return _aligned(rows, right=(4,))
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
@@ -253,12 +249,8 @@ def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[s
 
     Columns in `right` are right-aligned.
     """
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(w) if k in right else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    columns = []
+    for k, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        columns.append([c.rjust(width) if k in right else c.ljust(width) for c in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

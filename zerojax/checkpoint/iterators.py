@@ -55,7 +55,8 @@ def decoded_position(entry: Field) -> Any:
     Raises:
       FieldError: the entry is not an encoded position.
     """
-    if (data := entry.get("bytes")) is not None:
+    data = entry.get("bytes")
+    if data is not None:
         return data.data()
     if "json" not in entry.value:
         entry.refuse('{"json": ...} or {"bytes": ...}')
@@ -87,7 +88,8 @@ def own_position(folder: str, num_processes: int, positions: Mapping[int, Any]) 
             "state.step"
         )
     # All positions are checked, not only this process's, so that all processes raise.
-    if missing := [process for process in range(num_processes) if process not in positions]:
+    missing = [process for process in range(num_processes) if process not in positions]
+    if missing:
         raise IteratorError(
             f"{folder} holds no state of the iterator of process {missing[0]}: save with data=, "
             "or restore without it"

@@ -16,9 +16,10 @@ saved: it is cast from the weights.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,79 +139,110 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
     is_layered = isinstance(model, LayeredModel)
     indices = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked or not is_layered]
     tiles = dict(zip(indices, flags, strict=True))
-    leaves = []
-    for (path, array), value, (owner, record) in zip(
-        arrays, nodes, _mirrored(records), strict=True
-    ):
-        param = None if owner is None else layout.all_leaves[owner]
-        on_disk = isinstance(value, OnDisk) or (
-            isinstance(value, Split) and isinstance(value.host, OnDisk)
-        )
-        disk_records = record.disk_records if record is not None and on_disk else None
-        # The part after a Split's first part, or the full leaf.
-        rest = array.host if isinstance(array, Split) else array
-        first = array.device.shape[0] if isinstance(array, Split) else 0
-        if isinstance(array, Split):
-            shape = (first + rest.shape[0], *rest.shape[1:])
-        else:
-            shape = tuple(rest.shape)
-        field = path[0].name
-        leaf = StateLeaf(
-            name=_name(path, layout),
-            path=jax.tree_util.keystr(path),
-            shape=shape,
-            dtype=rest.dtype,
-            saved_dtype=jnp.dtype("float32") if field in ("params", "master") else rest.dtype,
-            spec=pad_spec(rest.sharding.spec, len(rest.shape)),
-            tier="nvme" if on_disk else _tier(rest),
-            lead=0 if param is None else param.lead,
-            # A state whose shape differs from its weight's, such as a sum of rows, is not a stack
-            # of tiles.
-            tiles=tiles.get(owner, False)
-            if param is not None and owner is not None and shape == tuple(param.shape)
-            else False,
-            group="" if param is None else param.group,
-            stack="" if param is None else param.stack,
-            mirrors=owner is not None,
-            is_derived=field == "params" and layout.has_master,
-            disk_records=disk_records,
-            disk_leaf=record.leaf if record is not None and disk_records is not None else 0,
-            first=first,
-            is_frozen=field == "frozen",
-            encodes=_encoded_path(path, layout),
-        )
-        leaves.append(leaf)
-    return leaves
+    stored = zip(nodes, _mirrored(records), strict=True)
+    return [
+        _describe_leaf(layout, path, array, node, mirror, tiles)
+        for (path, array), (node, mirror) in zip(arrays, stored, strict=True)
+    ]
 
 
-def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | None]]:
-    """Yield, for each leaf of a state, the parameter leaf that it is or mirrors, and its storage.
+class _Mirror(NamedTuple):
+    """The weight that a leaf of a state belongs to.
 
-    The storage is None for leaves that records do not hold.
+    Attributes:
+      owner: index of the parameter leaf that the leaf is or mirrors; None: neither.
+      record: how records store the leaf; None if they do not hold it.
     """
+
+    owner: int | None = None
+    record: RecordSpec | None = None
+
+
+def _describe_leaf(
+    layout: Layout,
+    path: tuple[Any, ...],
+    array: Any,
+    node: Any,
+    mirror: _Mirror,
+    tiles: Mapping[int, bool | int],
+) -> StateLeaf:
+    """Describe one leaf.
+
+    Args:
+      layout: layout of the program's states.
+      path: path of the leaf in the state.
+      array: the leaf as if it were not on disk, or a Split of such arrays.
+      node: the leaf as a program takes it.
+      mirror: weight that the leaf belongs to.
+      tiles: tiles of the parameter leaves that may be stacks of tiles, by index.
+    """
+    owner, record = mirror
+    host_node = node.host if isinstance(node, Split) else node
+    on_disk = isinstance(host_node, OnDisk)
+    disk_records = record.disk_records if record is not None and on_disk else None
+
+    if isinstance(array, Split):
+        stored = array.host
+        first = array.device.shape[0]
+        shape = (first + stored.shape[0], *stored.shape[1:])
+    else:
+        stored = array
+        first = 0
+        shape = tuple(array.shape)
+
+    param = None if owner is None else layout.all_leaves[owner]
+    # A state whose shape differs from its weight's, such as a sum of rows, is not a stack of tiles.
+    leaf_tiles: bool | int = False
+    if param is not None and owner is not None and shape == tuple(param.shape):
+        leaf_tiles = tiles.get(owner, False)
+
+    field = path[0].name
+    return StateLeaf(
+        name=_name(path, layout),
+        path=jax.tree_util.keystr(path),
+        shape=shape,
+        dtype=stored.dtype,
+        saved_dtype=jnp.dtype("float32") if field in ("params", "master") else stored.dtype,
+        spec=pad_spec(stored.sharding.spec, len(stored.shape)),
+        tier="nvme" if on_disk else _tier(stored),
+        lead=0 if param is None else param.lead,
+        tiles=leaf_tiles,
+        group="" if param is None else param.group,
+        stack="" if param is None else param.stack,
+        mirrors=owner is not None,
+        is_derived=field == "params" and layout.has_master,
+        disk_records=disk_records,
+        disk_leaf=record.leaf if record is not None and disk_records is not None else 0,
+        first=first,
+        is_frozen=field == "frozen",
+        encodes=_encoded_path(path, layout),
+    )
+
+
+def _mirrored(records: StateRecords) -> Iterator[_Mirror]:
+    """Yield the weight that each leaf of a state belongs to, in the order of the leaves."""
     layout = records.layout
     state = records.layout.abstract_state
-    every = range(len(layout.leaves))
+    trained = range(len(layout.leaves))
+    frozen = range(len(layout.leaves), len(layout.all_leaves))
     # In the order in which the state is flattened.
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
         if field.name == "params":
-            yield from zip(every, records.params, strict=True)
+            yield from itertools.starmap(_Mirror, zip(trained, records.params, strict=True))
         elif field.name == "master" and value is not None:
-            yield from zip(every, records.master, strict=True)
+            yield from itertools.starmap(_Mirror, zip(trained, records.master, strict=True))
         elif field.name == "opt_state":
-            yield from zip(layout.opt_map.owners, records.opt, strict=True)
+            owners = layout.opt_map.owners
+            yield from itertools.starmap(_Mirror, zip(owners, records.opt, strict=True))
         elif field.name == "frozen" and value is not None:
-            yield from zip(
-                range(len(layout.leaves), len(layout.all_leaves)), records.frozen, strict=True
-            )
+            yield from itertools.starmap(_Mirror, zip(frozen, records.frozen, strict=True))
         else:
+            grads: list[int] = []
             if field.name == "pending" and value is not None:
-                grads = [*layout.stacked, *layout.unstacked]
-            else:
-                grads = []
-            yield from ((i, None) for i in grads)  # the first field of Pending
-            yield from [(None, None)] * (len(jax.tree.leaves(value)) - len(grads))
+                grads = [*layout.stacked, *layout.unstacked]  # the first field of Pending
+            yield from map(_Mirror, grads)
+            yield from [_Mirror()] * (len(jax.tree.leaves(value)) - len(grads))
 
 
 def _encoded_path(path: tuple[Any, ...], layout: Layout) -> str:
@@ -224,26 +256,26 @@ def _encoded_path(path: tuple[Any, ...], layout: Layout) -> str:
 def _name(path: tuple[Any, ...], layout: Layout) -> str:
     """Return the checkpoint name of the leaf at a path of the state."""
     field = path[0].name
-    if weight := _encoded_path(path, layout):
-        how = layout.encodings[weight].layout
+    weight = _encoded_path(path, layout)
+    if weight:
+        encoding = layout.encodings[weight].layout
         # Two layouts may have arrays of the same shape, for example of a square matrix, so the name
         # tells them apart.
-        moved = "" if how.moved is None else f".dim{how.moved}"
-        return f"weights{weight}{ENCODED}{how.format}{moved}{jax.tree_util.keystr(path[-1:])}"
+        moved = "" if encoding.moved is None else f".dim{encoding.moved}"
+        return f"weights{weight}{ENCODED}{encoding.format}{moved}{jax.tree_util.keystr(path[-1:])}"
     if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
     # A wrapper's state: a count, and the state of the wrapped optimizer.
     if field == "opt_state" and layout.config.moments == "bfloat16":
-        if path[1].name == "inner":
-            return f"opt_state{jax.tree_util.keystr(path[2:])}"
-        return ROUNDING_STEP
+        if path[1].name != "inner":
+            return ROUNDING_STEP
+        return f"opt_state{jax.tree_util.keystr(path[2:])}"
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
-def _tier(array: Any) -> str:
-    if getattr(array.sharding, "memory_kind", None) == "pinned_host":
-        return "pinned_host"
-    return "device"
+def _tier(array: jax.ShapeDtypeStruct) -> str:
+    memory_kind = getattr(array.sharding, "memory_kind", None)
+    return "pinned_host" if memory_kind == "pinned_host" else "device"
 
 
 def arrays_in_memory(leaf: StateLeaf, value: Any) -> Iterator[tuple[jax.Array, int]]:

@@ -159,15 +159,18 @@ class _Manifest:
             field["num_processes"].refuse(f"more than process {process}")
         leaves = {name: _leaf(entry) for name, entry in field["leaves"].fields()}
         values = {name: _value(entry) for name, entry in field["values"].fields()}
-        if twice := sorted(leaves.keys() & values.keys()):
+        twice = sorted(leaves.keys() & values.keys())
+        if twice:
             raise FieldError(f"{twice[0]!r} is both in leaves and in values")
         stores = [_store(entry, leaves) for entry in field["stores"].items()]
         keys = {name: key.text() for name, key in field["keys"].fields()}
-        if unknown := sorted(keys.keys() - values.keys()):
+        unknown = sorted(keys.keys() - values.keys())
+        if unknown:
             raise FieldError(f"keys[{unknown[0]!r}] belongs to no leaf in values")
-        data = None if (position := field.get("data")) is None else decoded_position(position)
-        told = field.get("about")
-        about = {} if told is None else {name: entry.value for name, entry in told.fields()}
+        position = field.get("data")
+        data = None if position is None else decoded_position(position)
+        settings = field.get("about")
+        about = {} if settings is None else {name: s.value for name, s in settings.fields()}
         return _Manifest(num_processes, leaves, values, stores, keys, data, about)
 
 
@@ -179,7 +182,8 @@ def _leaf(field: Field) -> SavedLeaf:
 
 def _value(field: Field) -> np.ndarray:
     shape, dtype, num_bytes = described_array(field)
-    if len(data := field["data"].data()) != num_bytes:
+    data = field["data"].data()
+    if len(data) != num_bytes:
         field["data"].refuse(f"the base64 of {num_bytes} bytes, for {dtype}{list(shape)}")
     return np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)
 
@@ -192,17 +196,19 @@ def _store(field: Field, leaves: Mapping[str, SavedLeaf]) -> SavedStore:
     """
     store = SavedStore.from_json(field)
     for shard, entry in zip(store.leaves, field["leaves"].items(), strict=True):
-        if (leaf := leaves.get(shard.name)) is None:
+        leaf = leaves.get(shard.name)
+        if leaf is None:
             entry["name"].refuse("a name in leaves")
         if store.lead != leaf.shape[: leaf.lead]:
             field["lead"].refuse(f"{list(leaf.shape[: leaf.lead])} of {shard.name}")
-        rest = leaf.shape[leaf.lead :]
-        if len(shard.shape) != len(rest) or any(
-            a + n > m for a, n, m in zip(shard.start, shard.shape, rest, strict=True)
+        record = leaf.shape[leaf.lead :]
+        stops = [start + size for start, size in zip(shard.start, shard.shape, strict=True)]
+        if len(stops) != len(record) or any(
+            stop > size for stop, size in zip(stops, record, strict=True)
         ):
             raise FieldError(
                 f"{entry.name} is the part {list(shard.shape)} of {shard.name} that starts at "
-                f"{list(shard.start)}, but its records are {list(rest)}"
+                f"{list(shard.start)}, but its records are {list(record)}"
             )
     return store
 
@@ -212,15 +218,15 @@ def _check_whole(leaves: Mapping[str, SavedLeaf], stores: Sequence[SavedStore]) 
 
     With replicas they may hold more.
     """
-    found = dict.fromkeys(leaves, 0)
+    num_elements = dict.fromkeys(leaves, 0)
     for store in stores:
         for shard in store.leaves:
-            found[shard.name] += store.num_records * math.prod(shard.shape)
+            num_elements[shard.name] += store.num_records * math.prod(shard.shape)
     for name, leaf in leaves.items():
-        if found[name] < math.prod(leaf.shape):
+        if num_elements[name] < math.prod(leaf.shape):
             raise FieldError(
                 f"leaves[{name!r}].shape is {list(leaf.shape)}, and its records hold "
-                f"{found[name]} elements"
+                f"{num_elements[name]} elements"
             )
 
 
@@ -252,10 +258,11 @@ class SavedState:
         """
         self.folder = folder
         try:
-            names = {int(m[1]): name for name in os.listdir(folder) if (m := _NAME.fullmatch(name))}
+            matches = [_NAME.fullmatch(name) for name in os.listdir(folder)]
         except OSError as error:
             action = f"reading the checkpoint {folder}"
             raise unreadable(error, action, str(explained(error, action))) from error
+        names = {int(match[1]): match[0] for match in matches if match is not None}
         if not names:
             raise DamagedError(f"{folder} is not a zerojax state, or lost its manifest.0.json")
         manifests = {process: self._read(name, process) for process, name in sorted(names.items())}
@@ -267,11 +274,11 @@ class SavedState:
         self.values = first.values
         self.keys = first.keys
         self.about = first.about
-        for other, manifest in manifests.items():
+        for number, manifest in manifests.items():
             if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):
                 raise CheckpointError(
-                    f"{folder}: manifest.{other}.json and manifest.{process}.json are not from the "
-                    "same checkpoint: their num_processes or leaves differ"
+                    f"{folder}: manifest.{number}.json and manifest.{process}.json are not from "
+                    "the same checkpoint: their num_processes or leaves differ"
                 )
         # No other manifest describes the shards of a lost one.
         if len(manifests) < self.num_processes:
@@ -310,9 +317,10 @@ class SavedState:
                 f"{path}: its checksum is {actual}, and {saved} was saved: it was changed since"
             )
         # The format first: another format may have other fields.
-        if (found := manifest.get("format")) != FORMAT:
+        file_format = manifest.get("format")
+        if file_format != FORMAT:
             raise CheckpointError(
-                f"{path} has format {reprlib.repr(found)}, and this version of zerojax reads "
+                f"{path} has format {reprlib.repr(file_format)}, and this version of zerojax reads "
                 f"{FORMAT}"
             )
         try:
@@ -326,12 +334,11 @@ class SavedState:
 
         Their records are in separate folders, whose names mark them as frozen.
         """
-        stores = [
-            store
-            for store in self.records.stores
-            if store.folder.startswith(("frozen.", "disk.frozen"))
-        ]
-        return frozenset(leaf.name for store in stores for leaf in store.leaves)
+        names: set[str] = set()
+        for store in self.records.stores:
+            if store.folder.startswith(("frozen.", "disk.frozen")):
+                names |= {leaf.name for leaf in store.leaves}
+        return frozenset(names)
 
     @property
     def num_bytes(self) -> int:
@@ -361,10 +368,10 @@ class SavedState:
                     self.records.check_size(store, record)
             except OSError as error:
                 names = ", ".join(leaf.name for leaf in store.leaves[:3])
-                what = f"removed: {path}" if isinstance(error, FileNotFoundError) else str(error)
+                fault = f"removed: {path}" if isinstance(error, FileNotFoundError) else str(error)
                 damage = (
                     f"the checkpoint {self.folder} is damaged, in record {record} of {names}: "
-                    f"{what}"
+                    f"{fault}"
                 )
                 raise unreadable(error, f"reading the checkpoint {self.folder}", damage) from error
 

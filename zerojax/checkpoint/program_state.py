@@ -96,17 +96,17 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
         with jax.set_mesh(program.mesh):
             check_host_reads(program.mesh)
     if program.calls is not None:
-        program.calls.agree("restore" if saved.has_opt_state else "import", _parts(saved))
+        program.calls.agree("restore" if saved.has_opt_state else "import", _compared_texts(saved))
     return Restoring(
         program.layout, program.swap, leaves_of_program(program), program.calling
     ).restore(saved, verify=verify)
 
 
-def _parts(saved: SavedState) -> dict[str, list[str]]:
-    """Return the parts of a saved state that processes compare.
+def _compared_texts(saved: SavedState) -> dict[str, list[str]]:
+    """Return texts that are equal in two processes if they opened the same saved state.
 
-    These are its small values, such as step and key, and its records' checksums. A file of weights
-    has no checksums, so only checkpoints are compared by contents.
+    They describe its small values, such as step and key, and its records' checksums. A file of
+    weights has no checksums, so only checkpoints are compared by contents.
     """
     stores = saved.records.stores if saved.has_opt_state else []
     return {
@@ -121,14 +121,17 @@ def _parts(saved: SavedState) -> dict[str, list[str]]:
 
 def _check_about(about: Mapping[str, Any], saved: SavedState) -> None:
     """Raise CheckpointError if a model reports other settings than the saved model did."""
-    if told := about_difference(about, saved.about):
+    difference = about_difference(about, saved.about)
+    if difference is not None:
         raise CheckpointError(
-            f"{saved.folder} was saved from a model with {told[0]}, and this program's model has "
-            f"{told[1]}: restore it with the saved setting"
+            f"{saved.folder} was saved from a model with {difference[0]}, and this program's "
+            f"model has {difference[1]}: restore it with the saved setting"
         )
 
 
-def about_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[str, str] | None:
+def about_difference(
+    program_about: Mapping[str, Any], saved: Mapping[str, Any]
+) -> tuple[str, str] | None:
     """Return the first difference between two models' settings (`zerojax.Model.about`), or None.
 
     No leaf holds these settings, for example the scale of adapters. A setting that only one model
@@ -136,23 +139,22 @@ def about_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple
     run to run.
 
     Args:
-      here: settings of the program's model.
+      program_about: settings of the program's model.
       saved: settings of the saved model.
 
     Returns:
       The differing setting as text: the saved one, and the program's.
     """
-    for name in sorted(set(here) & set(saved)):
-        a, b = (json.loads(json.dumps(each[name])) for each in (saved, here))
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [
-                key
-                for key in sorted(a.keys() & b.keys())
-                if key != "dropout" and a.get(key) != b.get(key)
-            ]
-            a, b = ({key: each.get(key) for key in keys} for each in (a, b))
-        if a != b:
-            return f"{name}={_SHORT.repr(a)}", f"{name}={_SHORT.repr(b)}"
+    for name in sorted(set(program_about) & set(saved)):
+        theirs = json.loads(json.dumps(saved[name]))
+        ours = json.loads(json.dumps(program_about[name]))
+        if isinstance(theirs, dict) and isinstance(ours, dict):
+            common = (theirs.keys() & ours.keys()) - {"dropout"}
+            keys = [key for key in sorted(common) if theirs[key] != ours[key]]
+            theirs = {key: theirs[key] for key in keys}
+            ours = {key: ours[key] for key in keys}
+        if theirs != ours:
+            return f"{name}={_SHORT.repr(theirs)}", f"{name}={_SHORT.repr(ours)}"
     return None
 
 

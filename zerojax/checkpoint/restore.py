@@ -81,10 +81,10 @@ class Restoring:
           SwapError: the program's own disk is too small, or failed.
         """
         sources = find_sources(self.leaves, saved, self.layout.config.loss_scaling)
-        part = {"part": jax.process_index(), "num_parts": jax.process_count()}
+        share = {"part": jax.process_index(), "num_parts": jax.process_count()}
         with working("verify"):
-            self._checking.do(lambda: saved.check(checksums=verify, **part))
-        what = "restore" if saved.has_opt_state else "import"
+            self._checking.do(lambda: saved.check(checksums=verify, **share))
+        work = "restore" if saved.has_opt_state else "import"
         with self._calling(), jax.set_mesh(self.layout.mesh):
             swap = self._swap
             linked: frozenset[RecordKey] = frozenset()
@@ -96,9 +96,9 @@ class Restoring:
             arrays: list[Any] = []
             # These programs do not make processes wait for each other, so a process that fails to
             # read is reported here.
-            self._together.do(lambda: arrays.extend(self._arrays(sources, what)))
+            self._together.do(lambda: arrays.extend(self._arrays(sources, work)))
             if swap is not None:
-                self._together.do(lambda: self._fill_disk(swap, sources, linked, what))
+                self._together.do(lambda: self._fill_disk(swap, sources, linked, work))
                 swap.finish()
                 # The number marks this state as the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
@@ -109,20 +109,22 @@ class Restoring:
 
     # --- arrays -----------------------------------------------------------------------------------
 
-    def _arrays(self, sources: Sequence[LeafSource], what: str) -> list[Any]:
+    def _arrays(self, sources: Sequence[LeafSource], work: str) -> list[Any]:
         """Return the leaves' arrays; leaves on disk have no generation number yet.
 
-        `what` names the work for progress displays.
+        `work` names the work for progress displays.
         """
         abstract = state_arrays(self.layout.abstract_state)
-        # Unstacked leaves are read in one piece.
-        stacked = [
-            i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)
-        ]
-        arrays = [
-            array if i in stacked or isinstance(array, OnDisk) else sources[i].array(array)
-            for i, array in enumerate(abstract)
-        ]
+        arrays = list(abstract)
+        stacked: list[int] = []
+        for i, source in enumerate(sources):
+            if isinstance(abstract[i], OnDisk):
+                continue
+            if source.leaf.lead:
+                stacked.append(i)
+            else:
+                # Unstacked leaves are read in one piece.
+                arrays[i] = source.array(abstract[i])
         # Stacks are allocated together, then filled one record at a time.
         empty = self._empty([abstract[i] for i in stacked])
         for i, array in zip(stacked, empty, strict=True):
@@ -133,7 +135,7 @@ class Restoring:
             leaf = sources[i].leaf
             alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
         for members in alike.values():
-            stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members], what)
+            stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members], work)
             for i, array in zip(members, stacks, strict=True):
                 arrays[i] = array
         return arrays
@@ -148,7 +150,7 @@ class Restoring:
         arrays = [leaf if isinstance(leaf, OnDisk) else next(zeros[is_away(leaf)]) for leaf in flat]
         return jax.tree.unflatten(tree, arrays)
 
-    def _fill(self, sources: Sequence[LeafSource], stacks: list[Any], what: str) -> list[Any]:
+    def _fill(self, sources: Sequence[LeafSource], stacks: list[Any], work: str) -> list[Any]:
         """Fill stacks whose records have the same numbers, one layer after the other."""
         mesh = self.layout.mesh
         leaves = [source.leaf for source in sources]
@@ -156,17 +158,14 @@ class Restoring:
         first = leaves[0].first
         arrays = [_arrays_in(stack) for stack in stacks]
         # Two programs fill a Split, one per part.
-        programs = {
-            flag: filler(mesh, leaves, arrays, flag)
-            for flag in ((True, False) if first else (False,))
-        }
-        records = [
-            index
-            for index in np.ndindex(*_dims(leaves[0]))
+        programs = {False: filler(mesh, leaves, arrays, False)}
+        if first:
+            programs[True] = filler(mesh, leaves, arrays, True)
+        records = list(np.ndindex(*_dims(leaves[0])))
+        if all(isinstance(_host_part(stack), OnDisk) for stack in stacks):
             # The remaining layers are on disk; `_fill_disk` fills them.
-            if index[0] < first or not all(isinstance(_rest(stack), OnDisk) for stack in stacks)
-        ]
-        with working(what, len(records)) as advance:
+            records = [index for index in records if index[0] < first]
+        with working(work, len(records)) as advance:
             for index in records:
                 values = [
                     source.record(index, sharding)
@@ -178,7 +177,7 @@ class Restoring:
                 # Otherwise records pile up in memory if the device is slower than the disk.
                 jax.block_until_ready(arrays)
                 advance(1)
-        return [_with_arrays(stack, parts) for stack, parts in zip(stacks, arrays, strict=True)]
+        return [_with_arrays(stack, filled) for stack, filled in zip(stacks, arrays, strict=True)]
 
     # --- the disk ---------------------------------------------------------------------------------
 
@@ -188,7 +187,7 @@ class Restoring:
         """Return the checkpoint's files that equal the program's frozen records, byte for byte."""
         if not saved.has_opt_state:  # an import has no records
             return {}
-        there = {
+        saved_files = {
             store.content(record): (store, record, path)
             for store, record, path in saved.records.files()
         }
@@ -197,9 +196,11 @@ class Restoring:
             if not records.written_once or any(source.is_converted for source in members):
                 continue
             for rank in swap.disk.ranks():
-                here = self._described(records, [source.leaf for source in members], rank)
+                program_store = self._described(records, [source.leaf for source in members], rank)
                 for number in range(records.num_layers):
-                    store, record, path = there.get(here.content(number), (None, 0, ""))
+                    store, record, path = saved_files.get(
+                        program_store.content(number), (None, 0, "")
+                    )
                     if store is not None and store.checksums[record]:
                         files[records.kind, rank, number] = RecordFile(
                             path, store.checksums[record]
@@ -213,10 +214,8 @@ class Restoring:
         mesh = self.layout.mesh
         first = leaves[0]
         device = mesh.devices.flat[rank]
-        starts = [
-            [start for start, _ in _box_on(leaf.record(mesh).sharding, leaf, device)]
-            for leaf in leaves
-        ]
+        boxes = [_box_on(leaf.record(mesh).sharding, leaf, device) for leaf in leaves]
+        starts = [[start for start, _ in box] for box in boxes]
         names = [leaf.name for leaf in leaves]
         lead = first.shape[: first.lead]
         unknown = (0,) * records.num_layers
@@ -229,7 +228,7 @@ class Restoring:
         swap: SwapSession,
         sources: Sequence[LeafSource],
         linked: frozenset[RecordKey],
-        what: str,
+        work: str,
     ) -> None:
         """Fill the swap folder's records one by one in the engine's buffers.
 
@@ -239,7 +238,7 @@ class Restoring:
         engine = swap.engine
         ranks = swap.disk.ranks()
         total = len(ranks) * sum(records.num_layers for records, _ in kinds)
-        with working(what, total) as advance:
+        with working(work, total) as advance:
             for records, members in kinds:
                 self._fill_kind(engine, ranks, records, members, linked, advance)
             # Buffers are written in the background, so the disk holds the state only after this.
@@ -269,9 +268,11 @@ class Restoring:
             for number in range(records.num_layers):
                 if (records.kind, rank, number) not in linked:
                     index = np.unravel_index(first + number, dims) if dims else ()
+                    front = tuple((int(i), int(i) + 1) for i in index)
                     with engine.borrow(records.kind, rank, number, "write") as views:
-                        for source, view, box in zip(members, views, boxes, strict=True):
-                            source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
+                        targets = zip(views, boxes, strict=True)
+                        for source, (view, box) in zip(members, targets, strict=True):
+                            source.fill(front + box, view)
                 advance(1)
 
     def _numbered(self, array: Any, generation: int) -> Any:
@@ -291,7 +292,8 @@ def _on_disk(sources: Sequence[LeafSource]) -> list[tuple[DiskRecords, list[Leaf
     """Return each kind of records on disk, with its leaves in their order within a record."""
     kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
     for source in sorted(sources, key=lambda source: source.leaf.disk_leaf):
-        if (records := source.leaf.disk_records) is not None:
+        records = source.leaf.disk_records
+        if records is not None:
             kinds.setdefault(records.kind, (records, []))[1].append(source)
     return list(kinds.values())
 
@@ -314,14 +316,15 @@ def filler(
     records = [leaf.record(mesh) for leaf in leaves]
     lead = leaves[0].lead
     first = leaves[0].first
-    shardings = explicit([[a.sharding for a in parts] for parts in arrays])
+    shardings = explicit([[array.sharding for array in leaf_arrays] for leaf_arrays in arrays])
 
     def put(
         arrays: list[list[jax.Array]], values: list[jax.Array], index: jax.Array
     ) -> list[list[jax.Array]]:
         results = []
-        for record, parts, value in zip(records, arrays, values, strict=True):
-            place = 0 if on_device or len(parts) == 1 else 1
+        writes = zip(arrays, values, strict=True)
+        for record, (leaf_arrays, value) in zip(records, writes, strict=True):
+            place = 0 if on_device or len(leaf_arrays) == 1 else 1
             # A Split's second part numbers its layers from `first`.
             start = (
                 index[0] - (0 if on_device else first),
@@ -332,8 +335,8 @@ def filler(
             tier = "device" if on_device and first else record.tier
             stack = dataclasses.replace(record, tier=tier, spec=(*(None,) * lead, *record.spec))
             stored = stack.store(value.reshape((1,) * lead + value.shape))
-            part = jax.lax.dynamic_update_slice(parts[place], stored, start)
-            results.append([*parts[:place], part, *parts[place + 1 :]])
+            filled = jax.lax.dynamic_update_slice(leaf_arrays[place], stored, start)
+            results.append([*leaf_arrays[:place], filled, *leaf_arrays[place + 1 :]])
         return results
 
     values = explicit([record.sharding for record in records])
@@ -346,13 +349,13 @@ def _dims(leaf: StateLeaf) -> tuple[int, ...]:
     return tuple(leaf.shape[: leaf.lead])
 
 
-def _rest(stack: Any) -> Any:
+def _host_part(stack: Any) -> Any:
     return stack.host if isinstance(stack, Split) else stack
 
 
 def _arrays_in(stack: Any) -> list[jax.Array]:
     parts = [stack.device, stack.host] if isinstance(stack, Split) else [stack]
-    return [part for part in parts if not isinstance(part, OnDisk)]
+    return [array for array in parts if not isinstance(array, OnDisk)]
 
 
 def _with_arrays(stack: Any, arrays: Sequence[jax.Array]) -> Any:
@@ -371,7 +374,7 @@ def _zeros(abstract: Sequence[Any]) -> list[jax.Array]:
     return make()
 
 
-def _box_on(sharding: Any, leaf: StateLeaf, device: Any) -> Box:
+def _box_on(sharding: jax.sharding.Sharding, leaf: StateLeaf, device: Any) -> Box:
     """Return the box of one record of a leaf that a device holds."""
     shape = tuple(leaf.shape[leaf.lead :])
     index = sharding.devices_indices_map(shape)[device]

@@ -84,12 +84,9 @@ class Grid:
         # The tiles that overlap the box: from floor(start / n) to ceil(stop / n) along each dim.
         ranges = [range(a // n, -(-b // n)) for (a, b), n in zip(box, self.tile, strict=True)]
         for places in itertools.product(*ranges):
-            starts = [p * n for p, n in zip(places, self.tile, strict=True)]
-            common = [
-                (max(a, s), min(b, s + n))
-                for (a, b), s, n in zip(box, starts, self.tile, strict=True)
-            ]
-            in_tile = tuple((a - s, b - s) for (a, b), s in zip(common, starts, strict=True))
+            tile = [(p * n, (p + 1) * n) for p, n in zip(places, self.tile, strict=True)]
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, tile, strict=True)]
+            in_tile = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, tile, strict=True))
             in_box = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
             yield self.number(places), in_tile, in_box
 
@@ -100,12 +97,12 @@ class Retiled:
 
     Attributes:
       saved: grid of the leaf in the checkpoint.
-      here: grid of the leaf in the program.
+      target: grid of the leaf in the program.
       lead: number of dims in front of the grid's: 1 for stacked layers, otherwise 0.
     """
 
     saved: Grid
-    here: Grid
+    target: Grid
     lead: int
 
     def read(self, records: SavedRecords, name: str, box: Box, out: np.ndarray) -> None:
@@ -120,24 +117,26 @@ class Retiled:
         Raises:
           OSError, KeyError: as `SavedRecords.read` raises them.
         """
-        # The box of the leaf here: layers, then tiles if they have a dim, then the box in a tile.
+        # The box of the leaf in the program: layers, then tiles if they have a dim, then the box in
+        # a tile.
         front = box[: self.lead]
-        rest = box[self.lead :]
-        tiles: range | list[None] = range(*rest[0]) if self.here.has_dim else [None]
-        part = rest[1:] if self.here.has_dim else rest
+        inner = box[self.lead :]
+        tiles: range | list[None] = range(*inner[0]) if self.target.has_dim else [None]
+        tile_box = inner[1:] if self.target.has_dim else inner
         lead = (slice(None),) * self.lead
         for row, tile in enumerate(tiles):
             # The box of this tile in the dense weight.
-            origin = (0,) * len(part) if tile is None else self.here.origin(tile)
-            dense = tuple((a + o, b + o) for (a, b), o in zip(part, origin, strict=True))
-            target = out[*lead, row] if self.here.has_dim else out
+            origin = (0,) * len(tile_box) if tile is None else self.target.origin(tile)
+            dense = tuple((a + o, b + o) for (a, b), o in zip(tile_box, origin, strict=True))
+            tile_out = out[*lead, row] if self.target.has_dim else out
             # The saved tiles that overlap it.
             for number, in_tile, in_dense in self.saved.pieces(dense):
-                source = front + (((number, number + 1),) if self.saved.has_dim else ()) + in_tile
+                tile_dim = ((number, number + 1),) if self.saved.has_dim else ()
+                source = front + tile_dim + in_tile
                 piece = np.empty([b - a for a, b in source], out.dtype)
                 records.read(name, source, piece)
                 # Without the saved dim of tiles, whose size is 1 here.
-                target[*lead, *(slice(a, b) for a, b in in_dense)] = piece.reshape(
+                tile_out[*lead, *(slice(a, b) for a, b in in_dense)] = piece.reshape(
                     [b - a for a, b in front + in_tile]
                 )
 
@@ -151,28 +150,27 @@ def of_mlp(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
       name: name of the leaf.
       shapes: shapes of all leaves, by name.
     """
-    parent = next(
-        (name.removesuffix(f"['{end}']") for end in MLP_NAMES if name.endswith(f"['{end}']")), None
-    )
-    if parent is None:
+    suffixes = [f"['{end}']" for end in MLP_NAMES if name.endswith(f"['{end}']")]
+    if not suffixes:
         return False
+    parent = name.removesuffix(suffixes[0])
     up, down = (shapes.get(f"{parent}['{end}']", ()) for end in ("up", "down"))
     return len(up) >= 3 and up[:-2] == down[:-2] and up[-2:] == down[-2:][::-1]
 
 
 def retiled(
     saved: tuple[int, ...],
-    here: tuple[int, ...],
+    target: tuple[int, ...],
     *,
     stacked: bool,
     tiled: tuple[bool, bool | int],
     is_mlp: bool,
 ) -> Retiled:
-    """Return how to read a leaf of shape `saved` as one of shape `here`.
+    """Return how to read a leaf of shape `saved` as one of shape `target`.
 
     Args:
       saved: shape in the checkpoint.
-      here: shape in the program.
+      target: shape in the program.
       stacked: whether the first dim counts layers.
       tiled: whether the leaf is known to be a stack of tiles, in the checkpoint and in the program;
         the latter as `zerojax.Model.tiles` returns it. A single tile may be treated as untiled.
@@ -184,29 +182,32 @@ def retiled(
         is to be appended to a text that gives both shapes.
     """
     lead = int(stacked)
-    if saved[:lead] != here[:lead]:
+    if saved[:lead] != target[:lead]:
         # No text: the caller's error gives both shapes.
         raise ValueError("")
     saved = saved[lead:]
-    here = here[lead:]
-    if len(saved) == len(here) + 1 and len(here) in (1, 2) and tiled[0]:  # dense here
-        return Retiled(_cut(here, saved), Grid((1,) * len(here), here, False), lead)
-    if len(here) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:  # dense in the checkpoint
-        return Retiled(Grid((1,) * len(saved), saved, False), _cut(saved, here), lead)
-    if len(saved) != len(here) or math.prod(saved) != math.prod(here) or len(saved) not in (2, 3):
+    target = target[lead:]
+    # Dense in the program.
+    if len(saved) == len(target) + 1 and len(target) in (1, 2) and tiled[0]:
+        return Retiled(_cut(target, saved), Grid((1,) * len(target), target, False), lead)
+    # Dense in the checkpoint.
+    if len(target) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:
+        return Retiled(Grid((1,) * len(saved), saved, False), _cut(saved, target), lead)
+    has_same_dims = len(saved) == len(target) and len(saved) in (2, 3)
+    if not has_same_dims or math.prod(saved) != math.prod(target):
         raise ValueError("")
     # A stack that is not known to hold tiles can only be a single tile.
     if not any(tiled) or not all(
-        flag or shape[0] == 1 for flag, shape in zip(tiled, (saved, here), strict=True)
+        flag or shape[0] == 1 for flag, shape in zip(tiled, (saved, target), strict=True)
     ):
         raise ValueError("")
     in_tiles = tiled[1]
     # Both are stacks, and the model says how the one here is cut.
     if not isinstance(in_tiles, bool):
-        grid = _grid(here, in_tiles)
+        grid = _grid(target, in_tiles)
         dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
         return Retiled(_cut(dense, saved), grid, lead)
-    return Retiled(*_both(saved, here, is_mlp), lead)
+    return Retiled(*_both(saved, target, is_mlp), lead)
 
 
 def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
@@ -222,13 +223,13 @@ def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
       ValueError: the tiles do not fit the dense shape.
     """
     counts = tuple(n // m for n, m in zip(dense, tiles[1:], strict=True))
-    whole = tuple(c * m for c, m in zip(counts, tiles[1:], strict=True))
-    if whole != dense or math.prod(counts) != tiles[0]:
+    covered = tuple(c * m for c, m in zip(counts, tiles[1:], strict=True))
+    if covered != dense or math.prod(counts) != tiles[0]:
         raise ValueError("")
     return Grid(counts, tiles[1:], True)
 
 
-def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
+def _both(saved: tuple[int, ...], target: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
     """Return the grids of two stacks of tiles from their shapes alone.
 
     Raises:
@@ -236,24 +237,28 @@ def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[
     """
     # A single tile is the dense weight, and shows how the other side cuts it.
     if saved[0] == 1:
-        return Grid((1,) * (len(saved) - 1), saved[1:], True), _cut(saved[1:], here)
-    if here[0] == 1:
-        return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
+        return Grid((1,) * (len(saved) - 1), saved[1:], True), _cut(saved[1:], target)
+    if target[0] == 1:
+        return _cut(target[1:], saved), Grid((1,) * (len(target) - 1), target[1:], True)
     # With several tiles on both sides, the shapes determine the grids only for a vector, or for a
     # kernel known to be cut along one dim: the dim in which the tiles differ.
-    dims = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
+    dims = [k for k, (m, n) in enumerate(zip(saved[1:], target[1:], strict=True)) if m != n]
     if len(dims) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(
-            f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; set the model's "
-            f"tiles to say how many of {here[0]} are along the first"
+            f": {saved[0]} tiles and {target[0]} may be cut along one dim or both; set the model's "
+            f"tiles to say how many of {target[0]} are along the first"
         )
-    counts = [
-        tuple(shape[0] if k == dims[0] else 1 for k in range(len(shape) - 1))
-        for shape in (saved, here)
-    ]
-    if saved[0] * saved[1 + dims[0]] != here[0] * here[1 + dims[0]]:
+    dim = dims[0]
+    if saved[0] * saved[1 + dim] != target[0] * target[1 + dim]:
         raise ValueError("")
-    return Grid(counts[0], saved[1:], True), Grid(counts[1], here[1:], True)
+    return _cut_along(dim, saved), _cut_along(dim, target)
+
+
+def _cut_along(dim: int, tiles: tuple[int, ...]) -> Grid:
+    """Return the grid of `tiles` [T, ...] that are cut along one dim."""
+    counts = [1] * (len(tiles) - 1)
+    counts[dim] = tiles[0]
+    return Grid(tuple(counts), tiles[1:], True)
 
 
 # --- weights in 8 or 4 bits -----------------------------------------------------------------------
@@ -265,14 +270,14 @@ class Reblocked:
 
     Attributes:
       saved: shape of one record of the array in the checkpoint.
-      here: shape of one record of the array in the program.
+      target: shape of one record of the array in the program.
       lead: number of leading dims, which number records.
       index: for each number of the array in the program, in order, its position among the saved
         numbers; None if the order is the same.
     """
 
     saved: Shape
-    here: Shape
+    target: Shape
     lead: int
     index: np.ndarray | None = None
 
@@ -289,41 +294,42 @@ class Reblocked:
           OSError, KeyError: as `SavedRecords.read` raises them.
         """
         front = box[: self.lead]
-        rest = box[self.lead :]
+        inner = tuple(slice(*bounds) for bounds in box[self.lead :])
+        start, stop = box[self.lead]
+        row_size = math.prod(self.target[1:])
+        saved_row_size = math.prod(self.saved[1:])
         # Read the saved rows that contain the box's rows. Arrays of groups are small, and are read
         # in full.
-        (start, stop), width, length = rest[0], math.prod(self.here[1:]), math.prod(self.saved[1:])
-        if self.index is not None:
-            low, high = (0, self.saved[0])
-        else:
-            low, high = (start * width // length, -(-stop * width // length))
-        part = ((low, high), *((0, n) for n in self.saved[1:]))
+        low = 0
+        high = self.saved[0]
+        if self.index is None:
+            low = start * row_size // saved_row_size
+            high = -(-stop * row_size // saved_row_size)
+        row_box = ((low, high), *((0, n) for n in self.saved[1:]))
         rows = np.empty([high - low, *self.saved[1:]], out.dtype)
         for record in np.ndindex(*(last - first for first, last in front)):
-            at = tuple(
-                (first + i, first + i + 1) for (first, _), i in zip(front, record, strict=True)
+            numbers = [first + i for (first, _), i in zip(front, record, strict=True)]
+            record_box = tuple((number, number + 1) for number in numbers)
+            records.read(
+                name, record_box + row_box, rows.reshape([1] * self.lead + list(rows.shape))
             )
-            records.read(name, at + part, rows.reshape([1] * self.lead + list(rows.shape)))
             flat = rows.reshape(-1)
             if self.index is not None:
-                out[record] = flat[self.index].reshape(self.here)[
-                    tuple(slice(*bounds) for bounds in rest)
-                ]
+                out[record] = flat[self.index].reshape(self.target)[inner]
                 continue
-            flat = flat[start * width - low * length : stop * width - low * length]
-            out[record] = flat.reshape(stop - start, *self.here[1:])[
-                (slice(None), *(slice(*bounds) for bounds in rest[1:]))
-            ]
+            offset = low * saved_row_size
+            flat = flat[start * row_size - offset : stop * row_size - offset]
+            out[record] = flat.reshape(stop - start, *self.target[1:])[:, *inner[1:]]
 
 
 def reblocked(
-    name: str, here: Mapping[str, Shape], saved: Mapping[str, Shape], lead: int
+    name: str, program: Mapping[str, Shape], saved: Mapping[str, Shape], lead: int
 ) -> Reblocked:
     """Return how to read an array of an 8-bit or 4-bit weight whose shape differs.
 
     Args:
       name: name of the array.
-      here: shapes of the program's leaves over all layers, by name.
+      program: shapes of the program's leaves over all layers, by name.
       saved: shapes of the checkpoint's leaves over all layers, by name.
       lead: number of dims that number records, the same in both.
 
@@ -332,38 +338,40 @@ def reblocked(
         text that gives both shapes.
     """
     weight, _, array = name.rpartition(".")
-    if here[name][:lead] != saved[name][:lead]:
+    if program[name][:lead] != saved[name][:lead]:
         raise ValueError("")
-    own = here[name][lead:]
-    other = saved[name][lead:]
+    target = program[name][lead:]
+    source = saved[name][lead:]
     if array not in _OF_GROUPS:
-        if math.prod(own) != math.prod(other):
+        if math.prod(target) != math.prod(source):
             raise ValueError("")
-        return Reblocked(other, own, lead)
+        return Reblocked(source, target, lead)
     blocks = f"{weight}.{_OF_BLOCKS}"
-    index = _groups(own, here[blocks][lead:], other, saved.get(blocks, ())[lead:])
+    index = _groups(target, program[blocks][lead:], source, saved.get(blocks, ())[lead:])
     if index is None:
         raise ValueError(
             f": a group of scales of {weight.rpartition(ENCODED)[0]} here has blocks of several "
             "saved groups"
         )
-    return Reblocked(other, own, lead, index)
+    return Reblocked(source, target, lead, index)
 
 
 @functools.lru_cache(64)  # steps and means, and all weights of the same shape, share an entry
-def _groups(own: Shape, blocks: Shape, other: Shape, other_blocks: Shape) -> np.ndarray | None:
+def _groups(
+    target: Shape, target_blocks: Shape, source: Shape, source_blocks: Shape
+) -> np.ndarray | None:
     """Return the saved group of each group here.
 
     None if a group here has blocks of several saved groups, or the weight differs.
     """
-    if math.prod(blocks) != math.prod(other_blocks) or not blocks:
+    if math.prod(target_blocks) != math.prod(source_blocks) or not target_blocks:
         return None
-    saved = _group_of_blocks(other, other_blocks)
-    mine = _group_of_blocks(own, blocks)
-    first = np.full(math.prod(own), -1)
+    source_group = _group_of_blocks(source, source_blocks)
+    target_group = _group_of_blocks(target, target_blocks)
+    group_map = np.full(math.prod(target), -1)
     # For each group here, take the saved group of one of its blocks; all its blocks must agree.
-    first[mine] = saved
-    return first if np.array_equal(first[mine], saved) else None
+    group_map[target_group] = source_group
+    return group_map if np.array_equal(group_map[target_group], source_group) else None
 
 
 def _group_of_blocks(groups: Shape, blocks: Shape) -> np.ndarray:

@@ -25,6 +25,7 @@ system without links costs a write, and never a wrong weight.
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -225,9 +226,12 @@ class SavedBase:
           checksum: checksum of the record's current contents.
           target: path of the link.
         """
-        if self._saved is None or (found := self._records.get(store.content(number))) is None:
+        if self._saved is None:
             return False
-        saved_store, saved_number = found
+        record = self._records.get(store.content(number))
+        if record is None:
+            return False
+        saved_store, saved_number = record
         if saved_store.checksums[saved_number] != checksum:
             return False
         # A record that the file system refuses to link, or has lost, is written instead; that write
@@ -345,16 +349,14 @@ class Saving:
                         groups.setdefault((label, first, self._rank[shard.device]), []).append(
                             piece
                         )
-        runs = (
-            run
-            for (label, first, rank), pieces in groups.items()
-            for run in self._runs(label, first, rank, pieces)
+        # Lazy, since the stores of all runs need not exist before the first is copied.
+        runs = itertools.chain.from_iterable(
+            self._runs(*group, pieces) for group, pieces in groups.items()
         )
         if self._room.most is None:
             all_runs = list(runs)
-            for run, copies in zip(
-                all_runs, list(self._pool.map(self._copied, all_runs)), strict=True
-            ):
+            all_copies = list(self._pool.map(self._copied, all_runs))
+            for run, copies in zip(all_runs, all_copies, strict=True):
                 self._submit(run, copies)
             return
         for run in runs:
@@ -490,12 +492,10 @@ class Saving:
                 for write in self._writes:
                     write.result()
                 # Written by now, so the checksums are known.
-                stores = [
-                    dataclasses.replace(
-                        saved_store, checksums=tuple(int(c) for c in store().checksums)
-                    )
-                    for store, saved_store in self._stores
-                ]
+                stores: list[SavedStore] = []
+                for store, saved_store in self._stores:
+                    checksums = tuple(int(checksum) for checksum in store().checksums)
+                    stores.append(dataclasses.replace(saved_store, checksums=checksums))
                 for link, saved_store in self._links:
                     assert self._snapshot is not None
                     self._snapshot.move(link, os.path.join(self.root, saved_store.folder))
@@ -508,17 +508,14 @@ class Saving:
             self.abandon()
 
     def _write_manifest(self, stores: Sequence[SavedStore]) -> None:
-        leaves = {
-            leaf.name: SavedLeaf(
-                leaf.shape,
-                np.dtype(leaf.saved_dtype).name,
-                leaf.lead,
-                bool(leaf.tiles),
-                str(leaf.spec),
+        leaves: dict[str, SavedLeaf] = {}
+        for leaf in self.leaves:
+            if leaf.is_derived or leaf.is_inline:
+                continue
+            dtype = np.dtype(leaf.saved_dtype).name
+            leaves[leaf.name] = SavedLeaf(
+                leaf.shape, dtype, leaf.lead, bool(leaf.tiles), str(leaf.spec)
             )
-            for leaf in self.leaves
-            if not leaf.is_derived and not leaf.is_inline
-        }
         process = jax.process_index()
         num_processes = jax.process_count()
         write_manifest(

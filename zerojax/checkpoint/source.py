@@ -76,10 +76,9 @@ class LeafSource:
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
             if self.value.shape:
-                part = self.value[tuple(slice(*bounds) for bounds in box)]
+                out[...] = self.value[tuple(slice(*bounds) for bounds in box)].reshape(out.shape)
             else:
-                part = self.value
-            out[...] = part.reshape(out.shape) if part.shape else part
+                out[...] = self.value
             return
         try:
             if self.tiles is not None:
@@ -116,7 +115,7 @@ class LeafSource:
             return jax.device_put(key, abstract.sharding)
         return self._array(abstract.shape, abstract.sharding, lambda box: box)
 
-    def record(self, index: Sequence[int], sharding: Any) -> jax.Array:
+    def record(self, index: Sequence[int], sharding: jax.sharding.Sharding) -> jax.Array:
         """Return one record of the leaf on the device.
 
         Args:
@@ -127,7 +126,10 @@ class LeafSource:
         return self._array(self.leaf.shape[self.leaf.lead :], sharding, lambda box: front + box)
 
     def _array(
-        self, shape: Sequence[int], sharding: Any, box_of_leaf: Callable[[Box], Box]
+        self,
+        shape: Sequence[int],
+        sharding: jax.sharding.Sharding,
+        box_of_leaf: Callable[[Box], Box],
     ) -> jax.Array:
         """Return an array that is a part of the leaf.
 
@@ -170,25 +172,21 @@ def find_sources(
     if saved.has_opt_state:
         differences += _unconverted(sources)
     # The other direction: saved leaves that the program does not read.
-    unread = sorted(
-        name
-        for name in [*saved.leaves, *saved.values]
-        if name not in shapes and not _may_be_left(name, saved)
-    )
-    differences += [f"{name}, which this program's state does not have" for name in unread]
+    for name in sorted([*saved.leaves, *saved.values]):
+        if name not in shapes and not _may_be_left(name, saved):
+            differences.append(f"{name}, which this program's state does not have")
     if differences and all(ENCODED in difference for difference in differences):
         raise CheckpointError(
             f"the checkpoint {saved.folder} holds frozen weights in 8 or 4 bits in other blocks "
             f"than this program: {differences[0]}{_why_encoded(differences)}"
         )
     if differences:
+        remedy = _why_encoded(differences)
+        if not remedy and saved.has_opt_state:
+            remedy = _explained(leaves, saved, differences)
         raise CheckpointError(
             f"the checkpoint {saved.folder} is of another model, optimizer or setting. "
-            f"It holds: {first_few(differences)}"
-            f"""{
-                _why_encoded(differences)
-                or (_explained(leaves, saved, differences) if saved.has_opt_state else "")
-            }"""
+            f"It holds: {first_few(differences)}{remedy}"
         )
     return sources
 
@@ -206,7 +204,8 @@ def _why_encoded(differences: Sequence[str]) -> str:
 
 def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequence[str]) -> str:
     """Return the remedy if only frozen weights or the optimizer's state differ, or ""."""
-    if frozen := _frozen_differences(leaves, saved):
+    frozen = _frozen_differences(leaves, saved)
+    if frozen:
         return frozen
     if any(difference.removeprefix("no ").startswith("weights") for difference in differences):
         return ""
@@ -218,18 +217,18 @@ def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequ
 
 def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
     """Return the explanation and remedy if other weights are frozen in the checkpoint, or ""."""
-    here = {leaf.name for leaf in leaves if leaf.is_frozen}
-    there = saved.frozen
-    if here == there:
+    ours = {leaf.name for leaf in leaves if leaf.is_frozen}
+    theirs = saved.frozen
+    if ours == theirs:
         return ""
-    parts = [
-        f"frozen only {where}: {first_few(sorted(names))}"
-        for where, names in (("here", here - there), ("in the checkpoint", there - here))
-        if names
-    ]
+    differences = []
+    if ours - theirs:
+        differences.append(f"frozen only here: {first_few(sorted(ours - theirs))}")
+    if theirs - ours:
+        differences.append(f"frozen only in the checkpoint: {first_few(sorted(theirs - ours))}")
     return (
-        f". Other weights are frozen: {'; '.join(parts)}. Restore it with the same `frozen`; or "
-        "import only its weights, for a fresh optimizer state: "
+        f". Other weights are frozen: {'; '.join(differences)}. Restore it with the same `frozen`; "
+        "or import only its weights, for a fresh optimizer state: "
         f"zerojax.import_params(program, {os.path.dirname(saved.folder)!r}, key=key)"
     )
 
@@ -268,10 +267,8 @@ def _source(
             return LeafSource(leaf, saved)
         try:
             if leaf.encodes:
-                saved_shapes = {name: other.shape for name, other in saved.leaves.items()}
-                return LeafSource(
-                    leaf, saved, blocks=reblocked(name, shapes, saved_shapes, leaf.lead)
-                )
+                blocks = reblocked(name, shapes, _shapes(saved), leaf.lead)
+                return LeafSource(leaf, saved, blocks=blocks)
             return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
         except ValueError as error:
             differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")
@@ -288,14 +285,18 @@ def _source(
 
 def _retiled(leaf: StateLeaf, shapes: Mapping[str, tuple[int, ...]], saved: SavedState) -> Retiled:
     saved_leaf = saved.leaves[leaf.name]
-    saved_shapes = {name: other.shape for name, other in saved.leaves.items()}
     return retiled(
         saved_leaf.shape,
         leaf.shape,
         stacked=saved_leaf.lead > 0 and leaf.lead > 0,
         tiled=(saved_leaf.is_tiled, leaf.tiles),
-        is_mlp=of_mlp(leaf.name, shapes) and of_mlp(leaf.name, saved_shapes),
+        is_mlp=of_mlp(leaf.name, shapes) and of_mlp(leaf.name, _shapes(saved)),
     )
+
+
+def _shapes(saved: SavedState) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a checkpoint's leaves, by name."""
+    return {name: leaf.shape for name, leaf in saved.leaves.items()}
 
 
 def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> np.ndarray | None:
@@ -317,23 +318,20 @@ def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
     These include the row and column sums of a factored moment: for other tiles they may have the
     same shape but another meaning.
     """
-    tiles = {
-        s.leaf.name.removeprefix("weights"): s.tiles
-        for s in sources
-        if s.leaf.name.startswith("weights")
-    }
+    tiles: dict[str, Retiled | None] = {}
+    for source in sources:
+        if source.leaf.name.startswith("weights"):
+            tiles[source.leaf.name.removeprefix("weights")] = source.tiles
+    if not any(tiles.values()):
+        return []
     differences = []
-    for source in sources if any(tiles.values()) else ():
+    for source in sources:
         name = source.leaf.name
         shape = list(source.leaf.shape)
         # The longest match, since one weight's path may end in another's.
         owner = max((path for path in tiles if name.endswith(path)), key=len, default=None)
-        if (
-            owner is not None
-            and tiles[owner] is not None
-            and source.tiles is None
-            and math.prod(shape) > 1
-        ):
+        is_of_retiled = owner is not None and tiles[owner] is not None
+        if is_of_retiled and source.tiles is None and math.prod(shape) > 1:
             differences.append(
                 f"{name} {shape}, which is not shaped like its weight, and so is not converted to "
                 "other tiles"

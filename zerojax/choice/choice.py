@@ -48,7 +48,7 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     program = ChoiceProgram(problem)
     bound = program.relaxed_seconds()
     if greedy.seconds - bound <= gap * greedy.seconds:
-        return _told(
+        return _with_solver(
             greedy,
             "a greedy search, without milp: the bound of the linear relaxation is within the gap",
             bound,
@@ -58,14 +58,11 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     bound = max(bound, (result.mip_dual_bound or 0.0) * problem.forward_seconds)
     text = f"milp: {str(result.message).rstrip('.')}"
     if assignment is not None:
-        found = build_choice(problem, assignment, greedy.solver)
-        if (
-            found.fits
-            and len(found.segments) <= problem.max_segments
-            and found.seconds < greedy.seconds
-        ):
-            return _told(found, text, bound, begin)
-    return _told(
+        solved = build_choice(problem, assignment, greedy.solver)
+        is_allowed = solved.fits and len(solved.segments) <= problem.max_segments
+        if is_allowed and solved.seconds < greedy.seconds:
+            return _with_solver(solved, text, bound, begin)
+    return _with_solver(
         greedy,
         f"a greedy search; milp found nothing faster ({text.removeprefix('milp: ')})",
         bound,
@@ -73,7 +70,8 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     )
 
 
-def _told(choice: Choice, text: str, bound: float, begin: float) -> Choice:
+def _with_solver(choice: Choice, text: str, bound: float, begin: float) -> Choice:
+    """Return a choice with its proven gap to a lower bound, and the seconds since `begin`."""
     gap = max(0.0, (choice.seconds - bound) / choice.seconds)
     return dataclasses.replace(
         choice, solver=Solver(text=text, gap=gap, seconds=time.perf_counter() - begin)

@@ -59,9 +59,10 @@ class ChoiceProgram:
         self._num_columns = 0
         self._x = self._columns(L * P).reshape(L, P)
         self._rise = self._columns((L - 1) * P).reshape(L - 1, P)
-        self._stored, self._fetched, self._computed, self._stored_b = (
-            self._columns(L) for _ in range(4)
-        )
+        self._stored = self._columns(L)
+        self._fetched = self._columns(L)
+        self._computed = self._columns(L)
+        self._stored_b = self._columns(L)
         self._total = int(self._columns(1)[0])
         self._rows: list[tuple[_Terms, float, float]] = []
         self._add_choice()
@@ -98,7 +99,8 @@ class ChoiceProgram:
 
     def _minimized(self, most: float, **arguments: Any) -> OptimizeResult:
         upper = np.full(self._num_columns, np.inf)
-        upper[self._x], upper[self._total] = 1.0, most
+        upper[self._x] = 1.0
+        upper[self._total] = most
         cost = np.eye(1, self._num_columns, self._total)[0]
         return milp(cost, bounds=(0.0, upper), constraints=self._constraint(), **arguments)
 
@@ -157,14 +159,9 @@ class ChoiceProgram:
         forward = forward_times(p)[-1] / self._unit
         up = p.of("host_bytes") / p.link_up / self._unit
         again = p.of("seconds") / self._unit
-        base_up, base, base_down = (
-            seconds / self._unit
-            for seconds in (
-                p.up_backward_bytes / p.link_up,
-                p.backward_seconds,
-                p.down_backward_bytes / p.link_down,
-            )
-        )
+        base_up = p.up_backward_bytes / p.link_up / self._unit
+        base = p.backward_seconds / self._unit
+        base_down = p.down_backward_bytes / p.link_down / self._unit
         for k in range(L):
             taking = self._cost(L - 1 - k, up)
             computing = self._cost(L - 1 - k, again)
@@ -177,12 +174,8 @@ class ChoiceProgram:
             else:
                 self._after(computed, [(self._computed[k - 1], 1.0)], computing, base)
                 self._after(stored_b, [(self._stored_b[k - 1], 1.0)], [], base_down)
-            self._after(
-                fetched,
-                [((self._fetched[k - 1] if k else self._stored[L - 1]), 1.0)],
-                taking,
-                base_up,
-            )
+            before = self._fetched[k - 1] if k else self._stored[L - 1]
+            self._after(fetched, [(before, 1.0)], taking, base_up)
             if k >= d:
                 taken = [(self._computed[k - d], 1.0), *_minus(self._cost(L - 1 - (k - d), again))]
                 self._after(fetched, taken, taking, base_up - base)
@@ -205,13 +198,17 @@ class ChoiceProgram:
                 [*below, *self._cost(layer, (device + transient) / unit)],
                 upper=p.device_budget_bytes / unit,
             )
-        whole = [term for m in range(p.num_layers) for term in self._cost(m, host / unit)]
-        self._between(whole, upper=p.host_budget_bytes / unit)
+        total = [term for m in range(p.num_layers) for term in self._cost(m, host / unit)]
+        self._between(total, upper=p.host_budget_bytes / unit)
 
     def _add_segments(self) -> None:
-        for columns, *neighbours in zip(self._rise, self._x[1:], self._x[:-1], strict=True):
-            for rise, now, before in zip(columns, *neighbours, strict=True):
-                self._between([(int(rise), 1.0), (int(now), -1.0), (int(before), 1.0)], lower=0.0)
+        num_layers, num_options = self._x.shape
+        for layer in range(1, num_layers):
+            for option in range(num_options):
+                rise = int(self._rise[layer - 1, option])
+                now = int(self._x[layer, option])
+                before = int(self._x[layer - 1, option])
+                self._between([(rise, 1.0), (now, -1.0), (before, 1.0)], lower=0.0)
         self._between(
             [(int(rise), 1.0) for rise in self._rise.ravel()],
             upper=self._problem.max_segments - 1.0,

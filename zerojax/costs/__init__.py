@@ -1,8 +1,13 @@
 """What a step costs: FLOPs and bytes of a model's layers, and a config's bytes and seconds."""
 
 from zerojax.costs.estimate import Estimate as Estimate
-from zerojax.costs.estimate import build_kept as build_kept
 from zerojax.costs.estimate import estimate as estimate
+from zerojax.costs.lane_times import LANES as LANES
+from zerojax.costs.lane_times import PhaseTime as PhaseTime
+from zerojax.costs.lane_times import Span as Span
+from zerojax.costs.lane_times import StepTime as StepTime
+from zerojax.costs.lane_times import Wires as Wires
+from zerojax.costs.layer_runs import saved_activations as saved_activations
 from zerojax.costs.programs import Buildable as Buildable
 from zerojax.costs.programs import buildable_of_sizes as buildable_of_sizes
 from zerojax.costs.programs import why_no_program as why_no_program
@@ -10,11 +15,6 @@ from zerojax.costs.sized_model import sized_batch as sized_batch
 from zerojax.costs.sized_model import sized_model as sized_model
 from zerojax.costs.sizes import MOST_LAYERS as MOST_LAYERS
 from zerojax.costs.sizes import Sizes as Sizes
-from zerojax.costs.timing import LANES as LANES
-from zerojax.costs.timing import PhaseTime as PhaseTime
-from zerojax.costs.timing import Span as Span
-from zerojax.costs.timing import StepTime as StepTime
-from zerojax.costs.timing import Wires as Wires
 from zerojax.costs.traced import build_grid as build_grid
 from zerojax.costs.traced import workload_of_model as workload_of_model
 from zerojax.costs.workload import CHECKPOINTED as CHECKPOINTED

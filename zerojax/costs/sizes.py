@@ -230,13 +230,14 @@ class Sizes:
         # Number of saved values of the MLP's width: only its products, or also the values inside
         # its activation function.
         if how.get("activations") == "everything":
-            of_gelu, values = (6, 6)
+            gpt_values = 6
+            mlp_values = 6
         else:
-            of_gelu, values = (1, 2 if self.gated else 1)
-        more = (
-            self.qkv_width - 3 * self.hidden + values * self.mlp_width - of_gelu * 4 * self.hidden
-        )
-        return of_gpt + sequences * self.seq * more * itemsize / tensor
+            gpt_values = 1
+            mlp_values = 2 if self.gated else 1
+        qkv = self.qkv_width - 3 * self.hidden
+        mlp = mlp_values * self.mlp_width - gpt_values * 4 * self.hidden
+        return of_gpt + sequences * self.seq * (qkv + mlp) * itemsize / tensor
 
     def checkpoints_bytes(self, sequences: int, interval: int = 1, itemsize: int = 2) -> float:
         """Return the bytes of saved layer inputs, b T h L itemsize / ci.

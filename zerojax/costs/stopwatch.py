@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.models import floating
 from zerojax.sharding import ActivationSpec, named
 from zerojax.streamed import StackLoops
-from zerojax.trees import Tree
+from zerojax.trees import Params, Tree
 
 _REPEATS = 9
 _SECONDS = 1.0
@@ -41,7 +41,7 @@ class Stopwatch:
         """Time on the devices of `mesh`."""
         self.mesh = mesh
 
-    def call(self, function: Callable[..., Any], *args: Any) -> "Timed":
+    def call(self, function: Callable[..., Any], *args: Any) -> Timed:
         """Time a function.
 
         Args:
@@ -52,7 +52,7 @@ class Stopwatch:
 
     def block(
         self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
-    ) -> tuple["Timed", dict[str, "Timed"]]:
+    ) -> tuple[Timed, dict[str, Timed]]:
         """Time a block's forward, and its derivative in each mode.
 
         Args:
@@ -63,29 +63,33 @@ class Stopwatch:
         Returns:
           The forward's time, and the derivative's time by mode.
         """
-        params, x, key, given = args
-        leaves = [loops.plan.leaves[i] for i in loops.stack.operands]
-        specs = [() if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
-        shapes, tree = jax.tree.flatten(params)
-        placed = [
-            self._array(a, named(self.mesh, spec)) for a, spec in zip(shapes, specs, strict=True)
-        ]
-        whole = jax.tree.unflatten(tree, placed)
-        data = self.arrays((x, key, given))
-        forward = self._timed(blocks["remat"].forward, (whole, *data))
+        params, x, key, inputs = args
+        gathered = self._gathered(loops, params)
+        data = self.arrays((x, key, inputs))
+        forward = self._timed(blocks["remat"].forward, (gathered, *data))
         backward: dict[str, Timed] = {}
         for mode, block in blocks.items():
             # Two modes that save the same values run the same program. If it were timed twice, one
             # of the modes would seem faster.
-            if (
-                twin := next((other for other in backward if _is_same(block, blocks[other])), None)
-            ) is not None:
-                backward[mode] = backward[twin]
+            twins = [timed for timed in backward if _has_same_backward(block, blocks[timed])]
+            if twins:
+                backward[mode] = backward[twins[0]]
                 continue
+            residuals = self.arrays(list(block.shapes))
+            dy = floating(data[0])
             d_added = jnp.float32(1) if block.adds else None
-            rest = (self.arrays(list(block.shapes)), floating(data[0]), d_added)
-            backward[mode] = self._timed(block.backward, (whole, *data, *rest))
+            backward[mode] = self._timed(block.backward, (gathered, *data, residuals, dy, d_added))
         return forward, backward
+
+    def _gathered(self, loops: StackLoops, params: Params) -> Params:
+        """Return arrays of the shapes of a layer's parameters, gathered as the block reads them."""
+        shapes, tree = jax.tree.flatten(params)
+        arrays = list[jax.Array]()
+        for shape, i in zip(shapes, loops.stack.operands, strict=True):
+            leaf = loops.plan.leaves[i]
+            spec = () if leaf.decodes is not None else leaf.spec.base[leaf.lead :]
+            arrays.append(self._array(shape, named(self.mesh, spec)))
+        return jax.tree.unflatten(tree, arrays)
 
     def arrays(self, tree: Tree) -> Any:
         """Return arrays of the given shapes, placed as the step places them.
@@ -96,47 +100,42 @@ class Stopwatch:
         size = max((a.shape[0] for a in jax.tree.leaves(tree) if a.shape), default=0)
         spec = ActivationSpec(self.mesh)
 
-        def place(a: Any) -> Any:
-            at = getattr(a, "sharding", None)
-            return self._array(
-                a,
-                at
-                if isinstance(at, NamedSharding)
-                else named(self.mesh, spec.given(a.shape, size)),
-            )
+        def place(a: Any) -> jax.Array:
+            sharding = getattr(a, "sharding", None)
+            if not isinstance(sharding, NamedSharding):
+                sharding = named(self.mesh, spec.given(a.shape, size))
+            return self._array(a, sharding)
 
         return jax.tree.map(place, tree)
 
-    def _array(self, a: Any, sharding: Any) -> Any:
+    def _array(self, a: Any, sharding: NamedSharding) -> jax.Array:
+        """Return an array of the shape and dtype of `a`."""
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             return jax.random.key(0)
 
-        def make() -> Any:
+        def fill() -> jax.Array:
             if not jnp.issubdtype(a.dtype, jnp.inexact):
                 return jnp.zeros(a.shape, a.dtype)
             # Small mixed-sign values, unlike zeros or ones, keep sums as small as in a model.
-            return (
-                (jnp.sin(jax.lax.iota(jnp.float32, max(1, a.size))[: a.size]) * 0.05)
-                .reshape(a.shape)
-                .astype(a.dtype)
-            )
+            indices = jax.lax.iota(jnp.float32, max(1, a.size))[: a.size]
+            return (jnp.sin(indices) * 0.05).reshape(a.shape).astype(a.dtype)
 
-        return jax.jit(make, out_shardings=sharding)()
+        return jax.jit(fill, out_shardings=sharding)()
 
-    def _timed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "Timed":
+    def _timed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Timed:
         call = jax.jit(function).lower(*args).compile()
         jax.block_until_ready(call(*args))
-        found = []
+        times = list[float]()
         began = time.perf_counter()
-        while not found or (len(found) < _REPEATS and time.perf_counter() - began < _SECONDS):
+        while not times or (len(times) < _REPEATS and time.perf_counter() - began < _SECONDS):
             start = time.perf_counter()
             jax.block_until_ready(call(*args))
-            found.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
         stats = call.memory_analysis()
-        return Timed(min(found), 0 if stats is None else stats.temp_size_in_bytes)
+        return Timed(min(times), 0 if stats is None else stats.temp_size_in_bytes)
 
 
-def _is_same(block: Any, other: Any) -> bool:
+def _has_same_backward(block: Any, other: Any) -> bool:
     """Return whether two modes of a block have the same backward."""
     return (
         type(block) is type(other)

@@ -37,14 +37,15 @@ of `up`, `down` and `host`.
 
 import bisect
 import collections
-import dataclasses
+import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from host_offload.schedule import LANES, LAYERS, Op, Part, Phase, Record, StepPlan
+from zerojax.costs.lane_times import LayerWork, PhaseTime, Span, StepTime, UnstackedWork, Wires
 
 ON_CORES = frozenset({"up", "down", "host"})
 """Lanes whose work the cores do if the device is a CPU."""
@@ -67,229 +68,13 @@ class Event(NamedTuple):
 
 
 _time = operator.itemgetter(0)
+Seconds = Mapping[tuple[str, str], float]
+"""Seconds of operations, by their verb and the name of their phase."""
 
 
 def _latest(*events: Event) -> Event:
     """Return the latest of some events."""
     return max(events, key=_time)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Wires:
-    """Rates at which one device can use its host link and its disk, in bytes per second.
-
-    Attributes:
-      up: rate from host to device.
-      down: rate from device to host.
-      link_both: rate with both directions busy, summed.
-      read: read rate of the disk; this device's part if several devices share the disk.
-      write: write rate of the disk, shared in the same way.
-      disk_both: rate with reads and writes both active, summed.
-      shares_cores: whether the device is a CPU, whose cores also copy and run the host update.
-    """
-
-    up: float = float("inf")
-    down: float = float("inf")
-    link_both: float = float("inf")
-    read: float = float("inf")
-    write: float = float("inf")
-    disk_both: float = float("inf")
-    shares_cores: bool = False
-
-    def times(self, *, link: float = 1.0, disk: float = 1.0) -> "Wires":
-        """Return wires whose link rates and disk rates are multiplied by the given factors."""
-        return dataclasses.replace(
-            self,
-            up=self.up * link,
-            down=self.down * link,
-            link_both=self.link_both * link,
-            read=self.read * disk,
-            write=self.write * disk,
-            disk_both=self.disk_both * disk,
-        )
-
-    def sharing(self, moved: Mapping[str, float]) -> dict[str, float]:
-        """Return the rate of each lane, in bytes per second.
-
-        `moved` is the number of bytes that move in each lane during the same time.
-        """
-        rates = {"up": self.up, "down": self.down, "read": self.read, "write": self.write}
-        for one, other, both in (("up", "down", self.link_both), ("read", "write", self.disk_both)):
-            a = moved.get(one, 0.0)
-            b = moved.get(other, 0.0)
-            if a and b and both < rates[one] + rates[other]:
-                rates |= {
-                    one: min(rates[one], both * a / (a + b)),
-                    other: min(rates[other], both * b / (a + b)),
-                }
-        return rates
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWork:
-    """Seconds of one layer on one device, over all its microbatches.
-
-    Attributes:
-      forward: seconds of forward compute.
-      backward: seconds of backward compute, including recomputation.
-      update: seconds of the optimizer on the device.
-      gather: seconds of one gather of the parameters.
-      reduce: seconds of reducing the gradients.
-      regather: seconds of the gather after an update, at stages 1 and 2.
-      host: seconds of the host update.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    update: float = 0.0
-    gather: float = 0.0
-    reduce: float = 0.0
-    regather: float = 0.0
-    host: float = 0.0
-
-    def seconds(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of an operation, by its verb and the name of its phase.
-
-        Operations without an entry take no time.
-        """
-        both = {("gather", name): self.gather for name in ("forward", "backward")}
-        both |= {
-            (verb, name): getattr(self, field)
-            for name in ("backward", "update")
-            for verb, field in _UPDATES.items()
-        }
-        both |= {("compute", "forward"): self.forward, ("compute", "backward"): self.backward}
-        return both | {("reduce", "backward"): self.reduce}
-
-
-_UPDATES = {"update": "update", "host_update": "host", "regather": "regather"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UnstackedWork:
-    """Seconds of embedding and head on one device.
-
-    Attributes:
-      embed: seconds of the embedding's forward.
-      head: seconds of the head's forward and backward.
-      embed_backward: seconds of the embedding's backward.
-      update: seconds of the optimizer on the device.
-      gather: seconds of one gather of embedding or head; each is gathered twice.
-      reduce: seconds of reducing the gradients.
-      host: seconds of the host update.
-    """
-
-    embed: float = 0.0
-    head: float = 0.0
-    embed_backward: float = 0.0
-    update: float = 0.0
-    gather: float = 0.0
-    reduce: float = 0.0
-    host: float = 0.0
-
-    def seconds(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of an operation, by its verb and the name of its phase."""
-        names = ("embed", "head", "embed_backward")
-        found = {("compute", name): getattr(self, name) for name in names} | {
-            ("gather", name): self.gather for name in names
-        }
-        return found | {
-            ("reduce", "embed_backward"): self.reduce,
-            ("update", "unstacked"): self.update,
-            ("host_update", "unstacked"): self.host,
-        }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """One piece of work of a lane.
-
-    Attributes:
-      lane: lane that does the work.
-      label: description of the work.
-      start: second of the step at which it begins.
-      stop: second of the step at which it ends.
-      layer: index of the layer in the model, or -1 if the work belongs to no layer.
-    """
-
-    lane: str
-    label: str
-    start: float
-    stop: float
-    layer: int = -1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PhaseTime:
-    """One part of a step.
-
-    Attributes:
-      name: name of the part.
-      start: second of the step at which it begins.
-      stop: second of the step at which it ends.
-      bound_by: lane that bounds the part: it works, or is waited for, the longest.
-    """
-
-    name: str
-    start: float
-    stop: float
-    bound_by: str
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from start to stop."""
-        return self.stop - self.start
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
-    """Predicted seconds of one step.
-
-    Attributes:
-      seconds: seconds of the step.
-      busy: seconds that each lane works.
-      exposed: seconds that the device's cores wait for each lane; for "compute", the seconds that
-        they compute. The values sum to `seconds`.
-      phases: parts of the step in order, with the lane that bounds each.
-      spans: work of every lane.
-    """
-
-    seconds: float
-    busy: Mapping[str, float]
-    exposed: Mapping[str, float]
-    phases: tuple[PhaseTime, ...]
-    spans: tuple[Span, ...] = dataclasses.field(repr=False)
-
-    @property
-    def hidden(self) -> dict[str, float]:
-        """Seconds that each lane works while the cores do not wait for it."""
-        # The cores may wait longer than a lane works, where loops overlap (`_StepWalk.rest`).
-        return {
-            lane: max(0.0, self.busy[lane] - self.exposed[lane]) if lane != "compute" else 0.0
-            for lane in LANES
-        }
-
-    @property
-    def bound_by(self) -> str:
-        """The lane that works, or is waited for, the longest.
-
-        With all other lanes infinitely fast, the step would take as long.
-        """
-        return max(LANES, key=lambda lane: max(self.busy[lane], self.exposed[lane]))
-
-    def __str__(self) -> str:
-        """Return busy, hidden and exposed seconds of each lane as a table."""
-        rows = [f"{'':<10} {'busy s':>10} {'hidden s':>10} {'exposed s':>10}"]
-        for lane in LANES:
-            if self.busy[lane] or self.exposed[lane]:
-                rows.append(
-                    f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} "
-                    f"{self.exposed[lane]:>10.4f}"
-                )
-        parts = ", ".join(
-            f"{p.name} {p.seconds:.4f} s ({p.bound_by})" for p in self.phases if p.seconds
-        )
-        return "\n".join([f"{self.seconds:.4f} s a step, predicted: {parts}", *rows])
 
 
 class _Clock:
@@ -303,7 +88,7 @@ class _Clock:
         self.busy = dict.fromkeys(LANES, 0.0)
         self.exposed = dict.fromkeys(LANES, 0.0)
         self.spans: list[Span] = []
-        self.first = 0
+        self.first_layer = 0
         """Index in the model of the schedule's layer 0."""
 
     @property
@@ -321,20 +106,20 @@ class _Clock:
         ready = max(after, key=_time, default=Event(0.0, lane))
         if seconds <= 0:
             return ready
-        named = lane
+        worker = lane  # the lane that does the work
         if self.wires.shares_cores and lane in ON_CORES:
-            lane = "compute"
-        before = _latest(self.free[lane], ready)
+            worker = "compute"
+        before = _latest(self.free[worker], ready)
         start = before.time
-        if lane == "compute":
+        if worker == "compute":
             self._wait(ready)
-            self.exposed[named] += seconds
-        self.busy[named] += seconds
-        end = Event(start + seconds, named, start, before)
-        self.free[lane] = end
-        self.spans.append(
-            Span(named, label, start, end.time, layer + self.first if layer >= 0 else layer)
-        )
+            self.exposed[lane] += seconds
+        self.busy[lane] += seconds
+        end = Event(start + seconds, lane, start, before)
+        self.free[worker] = end
+        if layer >= 0:
+            layer += self.first_layer
+        self.spans.append(Span(lane, label, start, end.time, layer))
         return end
 
     def move(
@@ -368,13 +153,46 @@ class _Clock:
             event = event.after
 
 
+class _StepPart(NamedTuple):
+    """A part of a step that has run.
+
+    Attributes:
+      name: name of the part.
+      start: second of the step at which it begins.
+      stop: second of the step at which it ends.
+      exposed: seconds that the cores waited for each lane.
+    """
+
+    name: str
+    start: float
+    stop: float
+    exposed: Mapping[str, float]
+
+
 class _StepWalk:
     """One walk through a step."""
 
-    def __init__(self, wires: Wires, distance: int) -> None:
+    def __init__(
+        self,
+        steps: StepPlan,
+        layers: Sequence[LayerWork],
+        unstacked: UnstackedWork,
+        wires: Wires,
+    ) -> None:
+        self.steps = steps
         self.clock = _Clock(wires)
-        self.distance = max(1, distance)
-        self.parts: list[tuple[str, float, float, Mapping[str, float]]] = []
+        schedules = steps.stacks.values()
+        self.distance = max(1, max((schedule.distance for schedule in schedules), default=0))
+        self.seconds: dict[str | None, Seconds] = {None: unstacked.seconds()}
+        self.first_layers: dict[str | None, int] = {None: 0}
+        first_layer = 0
+        for (name, schedule), work in zip(steps.stacks.items(), layers, strict=True):
+            self.seconds[name] = work.seconds()
+            self.first_layers[name] = first_layer - schedule.first_layer
+            first_layer += schedule.num_layers
+        self.last = Event(0.0, "compute")
+        """Latest end of a phase so far."""
+        self.parts: list[_StepPart] = []
         # For each kind on disk, when its last records were taken from the ring of buffers, in
         # order; and for each record, when it was last stored.
         self.taken: dict[_Kind, collections.deque[Event]] = collections.defaultdict(
@@ -390,32 +208,29 @@ class _StepWalk:
         Returns their arrival.
         """
         clock = self.clock
-        here = _latest(*after)
-        read = list[_Kind]()
+        available = _latest(*after)
+        kinds_read = list[_Kind]()
         loads = [op for op in ops if op.verb != "read" and op.num_bytes]
         for op in loads:
-            key = _Kind(stack, op.record)
-            there = self.written.get((key, op.number), Event(0.0, "down"))
-            for off_disk in (
-                other for other in ops if other.verb == "read" and other.record == op.record
-            ):
-                label = f"read {op.record.kind}"
-                there = clock.move(
-                    "read", off_disk.num_bytes, self.room(key), there, label=label, layer=_layer(op)
-                )
-                read.append(key)
-            here = _latest(here, there)
+            kind = _Kind(stack, op.record)
+            stored = self.written.get((kind, op.number), Event(0.0, "down"))
+            label = f"read {op.record.kind}"
+            layer = _layer(op)
+            for read in _of_record(ops, "read", op):
+                room = self.room(kind)
+                stored = clock.move("read", read.num_bytes, room, stored, label=label, layer=layer)
+                kinds_read.append(kind)
+            available = _latest(available, stored)
         label = f"load {', '.join(op.record.kind for op in ops if op.verb != 'read')}"
-        end = clock.move(
-            "up", sum(op.num_bytes for op in loads), here, label=label, layer=_layer(ops[0])
-        )
-        for key in read:
-            self.taken[key].append(end)
+        total = sum(op.num_bytes for op in loads)
+        end = clock.move("up", total, available, label=label, layer=_layer(ops[0]))
+        for kind in kinds_read:
+            self.taken[kind].append(end)
         return end
 
-    def room(self, key: "_Kind") -> Event:
+    def room(self, kind: "_Kind") -> Event:
         """Return when a buffer is free for reading the next record of a kind from disk."""
-        ring = self.taken[key]
+        ring = self.taken[kind]
         return ring[0] if len(ring) == self.distance else Event(0.0, "read")
 
     def store(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
@@ -429,14 +244,11 @@ class _StepWalk:
         total = sum(op.num_bytes for op in stores if op.lane == "down")
         end = clock.move("down", total, *after, label=label, layer=_layer(ops[0]))
         for op in stores:
-            rests = end
-            for write in (
-                other for other in ops if other.verb == "write" and other.record == op.record
-            ):
-                rests = clock.move(
-                    "write", write.num_bytes, end, label=f"write {op.record.kind}", layer=_layer(op)
-                )
-            self.written[_Kind(stack, op.record), op.number] = rests
+            stored = end
+            label = f"write {op.record.kind}"
+            for write in _of_record(ops, "write", op):
+                stored = clock.move("write", write.num_bytes, end, label=label, layer=_layer(op))
+            self.written[_Kind(stack, op.record), op.number] = stored
         return end
 
     def update_on_host(
@@ -456,18 +268,18 @@ class _StepWalk:
                 end = clock.move("down", size, *after, label="gradients", layer=layer)
                 ready.append(end)
             elif op.verb == "host_read":
-                key = _Kind(stack, op.record)
-                read = clock.move(
-                    "read", size, self.room(key), label=f"read {op.record.kind}", layer=layer
-                )
+                kind = _Kind(stack, op.record)
+                label = f"read {op.record.kind}"
+                read = clock.move("read", size, self.room(kind), label=label, layer=layer)
                 ready.append(read)
-                self.taken[key].append(read)
+                self.taken[kind].append(read)
             elif op.verb == "host_update":
                 # A delayed update uses the gradients of the previous step.
                 needs = [] if op.lag < 0 else [*after, *ready]
                 end = _latest(end, clock.run("host", seconds, *needs, label="update", layer=layer))
-                for other in (other for other in ops if other.verb == "host_read"):
-                    self.taken[_Kind(stack, other.record)][-1] = end
+                for read_op in ops:
+                    if read_op.verb == "host_read":
+                        self.taken[_Kind(stack, read_op.record)][-1] = end
             elif op.verb == "host_write":
                 clock.move("write", size, end, label=f"write {op.record.kind}", layer=layer)
             elif op.verb == "load":
@@ -476,79 +288,72 @@ class _StepWalk:
 
     # --- phases -----------------------------------------------------------------------------------
 
-    def run(
-        self, part: Part, seconds: Mapping[tuple[str, str], float], begin: Event, first: int = 0
-    ) -> Event:
+    def run_phase(self, part: Part, begin: Event) -> Event:
         """Run a phase, and return when the last of its stores has ended.
 
         Args:
           part: phase, with its stack.
-          seconds: seconds of its computations, by verb and name of the phase.
           begin: earliest start of its first fetches.
-          first: index in the model of the first layer of its stack.
         """
         clock = self.clock
-        stack = part.stack
-        name = part.name
-        clock.first = first
+        clock.first_layer = self.first_layers[part.stack]
         clock.rates = clock.wires.sharing(_moved(part.phase))
-        gathers = any(op.record.kind == "gathered" for loop in part.phase.loops for op in loop.ops)
-        arrived = dict[int, Event]()
-        gathered = dict[int, Event]()
-        made = dict[tuple[str, int], Event]()
-        last = begin
-
-        def run(op: Op, verb: str, *after: Event) -> Event:
-            label = {"compute": name, "regather": "gather"}.get(verb, verb)
-            return clock.run(
-                op.lane, seconds.get((verb, name), 0.0), *after, label=label, layer=_layer(op)
-            )
-
+        phase_walk = _PhaseWalk(self, part, begin)
         for tick, ops in part.phase.ticks():
-            start = clock.now if tick >= 0 else begin
-            take = next((op.number for op in ops if _takes(op, gathers)), None)
-            if take is None or take not in arrived:
-                taken = start
-            else:
-                taken = _latest(arrived.pop(take), start)
-            done = taken
-            read = start
-            called = [op for op in ops if _is_called(op)]
-            for (verb, index, *_), group in itertools.groupby(
-                (op for op in ops if op not in called), partial(_op_key, ops)
-            ):
-                some = list(group)
-                if verb == "fetch" and index == take:
-                    taken = done = self.load(stack, some, start)
-                elif verb == "fetch":
-                    arrived[index] = self.load(stack, some, taken)
-                elif verb == "load":
-                    read = self.load(stack, some, start)
-                elif verb == "store":
-                    last = _latest(
-                        last,
-                        self.store(stack, some, made.get((some[0].record.leaves, index), done)),
-                    )
-                elif verb == "gather":
-                    for op in some:  # head and embedding are gathered one after another
-                        taken = gathered[index] = run(op, verb, taken)
-                elif verb == "regather":
-                    done = run(some[0], verb, done)
-                elif verb != "tiles":
-                    ready = gathered.get(index, taken) if verb == "compute" else done
-                    done = run(some[0], verb, ready, *([read] if verb == "update" else []))
-                    made[some[0].record.leaves, index] = done
-            if called:
-                last = _latest(
-                    last,
-                    self.update_on_host(
-                        stack, called, seconds.get(("host_update", name), 0.0), done
-                    ),
-                )
-            last = _latest(last, done)
-        return last
+            phase_walk.run_tick(ops, clock.now if tick >= 0 else begin)
+        return phase_walk.last
 
-    def rest(self) -> None:
+    def run_phases(self, *names: str, begin: Event | None = None) -> None:
+        """Run phases of these names, in the order of the step.
+
+        Args:
+          *names: names of the phases.
+          begin: earliest start of the first fetches of the first phase; by default, now.
+        """
+        for part in self._list_phases(*names):
+            start = self.clock.now if begin is None else begin
+            self.last = _latest(self.last, self.run_phase(part, start))
+            begin = None
+
+    def _list_phases(self, *names: str) -> list[Part]:
+        return [part for part in self.steps.parts if part.name in names]
+
+    # --- parts of the step ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Record the work inside as one part of the step."""
+        start = self.clock.now.time
+        before = dict(self.clock.exposed)
+        yield
+        waited = {lane: self.clock.exposed[lane] - before[lane] for lane in LANES}
+        self.parts.append(_StepPart(name, start, self.clock.now.time, waited))
+
+    def run_microbatch(self) -> None:
+        """Run forward and backward."""
+        with self.part("embed"):
+            self.run_phases("embed")
+        with self.part("forward"):
+            self.run_phases("forward")
+        begin = self.clock.now  # backward's first fetches may overlap the head, but not the layers
+        with self.part("head"):
+            self.run_phases("head")
+        with self.part("backward"):
+            self.run_phases("backward", "embed_backward", begin=begin)
+
+    def run_update(self) -> None:
+        """Run the update, and wait for all lanes."""
+        clock = self.clock
+        with self.part("update"):
+            self.last = _latest(self.last, clock.now, clock.free["network"])
+            if self._list_phases("update"):
+                # The global norm is known only after all gradients are reduced.
+                clock.wait(clock.free["network"])
+            self.run_phases("unstacked", "update")
+            clock.wait(self.last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
+            self.wait_for_wires()
+
+    def wait_for_wires(self) -> None:
         """Extend the step to the time that each wire needs for its bytes.
 
         Disk writes may end during the next step's forward, and reads for the next step may be in
@@ -565,31 +370,94 @@ class _StepWalk:
         lane = max(least, key=least.__getitem__)
         clock.wait(Event(least[lane], lane, clock.now.time, clock.now))
 
-    def part(self, name: str, start: float, exposed: Mapping[str, float]) -> None:
-        """Record a part of the step that ends now, given the exposed seconds before it."""
-        waited = {lane: self.clock.exposed[lane] - exposed[lane] for lane in LANES}
-        self.parts.append((name, start, self.clock.now.time, waited))
-
     def phases(self) -> list[PhaseTime]:
         """Return the parts of the step. A lane's work may extend from one part into others."""
-        starts = [start for _, start, _, _ in self.parts]
+        starts = [part.start for part in self.parts]
         worked = [dict.fromkeys(LANES, 0.0) for _ in self.parts]
         for span in self.clock.spans:
             first = max(0, bisect.bisect_right(starts, span.start) - 1)
             for n in range(first, bisect.bisect_left(starts, span.stop)):
-                _, start, stop, _ = self.parts[n]
-                worked[n][span.lane] += max(0.0, min(stop, span.stop) - max(start, span.start))
-        found = []
-        for (name, start, stop, waited), work in zip(self.parts, worked, strict=True):
-            found.append(
-                PhaseTime(
-                    name,
-                    start,
-                    stop,
-                    max(LANES, key=lambda lane, w=work, e=waited: max(w[lane], e[lane])),
-                )
-            )
-        return found
+                part = self.parts[n]
+                overlap = min(part.stop, span.stop) - max(part.start, span.start)
+                worked[n][span.lane] += max(0.0, overlap)
+        phases = list[PhaseTime]()
+        for part, work in zip(self.parts, worked, strict=True):
+            longest = {lane: max(work[lane], part.exposed[lane]) for lane in LANES}
+            bound_by = max(LANES, key=longest.__getitem__)
+            phases.append(PhaseTime(part.name, part.start, part.stop, bound_by))
+        return phases
+
+
+class _PhaseWalk:
+    """A walk through one phase: which records have arrived, are gathered and are computed.
+
+    Attributes:
+      arrived: arrival of each fetched record that was not taken yet, by layer.
+      gathered: end of each gather, by layer.
+      computed: end of each record's last computation, by its leaves and its layer.
+      last: latest end of the phase's work and stores so far.
+    """
+
+    def __init__(self, step_walk: _StepWalk, part: Part, begin: Event) -> None:
+        self.step_walk = step_walk
+        self.clock = step_walk.clock
+        self.stack = part.stack
+        self.name = part.name
+        self.seconds = step_walk.seconds[part.stack]
+        ops = [op for loop in part.phase.loops for op in loop.ops]
+        self.gathers = any(op.record.kind == "gathered" for op in ops)
+        self.arrived = dict[int, Event]()
+        self.gathered = dict[int, Event]()
+        self.computed = dict[tuple[str, int], Event]()
+        self.last = begin
+
+    def run_tick(self, ops: Sequence[Op], start: Event) -> None:
+        """Run the operations of one tick."""
+        take = next((op.number for op in ops if _takes(op, self.gathers)), None)
+        taken = start  # the tick's record is on the device
+        if take is not None and take in self.arrived:
+            taken = _latest(self.arrived.pop(take), start)
+        done = taken
+        read = start  # records that the tick itself loads are on the device
+        called = [op for op in ops if _is_called(op)]
+        inside = [op for op in ops if op not in called]
+        for (verb, index, _), group in itertools.groupby(inside, partial(_op_key, ops)):
+            group_ops = list(group)
+            first = group_ops[0]
+            if verb == "fetch" and index == take:
+                taken = self.step_walk.load(self.stack, group_ops, start)
+                done = taken
+            elif verb == "fetch":
+                self.arrived[index] = self.step_walk.load(self.stack, group_ops, taken)
+            elif verb == "load":
+                read = self.step_walk.load(self.stack, group_ops, start)
+            elif verb == "store":
+                ready = self.computed.get((first.record.leaves, index), done)
+                stored = self.step_walk.store(self.stack, group_ops, ready)
+                self.last = _latest(self.last, stored)
+            elif verb == "gather":
+                for op in group_ops:  # head and embedding are gathered one after another
+                    taken = self._compute(op, verb, taken)
+                    self.gathered[index] = taken
+            elif verb == "regather":
+                done = self._compute(first, verb, done)
+            elif verb != "tiles":
+                ready = [self.gathered.get(index, taken) if verb == "compute" else done]
+                if verb == "update":
+                    ready.append(read)
+                done = self._compute(first, verb, *ready)
+                self.computed[first.record.leaves, index] = done
+        if called:
+            seconds = self.seconds.get(("host_update", self.name), 0.0)
+            stored = self.step_walk.update_on_host(self.stack, called, seconds, done)
+            self.last = _latest(self.last, stored)
+        self.last = _latest(self.last, done)
+
+    def _compute(self, op: Op, verb: str, *after: Event) -> Event:
+        """Run a computation or a collective after some events, and return its end."""
+        seconds = self.seconds.get((verb, self.name), 0.0)
+        label = {"compute": self.name, "regather": "gather"}.get(verb, verb)
+        return self.clock.run(op.lane, seconds, *after, label=label, layer=_layer(op))
 
 
 class _Kind(NamedTuple):
@@ -597,6 +465,11 @@ class _Kind(NamedTuple):
 
     stack: str | None
     record: Record
+
+
+def _of_record(ops: Iterable[Op], verb: str, op: Op) -> list[Op]:
+    """Return the operations of a verb on the record of `op`."""
+    return [mate for mate in ops if mate.verb == verb and mate.record == op.record]
 
 
 def _layer(op: Op) -> int:
@@ -626,16 +499,12 @@ def _is_called(op: Op) -> bool:
 def _op_key(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
     """Return the key by which a tick's operations are grouped: verb, index and lag."""
     verb = op.verb
-    if verb == "read":
-        same = (
-            other
-            for other in ops
-            if (other.record, other.number, other.lane) == (op.record, op.number, "up")
-        )
-        verb = next(same).verb
-    if verb == "write":
+    if verb == "read":  # it belongs to the operation that moves its record up
+        upward = (op.record, op.number, "up")
+        verb = next(mate.verb for mate in ops if (mate.record, mate.number, mate.lane) == upward)
+    elif verb == "write":
         verb = "store"
-    if verb == "gather" and op.record.kind == "params":
+    elif verb == "gather" and op.record.kind == "params":
         verb = "regather"
     return verb, op.number, op.lag
 
@@ -658,62 +527,16 @@ def step_time(
       repeats: number of times that forward and backward run: once per microbatch of a resident
         step. The ticks of a streamed step compute all microbatches.
     """
-    unstacked = unstacked or UnstackedWork()
-    wires = wires or Wires()
-    walk = _StepWalk(
-        wires, max((schedule.distance for schedule in steps.stacks.values()), default=0)
-    )
-    clock = walk.clock
-    numbers = [0, *itertools.accumulate(schedule.num_layers for schedule in steps.stacks.values())]
-    firsts = {
-        name: n - schedule.first_layer
-        for (name, schedule), n in zip(steps.stacks.items(), numbers, strict=False)
-    }
-    seconds = {name: work.seconds() for name, work in zip(steps.stacks, layers, strict=True)}
-
-    def run(part: Part, begin: Event) -> Event:
-        if part.stack is None:
-            return walk.run(part, unstacked.seconds(), begin)
-        return walk.run(part, seconds[part.stack], begin, firsts[part.stack])
-
-    def parts(*names: str) -> list[Part]:
-        return [part for part in steps.parts if part.name in names]
-
-    def phase(name: str, body: Callable[[], None]) -> None:
-        start = clock.now.time
-        before = dict(clock.exposed)
-        body()
-        walk.part(name, start, before)
-
-    last = Event(0.0, "compute")
-
-    def each(some: Sequence[Part], begin: Event | None = None) -> None:
-        nonlocal last
-        for part in some:
-            last = _latest(last, run(part, clock.now if begin is None else begin))
-            begin = None
-
-    def update() -> None:
-        nonlocal last
-        last = _latest(last, clock.now, clock.free["network"])
-        if parts("update"):  # the global norm is known only after all gradients are reduced
-            clock.wait(clock.free["network"])
-        each(parts("unstacked", "update"))
-        clock.wait(last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
-        walk.rest()
-
+    walk = _StepWalk(steps, layers, unstacked or UnstackedWork(), wires or Wires())
     for _ in range(repeats):
-        phase("embed", lambda: each(parts("embed")))
-        phase("forward", lambda: each(parts("forward")))
-        begin = clock.now  # backward's first fetches may overlap the head, but not the layers
-        phase("head", lambda: each(parts("head")))
-        phase("backward", lambda begin=begin: each(parts("backward", "embed_backward"), begin))
-    phase("update", update)
+        walk.run_microbatch()
+    walk.run_update()
+    clock = walk.clock
     return StepTime(
         seconds=clock.now.time,
         busy=dict(clock.busy),
         exposed=dict(clock.exposed),
-        phases=_joined(walk.phases()),
+        phases=_join_microbatches(walk.phases()),
         spans=tuple(clock.spans),
     )
 
@@ -723,20 +546,23 @@ def _moved(phase: Phase) -> dict[str, float]:
 
     Lanes share their wires in proportion to these bytes.
     """
-    each = {(op.lane, op.verb, op.record): op.num_bytes for loop in phase.loops for op in loop.ops}
-    return {
-        lane: sum(n for (of, *_), n in each.items() if of == lane)
-        for lane in ("up", "down", "read", "write")
-    }
+    by_operation = dict[tuple[str, str, Record], float]()
+    for loop in phase.loops:
+        by_operation |= {(op.lane, op.verb, op.record): op.num_bytes for op in loop.ops}
+    moved: dict[str, float] = dict.fromkeys(("up", "down", "read", "write"), 0.0)
+    for (lane, _, _), num_bytes in by_operation.items():
+        if lane in moved:
+            moved[lane] += num_bytes
+    return moved
 
 
-def _joined(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:
+def _join_microbatches(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:
     """Return the parts of a step, with several microbatches joined into one part."""
-    names = [p.name for p in phases]
+    names = [phase.name for phase in phases]
     if len(set(names)) == len(names):
         return tuple(phases)
-    last = {p.name: p for p in phases}
-    start = phases[0].start
-    stop = phases[-2].stop
-    longest = max((p for p in phases if p.name != "update"), key=lambda p: p.seconds)
-    return (PhaseTime("microbatches", start, stop, longest.bound_by), last["update"])
+    *microbatches, update = phases
+    longest = max(microbatches, key=lambda phase: phase.seconds)
+    start = microbatches[0].start
+    stop = microbatches[-1].stop
+    return PhaseTime("microbatches", start, stop, longest.bound_by), update

@@ -5,16 +5,13 @@ saves. Seconds have one of two sources, recorded in `Workload.source`:
 
     timed      the block alone, its derivative in each mode, embedding and head, on the devices of
                the mesh: one program each, compiled and run a few times
-    roofline   equation by equation: a product of F FLOPs that touches B bytes takes
-               max(F / flops, B / memory_rate); reductions take B / memory_rate; other equations are
-               free, because XLA mostly fuses their results away
+    roofline   equation by equation, at the machine's rates (`zerojax.costs.roofline`)
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +22,18 @@ from zerojax.activations import MODES
 from zerojax.aot import is_there
 from zerojax.choice import Value
 from zerojax.config import ZeroConfig
+from zerojax.costs.roofline import Roofline, num_bytes, peak_bytes, trace_program
 from zerojax.costs.stopwatch import Stopwatch
 from zerojax.costs.workload import Grid, StackWork, Workload
-from zerojax.jaxprs import (
-    PRODUCTS,
-    REDUCTIONS,
-    FlatJaxpr,
-    Instruction,
-    count_flops,
-    dtype_of_products,
-    flatten,
-)
+from zerojax.jaxprs import FlatJaxpr, Instruction, count_flops, flatten
 from zerojax.machines import Machine
-from zerojax.memory import kept_by_program
+from zerojax.memory import KeptValues, kept_by_program
 from zerojax.models import LayeredModel, Model
 from zerojax.program import assemble
 from zerojax.sharding import DATA, FSDP, TENSOR, abstract_batch, local_elements
-from zerojax.streamed import StackLoops, StreamedStep, derivative_jaxpr
-from zerojax.trees import Batch, Grads, ModelState, Params
-
-Costs = Callable[[Instruction], float]
-"""Function that returns the seconds of one equation on one device."""
+from zerojax.state import Layout
+from zerojax.streamed import ResidualPlan, StackLoops, StreamedStep, derivative_jaxpr
+from zerojax.trees import Batch, Grads, ModelState, Params, Tree
 
 
 def build_grid(mesh: Mesh) -> Grid:
@@ -71,18 +59,24 @@ def workload_of_model(
       machine: machine whose rates the roofline uses.
       base: config whose precision, min_shard_bytes, frozen and similar fields apply.
     """
-    given = abstract_batch(batch, mesh)
+    abstract = abstract_batch(batch, mesh)
     with jax.set_mesh(mesh):
         if isinstance(model, Model):
-            return _PlainTracer(model, tx, mesh, given, machine, base).workload()
-        return _LayeredTracer(model, tx, mesh, given, machine, base).workload()
+            return _PlainTracer(model, tx, mesh, abstract, machine, base).workload()
+        return _LayeredTracer(model, tx, mesh, abstract, machine, base).workload()
 
 
 class _Tracer:
     """Shared parts of the tracers for plain and layered models."""
 
     def __init__(
-        self, model: Any, tx: Any, mesh: Mesh, batch: Batch, machine: Machine, base: ZeroConfig
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        batch: Batch,
+        machine: Machine,
+        base: ZeroConfig,
     ) -> None:
         self.model = model
         self.tx = tx
@@ -92,26 +86,33 @@ class _Tracer:
         self.base = base
         self.grid = build_grid(mesh)
         self.precision = base.precision
-        self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-        sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
-        self.rows = sizes[0][0] if sizes else 1
+        self.roofline = Roofline(machine, base.precision, self.grid)
+        self.shapes = jax.tree.map(_shape, batch)
+        shapes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
+        self.rows = shapes[0][0] if shapes else 1
         # 2-D integer arrays are assumed to be tokens.
-        whole = [
+        token_shapes = [
             a.shape
             for a in jax.tree.leaves(batch)
             if len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)
         ]
-        self.tokens = math.prod(whole[0]) if whole else self.rows
+        self.tokens = math.prod(token_shapes[0]) if token_shapes else self.rows
         # Several processes would measure different seconds and choose different configs.
         self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
 
-    def parts(self, **fields: Any) -> Any:
-        """Return the assembled parts of a config's program, with everything on the device."""
-        away = {
+    def assemble(self, **fields: Any) -> Any:
+        """Return the parts of the program of some config fields, with everything on the device."""
+        on_device = {
             "params": "device",
             "grads": "device",
             "opt_state": "device",
             "opt_state_device_fraction": 0.0,
+            "frozen": None if self.base.frozen in (None, "device") else "device",
+            "partition_activations": False,
+            "saved_names": (),
+            "offloaded_names": (),
+            "device_budget_bytes": None,
+            "swap_dir": None,
         }
         plain = {
             "update": None,
@@ -120,22 +121,8 @@ class _Tracer:
             "num_microbatches": 1,
             "clip_norm": None,
         }
-        named: dict[str, Any] = {
-            "saved_names": (),
-            "offloaded_names": (),
-            "device_budget_bytes": None,
-            "swap_dir": None,
-        }
-        frozen = {
-            "frozen": None if self.base.frozen in (None, "device") else "device",
-            "partition_activations": False,
-        }
-        return assemble(
-            self.model,
-            self.tx,
-            dataclasses.replace(self.base, **(away | plain | named | frozen | fields)),
-            self.mesh,
-        )
+        config = dataclasses.replace(self.base, **{**on_device, **plain, **fields})
+        return assemble(self.model, self.tx, config, self.mesh)
 
     @property
     def source(self) -> str:
@@ -144,402 +131,429 @@ class _Tracer:
             return f"timed on {self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
         return f"roofline of its equations at the rates of {self.machine.name}"
 
-    @functools.cached_property
-    def costs(self) -> Costs:
-        """Roofline seconds of an equation, as a function; 0 if the machine has no rates."""
-        figures = self.machine.figures
-        shards = self.grid.batch_shards * self.grid.tensor
-        memory = figures.get("memory_rate", math.inf)
-
-        def seconds(i: Instruction) -> float:
-            flops = count_flops(i.eqn) / shards
-            name = i.eqn.primitive.name
-            if not flops and name not in REDUCTIONS | PRODUCTS:
-                return 0.0
-            dtype = "fp32" if dtype_of_products(i.eqn) == jnp.float32 else self.precision
-            rate = figures.get(f"flops.{dtype}", figures.get(f"flops.{self.precision}", math.inf))
-            moved = sum(_num_bytes(v.aval) for v in (*i.eqn.invars, *i.eqn.outvars)) / shards
-            return max(flops / rate, moved / memory)
-
-        return seconds
-
-    def roofline(self, program: FlatJaxpr) -> float:
-        """Return the roofline seconds of a traced function on one device."""
-        return sum(map(self.costs, program.instructions))
+    def shared_fields(self, layout: Layout) -> dict[str, Any]:
+        """Return the fields of a `Workload` that are the same for plain and layered models."""
+        moments = self.moment_bytes(layout)
+        return {
+            "largest_leaf": self.largest_leaf(layout),
+            "moment_bytes": moments,
+            "update": self.update_seconds(moments),
+            "batch_bytes": self.batch_bytes(),
+            "rows": self.rows // self.grid.batch_shards,
+            "tokens": self.tokens,
+            "source": self.source,
+        }
 
     def kept_seconds(self, more: float) -> float:
         """Return the seconds in which a device writes and reads `more` additional saved bytes.
 
-        Costs of equations leave these bytes out, since XLA fuses elementwise equations. A timed
-        program has already read them.
+        The roofline leaves these bytes out, since XLA fuses elementwise equations. A timed program
+        has already read them.
         """
         crossings = 2 if self.watch is None else 1
-        return crossings * more / self.machine.figures.get("memory_rate", math.inf)
+        return crossings * more / self.roofline.memory_rate
 
     def update_seconds(self, moments: float) -> float:
         """Return the seconds in which the device updates one parameter.
 
         The update reads and writes the states and reads the gradient.
+
+        Args:
+          moments: bytes of optimizer state per parameter, without the master.
         """
         itemsize = 4 if self.precision == "fp32" else 2
         master = 0 if self.precision == "fp32" else 4
-        moved = 2 * (master + moments) + itemsize + (itemsize if master else 2 * itemsize)
-        return moved / self.machine.figures.get("memory_rate", math.inf)
+        params = itemsize if master else 2 * itemsize
+        moved = 2 * (master + moments) + itemsize + params
+        return moved / self.roofline.memory_rate
 
-    def moment_bytes(self, layout: Any) -> float:
+    def moment_bytes(self, layout: Layout) -> float:
         """Return the bytes of float32 optimizer state per parameter."""
         trained = sum(math.prod(leaf.shape) for leaf in layout.leaves)
         # Shared scalars, such as a step count, stay on the device and are not counted.
-        own = [
+        arrays = [
             a
             for j, a in enumerate(layout.opt_map.leaves)
             if a.shape or j not in layout.opt_map.shared
         ]
-        total = sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
+        total = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
         return total / max(1, trained) * (2.0 if self.base.moments == "bfloat16" else 1.0)
 
-    def elements(self, layout: Any, indices: Sequence[int]) -> int:
+    def batch_bytes(self) -> int:
+        """Return the bytes of a device's part of the batch."""
+        return sum(
+            math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+            for a in jax.tree.leaves(self.batch)
+        )
+
+    def elements(self, layout: Layout, leaf_ids: Sequence[int]) -> int:
         """Return the elements of some leaves on one device of a tensor group."""
-        leaves = [layout.all_leaves[i] for i in indices]
+        leaves = [layout.all_leaves[i] for i in leaf_ids]
         return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) for leaf in leaves)
 
-    def gathered_elements(self, layout: Any, indices: Sequence[int]) -> int:
+    def gathered_elements(self, layout: Layout, leaf_ids: Sequence[int]) -> int:
         """Return the elements of some leaves, with frozen leaves counted by their bytes.
 
         A frozen leaf counts as its bytes divided by the compute dtype's item size.
         """
-        trained, frozen = (
-            [i for i in indices if layout.all_leaves[i].frozen == is_frozen]
-            for is_frozen in (False, True)
-        )
-        return self.elements(layout, trained) + self.frozen_bytes(layout, frozen) // (
-            4 if self.precision == "fp32" else 2
-        )
+        itemsize = 4 if self.precision == "fp32" else 2
+        trained, frozen = _split_frozen(layout, leaf_ids)
+        return self.elements(layout, trained) + self.frozen_bytes(layout, frozen) // itemsize
 
-    def largest_leaf(self, layout: Any) -> int:
+    def largest_leaf(self, layout: Layout) -> int:
         """Return the elements of the largest trainable leaf on one device of a tensor group.
 
         A stacked leaf counts all its layers.
         """
-        return max(
-            (
-                self.elements(layout, [i])
-                for i, leaf in enumerate(layout.all_leaves)
-                if not leaf.frozen
-            ),
-            default=0,
-        )
+        trained, _ = _split_frozen(layout, range(len(layout.all_leaves)))
+        return max((self.elements(layout, [i]) for i in trained), default=0)
 
-    def frozen_bytes(self, layout: Any, indices: Sequence[int]) -> int:
+    def frozen_bytes(self, layout: Layout, leaf_ids: Sequence[int]) -> int:
         """Return the bytes of some frozen leaves, as stored."""
-        leaves = [layout.all_leaves[i] for i in indices]
+        leaves = [layout.all_leaves[i] for i in leaf_ids]
         return sum(
             local_elements(leaf.shape, leaf.spec.base, self.mesh) * leaf.dtype.itemsize
             for leaf in leaves
         )
 
-    def frozen_flops(self, layout: Any, indices: Sequence[int], forward: float) -> float:
+    def frozen_flops(self, layout: Layout, leaf_ids: Sequence[int], forward: float) -> float:
         """Return the FLOPs of the gradients that frozen matrices among some leaves do not need.
 
         The result is at most `forward`, the FLOPs of these leaves in forward.
         """
-        frozen = [
-            leaf.decodes or leaf
-            for leaf in map(layout.all_leaves.__getitem__, indices)
-            if leaf.frozen
-        ]
-        matrices = sum(math.prod(leaf.shape) for leaf in frozen if len(leaf.shape) - leaf.lead > 1)
+        _, frozen = _split_frozen(layout, leaf_ids)
+        leaves = [layout.all_leaves[i].decodes or layout.all_leaves[i] for i in frozen]
+        matrices = sum(math.prod(leaf.shape) for leaf in leaves if len(leaf.shape) - leaf.lead > 1)
         return min(2.0 * self.tokens * matrices, forward)
+
+
+class _EmbedHeadCosts(NamedTuple):
+    """Costs of embedding and head.
+
+    Attributes:
+      embed: seconds of the embedding's forward.
+      head: seconds of the head's forward and backward.
+      embed_backward: seconds of the embedding's backward.
+      working: bytes that the head needs while it runs.
+      flops: FLOPs of the head's forward on all devices.
+    """
+
+    embed: float
+    head: float
+    embed_backward: float
+    working: int
+    flops: float
+
+
+class _BlockCosts(NamedTuple):
+    """Costs of a block.
+
+    Attributes:
+      forward: seconds of forward.
+      backward: seconds of backward, including recomputation, by activation mode.
+      working: bytes that backward needs in addition to saved bytes, by activation mode.
+    """
+
+    forward: float
+    backward: dict[str, float]
+    working: dict[str, int]
 
 
 class _LayeredTracer(_Tracer):
     def workload(self) -> Workload:
         """Trace, and time if possible, every stack, the embedding and the head."""
         # gather_ahead makes the step stream although everything is on the device.
-        steps = {mode: self.parts(stage=3, activations=mode, gather_ahead=True) for mode in MODES}
-        kept = {
-            mode: kept_by_program(parts.records, parts.step, self.batch)
-            for mode, parts in steps.items()
+        parts = {
+            mode: self.assemble(stage=3, activations=mode, gather_ahead=True) for mode in MODES
         }
-        step = steps["save"].step
+        kept = {
+            mode: kept_by_program(of_mode.records, of_mode.step, self.batch)
+            for mode, of_mode in parts.items()
+        }
+        steps = {mode: of_mode.step for mode, of_mode in parts.items()}
+        plans = self.trace_blocks(steps)
+        step = steps["save"]
         assert isinstance(step, StreamedStep)
+        stacks = self.stacks(step, plans, kept)
+        embed_head = self.embed_head_costs(step)
+        resident = self.assemble(stage=3, activations="remat")
+        kept_resident = kept_by_program(resident.records, resident.step, self.batch).num_bytes
+
         layout = step.layout
-        state = step.layout.abstract_arrays
-        plans = {mode: parts.step.abstract_residuals(self.shapes) for mode, parts in steps.items()}
-        entered = step.embed_head.abstract_inputs(
-            layout.join(state), state.model_state, self.shapes
-        )
-        stacks = []
-        for n, loops in enumerate(step.loops):
-            by_mode = {
-                mode: sum(k.num_bytes for k in kept[mode] if k.stack == loops.stack.name)
-                for mode in MODES
-            }
-            blocks = {mode: plans[mode][n].block for mode in MODES}
-            args = loops.tracer.abstract_call(entered[n][1], entered[n][2], 1)
-            stacks.append(self.stack(loops, blocks, by_mode, args))
-        embed, head, embed_backward, head_working = self.embed_head_costs(step)
         unstacked = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
-        trained = [i for i in unstacked if not layout.all_leaves[i].frozen]
-        parts = [
-            [i for i in unstacked if layout.all_leaves[i].path[0].key == name]
-            for name in ("embed", "head")
-        ]
-        of_head = [layout.all_leaves[i] for i in parts[1]]
-        has_own = any(
-            len((leaf.decodes or leaf).shape) > 1 for leaf in of_head
-        )  # else the head is the embedding
-        pairs = zip(step.loops, plans["remat"], strict=True)
-        flops = forward_flops = 0.0
-        for loops, plan in pairs:
-            forward = loops.stack.num_layers * self.flops_of_block(plan.block)
-            forward_flops += forward
-            flops += 3.0 * forward - self.frozen_flops(layout, loops.stack.leaves.in_tree, forward)
-        resident = self.parts(stage=3, activations="remat")
-        whole = kept_by_program(resident.records, resident.step, self.batch).num_bytes
+        trained, frozen = _split_frozen(layout, unstacked)
+        embed_leaves = _named_leaves(layout, unstacked, "embed")
+        head_leaves = _named_leaves(layout, unstacked, "head")
+        layer_flops, forward_flops = self.layer_flops(step, plans)
+        # A head without a matrix of its own uses the embedding's.
+        head_matrices = head_leaves if _has_matrix(layout, head_leaves) else unstacked
+        frozen_flops = self.frozen_flops(layout, head_matrices, embed_head.flops)
         return Workload(
             name=f"{layout.num_params:,} parameters, {self.model.num_layers} layers",
-            stacks=tuple(stacks),
+            stacks=stacks,
             unstacked_elements=self.elements(layout, trained),
-            largest_unstacked=max(self.gathered_elements(layout, part) for part in parts),
-            largest_leaf=self.largest_leaf(layout),
-            unstacked_frozen_bytes=self.frozen_bytes(
-                layout, [i for i in unstacked if layout.all_leaves[i].frozen]
+            largest_unstacked=max(
+                self.gathered_elements(layout, embed_leaves),
+                self.gathered_elements(layout, head_leaves),
             ),
-            unstacked_kept=max(0, whole - kept["remat"].num_bytes),
-            head_working=head_working,
-            embed=embed,
-            head=head,
-            embed_backward=embed_backward,
-            moment_bytes=self.moment_bytes(layout),
-            update=self.update_seconds(self.moment_bytes(layout)),
-            batch_bytes=sum(
-                math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-                for a in jax.tree.leaves(self.batch)
-            ),
-            rows=self.rows // self.grid.batch_shards,
-            tokens=self.tokens,
-            flops=flops
-            + 3.0 * self.head_flops
-            - self.frozen_flops(layout, parts[1] if has_own else unstacked, self.head_flops),
+            unstacked_frozen_bytes=self.frozen_bytes(layout, frozen),
+            unstacked_kept=max(0, kept_resident - kept["remat"].num_bytes),
+            head_working=embed_head.working,
+            embed=embed_head.embed,
+            head=embed_head.head,
+            embed_backward=embed_head.embed_backward,
+            flops=layer_flops + 3.0 * embed_head.flops - frozen_flops,
             forward_flops=forward_flops,
-            source=self.source,
+            **self.shared_fields(layout),
         )
 
-    def flops_of_block(self, block: Any) -> float:
-        """Return the FLOPs of a block's forward on all devices."""
-        return sum(count_flops(i.eqn) for i in block.program.instructions)
+    def trace_blocks(self, steps: Mapping[str, StreamedStep]) -> list[dict[str, ResidualPlan]]:
+        """Return each stack's traced block with what it saves, by activation mode."""
+        plans = [dict[str, ResidualPlan]() for _ in steps["save"].loops]
+        for mode, step in steps.items():
+            for by_mode, plan in zip(plans, step.abstract_residuals(self.shapes), strict=True):
+                by_mode[mode] = plan
+        return plans
+
+    def stacks(
+        self,
+        step: StreamedStep,
+        plans: Sequence[Mapping[str, ResidualPlan]],
+        kept: Mapping[str, KeptValues],
+    ) -> tuple[StackWork, ...]:
+        """Return the work of all stacks.
+
+        Args:
+          step: step whose block saves the results of products.
+          plans: each stack's traced block with what it saves, by activation mode.
+          kept: saved values of all stacks, by activation mode.
+        """
+        layout = step.layout
+        state = layout.abstract_arrays
+        inputs = step.embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)
+        stacks = list[StackWork]()
+        for n, loops in enumerate(step.loops):
+            kept_bytes = {
+                mode: sum(v.num_bytes for v in values if v.stack == loops.stack.name)
+                for mode, values in kept.items()
+            }
+            _, x, given = inputs[n]
+            args = loops.tracer.abstract_call(x, given, 1)
+            stacks.append(self.stack(loops, plans[n], kept_bytes, args))
+        return tuple(stacks)
+
+    def layer_flops(
+        self, step: StreamedStep, plans: Sequence[Mapping[str, ResidualPlan]]
+    ) -> tuple[float, float]:
+        """Return the FLOPs of all layers on all devices: of the step, and of its forward."""
+        flops = 0.0
+        forward_flops = 0.0
+        for loops, by_mode in zip(step.loops, plans, strict=True):
+            instructions = by_mode["remat"].block.program.instructions
+            forward = loops.stack.num_layers * sum(count_flops(i.eqn) for i in instructions)
+            forward_flops += forward
+            frozen = self.frozen_flops(step.layout, loops.stack.leaves.in_tree, forward)
+            flops += 3.0 * forward - frozen
+        return flops, forward_flops
 
     def stack(
-        self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any
+        self,
+        loops: StackLoops,
+        plans: Mapping[str, ResidualPlan],
+        kept: Mapping[str, int],
+        args: tuple[Any, ...],
     ) -> StackWork:
-        """Return the work of one stack."""
+        """Return the work of one stack.
+
+        Args:
+          loops: loops of the stack.
+          plans: its traced block with what it saves, by activation mode.
+          kept: saved bytes of all layers by activation mode.
+          args: abstract arguments of the block.
+        """
         layout = loops.plan.layout
-        leaves = loops.stack.leaves
         num_layers = loops.stack.num_layers
-        forward, backward, working = self.block_seconds(loops, blocks, args)
-        trained = [i for i in leaves.in_tree if not layout.all_leaves[i].frozen]
-        frozen = [i for i in leaves.in_tree if layout.all_leaves[i].frozen]
-        each = {mode: n // num_layers for mode, n in kept.items()}
-        backward["everything"] += self.kept_seconds(each["everything"] - each["save"])
+        costs = self.block_costs(loops, plans, args)
+        trained, frozen = _split_frozen(layout, loops.stack.leaves.in_tree)
+        kept_of_layer = {mode: num_bytes // num_layers for mode, num_bytes in kept.items()}
+        backward = dict(costs.backward)
+        backward["everything"] += self.kept_seconds(
+            kept_of_layer["everything"] - kept_of_layer["save"]
+        )
         return StackWork(
             name=loops.stack.name,
             num_layers=num_layers,
             elements=self.elements(layout, trained) // num_layers,
             frozen_bytes=self.frozen_bytes(layout, frozen) // num_layers,
-            x_bytes=each["remat"],
-            kept=each,
-            working=working,
-            forward=forward,
+            x_bytes=kept_of_layer["remat"],
+            kept=kept_of_layer,
+            working=costs.working,
+            forward=costs.forward,
             backward=backward,
-            values=self.values(blocks["save"], forward),
+            values=self.values(plans["save"], costs.forward),
         )
 
-    def block_seconds(
-        self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
-    ) -> tuple[float, dict[str, float], dict[str, int]]:
-        """Return a block's forward seconds, and its backward seconds and working bytes by mode."""
+    def block_costs(
+        self, loops: StackLoops, plans: Mapping[str, ResidualPlan], args: tuple[Any, ...]
+    ) -> _BlockCosts:
+        """Return the costs of a block, timed or by the roofline."""
         if self.watch is not None:
+            blocks = {mode: plan.block for mode, plan in plans.items()}
             forward, derivatives = self.watch.block(loops, blocks, args)
-            seconds, working = (
-                {mode: getattr(t, name) for mode, t in derivatives.items()}
-                for name in ("seconds", "working")
+            return _BlockCosts(
+                forward.seconds,
+                {mode: timed.seconds for mode, timed in derivatives.items()},
+                {mode: timed.working for mode, timed in derivatives.items()},
             )
-            return forward.seconds, seconds, working
-        derivatives = {mode: derivative_jaxpr(block, *args) for mode, block in blocks.items()}
-        programs = {
-            mode: flatten(closed.jaxpr, closed.consts) for mode, closed in derivatives.items()
-        }
-        live = {
-            mode: dataclasses.replace(p, instructions=p.live(p.outputs))
-            for mode, p in programs.items()
-        }
-        working = {
-            mode: peak_bytes(p, self.rows) // self.grid.batch_shards for mode, p in programs.items()
-        }
-        return (
-            self.roofline(blocks["remat"].program),
-            {mode: self.roofline(p) for mode, p in live.items()},
-            working,
-        )
+        backward = dict[str, float]()
+        working = dict[str, int]()
+        for mode, plan in plans.items():
+            closed = derivative_jaxpr(plan.block, *args)
+            program = flatten(closed.jaxpr, closed.consts)
+            working[mode] = peak_bytes(program, self.rows) // self.grid.batch_shards
+            live = program.live(program.outputs)
+            backward[mode] = self.roofline.seconds(live)
+        forward = self.roofline.seconds(plans["remat"].block.program.instructions)
+        return _BlockCosts(forward, backward, working)
 
-    def values(self, block: Any, forward: float) -> tuple[Value, ...]:
-        """Return the values that a block can save, in program order, with their recompute times."""
-        program = block.program
-        total = self.roofline(block.program)
+    def values(self, plan: ResidualPlan, forward: float) -> tuple[Value, ...]:
+        """Return the values that a block can save, in program order, with their recompute times.
+
+        Args:
+          plan: traced block with what it saves.
+          forward: seconds of the block's forward, which all its equations take together.
+        """
+        block = plan.block
+        instructions = block.program.instructions
+        total = self.roofline.seconds(instructions)
         scale = forward / total if total else 0.0
-        number = {slot: n for n, slot in enumerate(block.residuals)}
-        made = {out: i for i in program.instructions for out in i.outs}
+        producers = {slot: i for i in instructions for slot in i.outs}
+        number_of_slot = {slot: n for n, slot in enumerate(block.residuals)}
         shards = self.grid.batch_shards * self.grid.tensor
-        found = list[Value]()
+        values = list[Value]()
         names = set[str]()
-        for n, (slot, shape, label) in enumerate(
-            zip(block.residuals, block.shapes, block.labels, strict=True)
-        ):
+        for n, slot in enumerate(block.residuals):
+            equations, operands = _recomputation(slot, producers, number_of_slot)
             seconds = 0.0
-            operands = set[int]()
-            seen = set[int]()
-            left = [slot]
-            while left:
-                at = left.pop()
-                if at in seen or at not in made:
-                    continue
-                seen.add(at)
-                if at != slot and at in number:
-                    operands.add(number[at])
-                    continue
-                seconds += self.costs(made[at]) * scale
-                left += made[at].reads
+            for equation in equations:
+                seconds += self.roofline.equation_seconds(equation) * scale
+            label = block.labels[n]
             name = label.split(" ")[0] if label.startswith("#") else label
-            name = name if name not in names else f"{name} ({n})"
+            if name in names:
+                name = f"{name} ({n})"
             names.add(name)
-            size = max(1, _num_bytes(shape) // shards)
-            found.append(
+            values.append(
                 Value(
                     name=name,
-                    num_bytes=size,
+                    num_bytes=max(1, num_bytes(block.shapes[n]) // shards),
                     seconds=seconds,
                     operands=tuple(sorted(k for k in operands if k < n)),
                 )
             )
-        return tuple(found)
+        return tuple(values)
 
     # --- embedding and head -----------------------------------------------------------------------
 
-    def embed_head_costs(self, step: StreamedStep) -> tuple[float, float, float, int]:
-        """Return the seconds of embedding, head and embedding's backward, and the head's bytes.
-
-        The head's seconds include its backward; its bytes are those it needs while it runs.
-        """
+    def embed_head_costs(self, step: StreamedStep) -> _EmbedHeadCosts:
+        """Return the costs of embedding and head, timed or by the roofline."""
         layout = step.layout
-        state = step.layout.abstract_arrays
+        state = layout.abstract_arrays
         embed_head = step.embed_head
         leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
         key = jax.random.key(0) if self.model.stochastic else None
-        if state.model_state is None:
-            before = None
-        else:
-            before = {k: v for k, v in state.model_state.items() if k != "blocks"}
+        model_state = None
+        if state.model_state is not None:
+            unstacked = {k: tree for k, tree in state.model_state.items() if k != "blocks"}
+            model_state = jax.tree.map(_zeros, unstacked)
 
-        def embed(leaves: Any, batch: Batch) -> Any:
-            return embed_head.embed_all(embed_head.load(leaves), batch, key, before)
+        def embed(leaves: Tree, batch: Batch) -> Any:
+            return embed_head.embed_all(embed_head.load(leaves), batch, key, model_state)
 
-        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-        if before is not None:
-            before = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), before)
-        out = jax.eval_shape(embed, jax.tree.map(shape, leaves), self.shapes)
-        y = embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
-        states = out[1]
-        after = out[2]
+        abstract_leaves = jax.tree.map(_shape, leaves)
+        x, embed_states, head_state = jax.eval_shape(embed, abstract_leaves, self.shapes)
+        inputs = embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)
+        y = inputs[-1][1]
 
-        def head(leaves: Any, y: Any, batch: Batch) -> Any:
-            read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
-            done = embed_head.head_and_grads(
+        def head(leaves: Tree, y: Any, batch: Batch) -> Any:
+            read = jax.tree.map(_zeros, head_state)
+            result = embed_head.head_and_grads(
                 embed_head.load(leaves), y, batch, key, jnp.float32(1), read
             )
-            return done.loss, done.dy, done.grads
+            return result.loss, result.dy, result.grads
 
-        def forward(leaves: Any, y: Any, batch: Batch) -> Any:
-            read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
+        def head_forward(leaves: Tree, y: Any, batch: Batch) -> Any:
+            read = jax.tree.map(_zeros, head_state)
             return embed_head.head(embed_head.load(leaves), y, batch, key, read)[0].total
 
-        def embed_backward(leaves: Any, dx: Any, grads: Grads, batch: Batch) -> Any:
-            read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states)
+        def embed_backward(leaves: Tree, dx: Any, grads: Grads, batch: Batch) -> Any:
+            read = jax.tree.map(_zeros, embed_states)
             return embed_head.embed_grads(embed_head.load(leaves), batch, key, dx, read, grads)
 
-        _, _dy, grads = jax.eval_shape(head, jax.tree.map(shape, leaves), y, self.shapes)
+        _, _, grads = jax.eval_shape(head, abstract_leaves, y, self.shapes)
         calls = (
-            (embed, (leaves, self.batch)),
-            (head, (leaves, y, self.batch)),
-            (embed_backward, (leaves, out[0], grads, self.batch)),
+            _Call(embed, (leaves, self.batch)),
+            _Call(head, (leaves, y, self.batch)),
+            _Call(embed_backward, (leaves, x, grads, self.batch)),
         )
-        programs = [_program(f, jax.tree.map(shape, args)) for f, args in calls]
-        only_forward = _program(forward, jax.tree.map(shape, (leaves, y, self.batch)))
-        self.head_flops = sum(count_flops(i.eqn) for i in only_forward.instructions)
-        working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
-        if self.watch is None:
-            first, second, third = map(self.roofline, programs)
-        else:
-            timed = [self.watch.call(f, *args) for f, args in calls]
-            first, second, third = (t.seconds for t in timed)
+        programs = [call.trace() for call in calls]
+        forward = _Call(head_forward, (leaves, y, self.batch)).trace()
+        flops = sum(count_flops(i.eqn) for i in forward.instructions)
+        if self.watch is not None:
+            timed = [self.watch.call(call.function, *call.args) for call in calls]
+            seconds = [call.seconds for call in timed]
             working = timed[1].working
-        return first, second, third, working
+        else:
+            seconds = [self.roofline.seconds(program.instructions) for program in programs]
+            working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
+        return _EmbedHeadCosts(
+            embed=seconds[0],
+            head=seconds[1],
+            embed_backward=seconds[2],
+            working=working,
+            flops=flops,
+        )
 
 
 class _PlainTracer(_Tracer):
     def workload(self) -> Workload:
         """Trace a plain Model as a single layer that is the full model."""
         modes = ("everything", "save", "remat")
-        parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
+        parts = {mode: self.assemble(stage=0, activations=mode) for mode in modes}
         layout = parts["save"].records.layout
-        state = parts["save"].records.layout.abstract_arrays
         kept = {
-            mode: kept_by_program(p.records, p.step, self.batch).num_bytes
-            for mode, p in parts.items()
+            mode: kept_by_program(of_mode.records, of_mode.step, self.batch).num_bytes
+            for mode, of_mode in parts.items()
         }
-        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-        key = jax.random.key(0) if self.model.stochastic else None
-        params = layout.join(state)
-        model_state = state.model_state
+        kept["selective"] = kept["save"]
+        state = layout.abstract_arrays
+        args = (layout.join(state), self.batch, state.model_state)
+        loss = _Call(self.loss(parts["save"]), args)
+        derivative = _Call(_with_derivative(self.loss(parts["save"])), args)
+        plain_derivative = _Call(_with_derivative(self.loss(parts["everything"])), args)
 
-        def of_mode(mode: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-            """Return the loss, and the loss with its derivative."""
-            objective = parts[mode].step.objective
-
-            def loss(params: Params, batch: Batch, model_state: ModelState) -> Any:
-                return objective(params, batch, key, model_state)[0].value()
-
-            return loss, lambda params, batch, state: jax.value_and_grad(loss, allow_int=True)(
-                params, batch, state
-            )
-
-        abstract = jax.tree.map(shape, (params, self.batch, model_state))
-        loss, derivative = of_mode("save")
-        forward_program = _program(loss, abstract)
-        both = _program(derivative, abstract)
-        plain_derivative = of_mode("everything")[1]
+        loss_program = loss.trace()
+        derivative_program = derivative.trace()
         if self.watch is not None:
-            args = (params, self.batch, model_state)
-            forward, whole, plain = (
-                self.watch.call(f, *args).seconds for f in (loss, derivative, plain_derivative)
+            forward, both, both_plain = (
+                self.watch.call(call.function, *call.args).seconds
+                for call in (loss, derivative, plain_derivative)
             )
         else:
-            forward = self.roofline(forward_program)
-            whole = self.roofline(both)
-            plain = self.roofline(_program(plain_derivative, abstract))
-        backward = max(whole - forward, forward)
-        plain_backward = max(plain - forward, forward)
+            forward, both, both_plain = (
+                self.roofline.seconds(program.instructions)
+                for program in (loss_program, derivative_program, plain_derivative.trace())
+            )
+        backward = max(both - forward, forward)
+        plain_backward = max(both_plain - forward, forward)
         plain_backward += self.kept_seconds(kept["everything"] - kept["save"])
+        working = peak_bytes(derivative_program, self.rows) // self.grid.batch_shards
+
         trained = range(len(layout.leaves))
-        kept["selective"] = kept["save"]
-        largest = max((math.prod(layout.leaves[i].shape) for i in trained), default=0)
-        working = peak_bytes(both, self.rows) // self.grid.batch_shards
+        frozen = range(len(layout.leaves), len(layout.all_leaves))
         stack = StackWork(
             num_layers=1,
             elements=self.elements(layout, trained),
-            frozen_bytes=self.frozen_bytes(
-                layout, range(len(layout.leaves), len(layout.all_leaves))
-            ),
+            frozen_bytes=self.frozen_bytes(layout, frozen),
             x_bytes=0,
             kept=kept,
             working=dict.fromkeys(MODES, max(0, working - kept["save"])),
@@ -551,79 +565,103 @@ class _PlainTracer(_Tracer):
                 "remat": backward + forward,
             },
         )
-        moments = self.moment_bytes(layout)
-        forward_flops = sum(count_flops(i.eqn) for i in forward_program.instructions)
+        forward_flops = sum(count_flops(i.eqn) for i in loss_program.instructions)
+        frozen_flops = self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops)
         return Workload(
             name=f"{layout.num_params:,} parameters",
             is_layered=False,
             stacks=(stack,),
             unstacked_elements=0,
-            largest_unstacked=largest,
-            largest_leaf=self.largest_leaf(layout),
+            largest_unstacked=max((math.prod(leaf.shape) for leaf in layout.leaves), default=0),
             head_working=0,
             embed=0.0,
             head=0.0,
             embed_backward=0.0,
-            moment_bytes=moments,
-            update=self.update_seconds(moments),
-            batch_bytes=sum(
-                math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-                for a in jax.tree.leaves(self.batch)
-            ),
-            rows=self.rows // self.grid.batch_shards,
-            tokens=self.tokens,
-            flops=3.0 * forward_flops
-            - self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops),
+            flops=3.0 * forward_flops - frozen_flops,
             forward_flops=forward_flops,
-            source=self.source,
+            **self.shared_fields(layout),
         )
 
+    def loss(self, parts: Any) -> Callable[..., Any]:
+        """Return the loss of a program's parts, as a function of parameters, batch and state."""
+        key = jax.random.key(0) if self.model.stochastic else None
 
-def _program(function: Callable[..., Any], args: Sequence[Any]) -> FlatJaxpr:
-    """Return a function of abstract arguments as a flat list of the equations it needs."""
-    closed = jax.make_jaxpr(function)(*args)
-    program = flatten(closed.jaxpr, closed.consts)
-    return dataclasses.replace(program, instructions=program.live(program.outputs))
+        def loss(params: Params, batch: Batch, model_state: ModelState) -> Any:
+            return parts.step.objective(params, batch, key, model_state)[0].value()
 
-
-def _num_bytes(aval: Any) -> int:
-    """Return the bytes of an array on all devices together; 0 for a PRNG key."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return 0
-    return math.prod(aval.shape) * dtype.itemsize
+        return loss
 
 
-def peak_bytes(program: FlatJaxpr, rows: int) -> int:
-    """Return the peak bytes of activations alive at one equation, on all devices together.
+class _Call(NamedTuple):
+    """A function with its arguments, whose shapes suffice to trace it."""
 
-    Only activations that XLA keeps in memory count: results of products, look-ups, reductions,
-    loops and kernels whose dim 0 counts the batch or its tokens. Elementwise results are fused into
-    their readers. Inputs and gradients of weights are not counted.
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def trace(self) -> FlatJaxpr:
+        """Return the function as a flat list of the equations it needs."""
+        return trace_program(self.function, jax.tree.map(_shape, self.args))
+
+
+def _with_derivative(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss together with its derivative by the parameters."""
+
+    def loss_and_grads(params: Params, batch: Batch, model_state: ModelState) -> Any:
+        return jax.value_and_grad(loss, allow_int=True)(params, batch, model_state)
+
+    return loss_and_grads
+
+
+def _shape(a: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, without its sharding."""
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def _zeros(a: Any) -> jax.Array:
+    """Return zeros of an array's shape and dtype."""
+    return jnp.zeros(a.shape, a.dtype)
+
+
+def _split_frozen(layout: Layout, leaf_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return trainable and frozen leaves."""
+    trained = [i for i in leaf_ids if not layout.all_leaves[i].frozen]
+    frozen = [i for i in leaf_ids if layout.all_leaves[i].frozen]
+    return trained, frozen
+
+
+def _named_leaves(layout: Layout, leaf_ids: Sequence[int], name: str) -> list[int]:
+    """Return the leaves of one entry of the parameters, such as "embed" or "head"."""
+    return [i for i in leaf_ids if layout.all_leaves[i].path[0].key == name]
+
+
+def _has_matrix(layout: Layout, leaf_ids: Sequence[int]) -> bool:
+    """Return whether some leaves include a matrix."""
+    leaves = [layout.all_leaves[i].decodes or layout.all_leaves[i] for i in leaf_ids]
+    return any(len(leaf.shape) > 1 for leaf in leaves)
+
+
+def _recomputation(
+    slot: int, producers: Mapping[int, Instruction], number_of_slot: Mapping[int, int]
+) -> tuple[list[Instruction], set[int]]:
+    """Return the equations that recompute a value, and the numbers of the values that they read.
 
     Args:
-      program: flat program of a derivative.
-      rows: number of rows in the batch.
+      slot: slot of the value.
+      producers: equation that computes each slot.
+      number_of_slot: number of each value that can be saved, by its slot.
     """
-    last: dict[int, int] = {}
-    for n, i in enumerate(program.instructions):
-        last.update(dict.fromkeys(i.reads, n))
-    last.update({ref: len(program.instructions) for ref in program.outputs if isinstance(ref, int)})
-    alive = 0
-    peak = 0
-    freed_at = dict[int, int]()
-    for n, i in enumerate(program.instructions):
-        is_fused = not (
-            i.has_jaxpr or count_flops(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS
-        )
-        for slot, v in zip(i.outs, i.eqn.outvars, strict=True):
-            shape = getattr(v.aval, "shape", ())
-            if is_fused or not shape or not rows or shape[0] % rows:
-                continue
-            size = _num_bytes(v.aval)
-            alive += size
-            stop = last.get(slot, n)
-            freed_at[stop] = freed_at.get(stop, 0) + size
-        peak = max(peak, alive)
-        alive -= freed_at.pop(n, 0)
-    return peak
+    equations = list[Instruction]()
+    operands = set[int]()
+    visited = set[int]()
+    pending = [slot]
+    while pending:
+        current = pending.pop()
+        if current in visited or current not in producers:
+            continue
+        visited.add(current)
+        if current != slot and current in number_of_slot:
+            operands.add(number_of_slot[current])
+            continue
+        equations.append(producers[current])
+        pending += producers[current].reads
+    return equations, operands

@@ -176,6 +176,54 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
     Raises:
       ValueError: the batch or the heads do not divide evenly, or the machine lacks a figure.
     """
+    _check_divisible(sizes, grid)
+    flop_rate, memory_rate = machine.needs(f"flops.{precision}", "memory_rate")
+    t = grid.tensor
+    itemsize = 4 if precision == "fp32" else 2
+    rows = sizes.batch // grid.batch_shards
+    tokens = rows * sizes.seq
+    sbh = tokens * sizes.hidden * itemsize
+    unstacked = -(-sizes.end_params // t)
+    head_flops = 2.0 * tokens * sizes.head_weights / t
+    rates = _SizedRates(flop_rate, memory_rate, t, itemsize)
+    return Workload(
+        name=f"{sizes.num_params:,} parameters, {sizes.layers} layers x {sizes.hidden}",
+        stacks=(_stack_of_sizes(sizes, rows, rates),),
+        unstacked_elements=unstacked,
+        largest_unstacked=unstacked,
+        largest_leaf=-(-sizes.layers * sizes.hidden * sizes.mlp_width * (1 + sizes.gated) // t),
+        head_working=3 * unstacked + 5 * sbh // 2,
+        embed=2.0 * sbh / memory_rate,
+        head=3.0 * head_flops / flop_rate,
+        embed_backward=2.0 * sbh / memory_rate,
+        update=_update_bytes(precision) / memory_rate,
+        batch_bytes=tokens * 8,
+        rows=rows,
+        tokens=sizes.tokens,
+        flops=sizes.step_flops(),
+        forward_flops=sizes.step_flops() / 3 - 2.0 * sizes.tokens * sizes.head_weights,
+        source=f"closed forms at the rates of {machine.name}",
+    )
+
+
+class _SizedRates(NamedTuple):
+    """Rates of one device, and how a transformer of given sizes runs on it.
+
+    Attributes:
+      flop_rate: FLOP/s of products.
+      memory_rate: bytes per second to and from device memory.
+      tensor: t, number of devices that share a layer's products.
+      itemsize: bytes per activation element.
+    """
+
+    flop_rate: float
+    memory_rate: float
+    tensor: int
+    itemsize: int
+
+
+def _check_divisible(sizes: Sizes, grid: Grid) -> None:
+    """Raise ValueError if the batch or the heads do not divide evenly over the devices."""
     if sizes.batch % grid.batch_shards:
         fits = -(-sizes.batch // grid.batch_shards) * grid.batch_shards
         raise ValueError(
@@ -187,63 +235,52 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
             f"heads {sizes.heads} is not divisible by tensor={grid.tensor}: a head is not split "
             "over devices"
         )
-    rate, memory = machine.needs(f"flops.{precision}", "memory_rate")
-    itemsize = 4 if precision == "fp32" else 2
-    rows = sizes.batch // grid.batch_shards
-    t = grid.tensor
+
+
+def _stack_of_sizes(sizes: Sizes, rows: int, rates: _SizedRates) -> StackWork:
+    """Return the work of a transformer's layers; `rows` is the number of sequences per device."""
+    t = rates.tensor
+    itemsize = rates.itemsize
     tokens = rows * sizes.seq
     sbh = tokens * sizes.hidden * itemsize
-    layer = sizes.layer_params
-    unstacked = sizes.end_params
-    attention = 4.0 * sizes.seq * sizes.hidden
-    crossing = _CROSSING * sbh / t / memory
-    forward = tokens * (2.0 * layer + attention) / t / rate + crossing
-    again = {"save": 0.0, "selective": tokens * attention / t / rate, "remat": forward}
+    attention = 4.0 * sizes.seq * sizes.hidden  # FLOPs per token
+    crossing = _CROSSING * sbh / t / rates.memory_rate
+    products = tokens * (2.0 * sizes.layer_params + attention) / t / rates.flop_rate
+    forward = products + crossing
+
     how = {"tensor": t, "fused_attention": True, "itemsize": itemsize}
     kept = {mode: int(sizes.layer_kept_bytes(rows, activations=mode, **how)) for mode in MODES}
-    again["everything"] = (
-        2 * (kept["everything"] - kept["save"]) / memory
-    )  # the additional saved bytes are written and read
     working = {mode: int(_working_elements(sizes, mode) * tokens * itemsize / t) for mode in MODES}
-    head_flops = 2.0 * tokens * sizes.head_weights / t
-    per_element = (
-        2 * (4 if precision != "fp32" else 0)
-        + 2 * 8
-        + itemsize
-        + (itemsize if precision != "fp32" else 2 * itemsize)
+    again = {
+        # The additional saved bytes are written and read.
+        "everything": 2 * (kept["everything"] - kept["save"]) / rates.memory_rate,
+        "save": 0.0,
+        "selective": tokens * attention / t / rates.flop_rate,
+        "remat": forward,
+    }
+    return StackWork(
+        num_layers=sizes.layers,
+        elements=-(-sizes.layer_params // t),
+        tiled=-(-sizes.hidden * sizes.mlp_width * (2 + sizes.gated) // t),
+        x_bytes=sbh,
+        kept=kept,
+        working=working,
+        forward=forward,
+        backward={mode: 2.0 * forward + again[mode] for mode in MODES},
+        values=_values_of_sizes(sizes, tokens, rates),
+        sent=_sent_over_tensor(sbh, t),
     )
-    values = _values_of_sizes(sizes, rows, t, itemsize, rate, tokens)
-    return Workload(
-        name=f"{sizes.num_params:,} parameters, {sizes.layers} layers x {sizes.hidden}",
-        stacks=(
-            StackWork(
-                num_layers=sizes.layers,
-                elements=-(-layer // t),
-                tiled=-(-sizes.hidden * sizes.mlp_width * (2 + sizes.gated) // t),
-                x_bytes=sbh,
-                kept=kept,
-                working=working,
-                forward=forward,
-                backward={mode: 2.0 * forward + again[mode] for mode in MODES},
-                values=values,
-                sent=_sent_over_tensor(sbh, t),
-            ),
-        ),
-        unstacked_elements=-(-unstacked // t),
-        largest_unstacked=-(-unstacked // t),
-        largest_leaf=-(-sizes.layers * sizes.hidden * sizes.mlp_width * (1 + sizes.gated) // t),
-        head_working=3 * -(-unstacked // t) + 5 * sbh // 2,
-        embed=2.0 * sbh / memory,
-        head=3.0 * head_flops / rate,
-        embed_backward=2.0 * sbh / memory,
-        update=per_element / memory,
-        batch_bytes=tokens * 8,
-        rows=rows,
-        tokens=sizes.tokens,
-        flops=sizes.step_flops(),
-        forward_flops=sizes.step_flops() / 3 - 2.0 * sizes.tokens * sizes.head_weights,
-        source=f"closed forms at the rates of {machine.name}",
-    )
+
+
+def _update_bytes(precision: str) -> int:
+    """Return the bytes of device memory traffic per parameter of Adam's update.
+
+    Masters and moments are read and written, gradients are read, and parameters are written.
+    Without masters, parameters are also read.
+    """
+    if precision == "fp32":
+        return 2 * 8 + 4 + 2 * 4
+    return 2 * 4 + 2 * 8 + 2 + 2
 
 
 def _working_elements(sizes: Sizes, mode: str) -> float:
@@ -253,9 +290,13 @@ def _working_elements(sizes: Sizes, mode: str) -> float:
     (gated: f + f + 2 f), plus, if ungated, three of the stream's width. With remat, recomputed
     queries, keys and values are added.
     """
-    width = (4 if sizes.gated else 2) * sizes.mlp_width + (0 if sizes.gated else 3 * sizes.hidden)
-    again = sizes.qkv_width + (2 * sizes.hidden if sizes.gated else 0)
-    return width + (again if mode == CHECKPOINTED else 0)
+    if sizes.gated:
+        elements = 4 * sizes.mlp_width
+        recomputed = sizes.qkv_width + 2 * sizes.hidden
+    else:
+        elements = 2 * sizes.mlp_width + 3 * sizes.hidden
+        recomputed = sizes.qkv_width
+    return elements + recomputed if mode == CHECKPOINTED else elements
 
 
 def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:
@@ -267,25 +308,34 @@ def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:
     return {mode: n * 2.0 * sbh * (t - 1) / t for mode, n in reduces.items()}
 
 
-def _values_of_sizes(
-    sizes: Sizes, rows: int, t: int, itemsize: int, rate: float, tokens: int
-) -> tuple[Value, ...]:
+def _values_of_sizes(sizes: Sizes, tokens: int, rates: _SizedRates) -> tuple[Value, ...]:
     """Return the values that a GPT's layer can save: the results of its products, in order.
 
     They have the names of examples/gpt.py.
+
+    Args:
+      sizes: sizes of the transformer.
+      tokens: number of tokens per device.
+      rates: rates of one device.
     """
+    t = rates.tensor
     h = sizes.hidden
     width = (2 if sizes.gated else 1) * sizes.mlp_width
     qkv = sizes.qkv_width
 
     def product(
-        name: str, weights: int, elements: float, operands: tuple[int, ...], more: float = 0.0
+        name: str,
+        weights: int,
+        elements: float,
+        operands: tuple[int, ...],
+        attention_flops: float = 0.0,
     ) -> Value:
-        seconds = tokens * (2.0 * weights / t + more / t) / rate
+        """Return the result of a product, from its weights and its elements per token."""
+        flops = 2.0 * weights / t + attention_flops / t
         return Value(
             name=name,
-            num_bytes=int(tokens * elements * itemsize),
-            seconds=seconds,
+            num_bytes=int(tokens * elements * rates.itemsize),
+            seconds=tokens * flops / rates.flop_rate,
             operands=operands,
         )
 

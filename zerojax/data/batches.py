@@ -179,11 +179,11 @@ def _batches_once(
 ) -> Iterator[Batch]:
     total = len(rows) if count is None else min(len(rows), count * batch_size)
     # The first rows hold the longest examples, so they alone would not represent the rest.
-    chosen = np.arange(total) * len(rows) // total
+    row_ids = np.arange(total) * len(rows) // total
     for begin in range(part * local, -(-total // batch_size) * batch_size, batch_size):
-        own = [rows[int(r)] for r in chosen[begin : begin + local]]
-        own += [rows.empty()] * (local - len(own))
-        yield {name: np.stack([row[name] for row in own]) for name in own[0]}
+        batch_rows = [rows[int(row_id)] for row_id in row_ids[begin : begin + local]]
+        batch_rows += [rows.empty()] * (local - len(batch_rows))
+        yield {name: np.stack([row[name] for row in batch_rows]) for name in batch_rows[0]}
 
 
 def _own_part(part: int | None, num_parts: int | None) -> tuple[int, int]:

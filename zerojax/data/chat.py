@@ -111,9 +111,9 @@ class Template:
 
     def _check_options(self, sources: Sequence[str]) -> None:
         """Raise ValueError for options that the template would never see."""
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in self._options:
-            if name in taken:
+            if name in parameters:
                 raise ValueError(
                     f"template_options: {name!r} is not a name that a template can read"
                 )
@@ -161,9 +161,9 @@ class Template:
             ) from error
         except Exception as error:  # from jinja2, from the template itself, or from Python
             line = getattr(error, "lineno", None)
-            where = f", line {line}" if isinstance(line, int) else ""
+            in_line = f", line {line}" if isinstance(line, int) else ""
             raise TemplateError(
-                f"the chat template{where}: {error or type(error).__name__}"
+                f"the chat template{in_line}: {error or type(error).__name__}"
             ) from error
         if len(text) > LEAST_BOUND and len(text) > GROWTH * len(f"{source}{messages}{tools}"):
             raise EndlessError(
@@ -250,8 +250,8 @@ class Template:
         as_python = [text for text in as_python if text and text in written]
         if not as_python:
             return True
-        other = self.render(texts, tools)
-        return all(text in other for text in as_python)
+        with_texts = self.render(texts, tools)
+        return all(text in with_texts for text in as_python)
 
     def rendered(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> Rendered:
         """Return the rendered conversation and the ranges of `answers`, found by its prefixes.
@@ -261,21 +261,21 @@ class Template:
             follows.
           ValueError: the conversation begins with an answer.
         """
-        whole = self.render(messages, tools)
-        found = []
+        full_text = self.render(messages, tools)
+        ranges = []
         for i in answers:
-            before = self._prompt_end(messages[:i], tools, whole)
-            after = self._end(messages, i + 1, tools, whole)
+            before = self._prompt_end(messages[:i], tools, full_text)
+            after = self._end(messages, i + 1, tools, full_text)
             if before > after:
                 raise ContextError(
                     f"the chat template writes less with message {i}, an answer, than with a "
                     "prompt for it"
                 )
-            found.append((before, after))
-        return Rendered(whole, tuple(found))
+            ranges.append((before, after))
+        return Rendered(full_text, tuple(ranges))
 
     def spans(
-        self, messages: Messages, tools: Tools, answers: Sequence[int], whole: str
+        self, messages: Messages, tools: Tools, answers: Sequence[int], full_text: str
     ) -> list[tuple[int, int]]:
         """Return [start, end) of messages in a conversation rendered by a template with marks.
 
@@ -286,12 +286,12 @@ class Template:
             follows.
         """
         return [
-            (self._end(messages, i, tools, whole), self._end(messages, i + 1, tools, whole))
+            (self._end(messages, i, tools, full_text), self._end(messages, i + 1, tools, full_text))
             for i in answers
         ]
 
-    def _prompt_end(self, context: Messages, tools: Tools, whole: str) -> int:
-        """Return the character of `whole` at which the answer to the messages `context` begins."""
+    def _prompt_end(self, context: Messages, tools: Tools, full_text: str) -> int:
+        """Return the character of `full_text` at which the answer to `context` begins."""
         if not context:
             raise ValueError(
                 "the conversation begins with an answer, and a chat template without {% generation "
@@ -300,17 +300,17 @@ class Template:
             )
         before = self.render(context, tools, prompt=True)
         _check_prefix(
-            before, whole, f"messages 0 to {len(context) - 1} and the prompt for an answer"
+            before, full_text, f"messages 0 to {len(context) - 1} and the prompt for an answer"
         )
         return len(before)
 
-    def _end(self, messages: Messages, count: int, tools: Tools, whole: str) -> int:
-        """Return the character of `whole` at which the first `count` messages end."""
+    def _end(self, messages: Messages, count: int, tools: Tools, full_text: str) -> int:
+        """Return the character of `full_text` at which the first `count` messages end."""
         if count in (0, len(messages)):
-            return len(whole) if count else 0
-        part = self.render(messages[:count], tools)
-        _check_prefix(part, whole, f"messages 0 to {count - 1}")
-        return len(part)
+            return len(full_text) if count else 0
+        prefix = self.render(messages[:count], tools)
+        _check_prefix(prefix, full_text, f"messages 0 to {count - 1}")
+        return len(prefix)
 
 
 def prompt_tokens(
@@ -371,15 +371,13 @@ def _has_marks(source: str) -> bool:
     import jinja2
 
     try:
-        tokens = [
-            (kind, text)
-            for _, kind, text in jinja2.Environment().lex(source)
-            if kind != "whitespace"
-        ]
+        lexed = [(kind, text) for _, kind, text in jinja2.Environment().lex(source)]
     except jinja2.TemplateSyntaxError:  # rendering reports it
         return False
+    tokens = [token for token in lexed if token[0] != "whitespace"]
     return any(
-        a[0] == "block_begin" and b == ("name", "generation") for a, b in itertools.pairwise(tokens)
+        token[0] == "block_begin" and following == ("name", "generation")
+        for token, following in itertools.pairwise(tokens)
     )
 
 
@@ -392,16 +390,17 @@ def lost_answer(i: int) -> ValueError:
     )
 
 
-def _check_prefix(part: str, whole: str, what: str) -> None:
-    """Raise ContextError unless `whole` begins with `part`."""
-    if whole.startswith(part):
+def _check_prefix(prefix: str, full_text: str, description: str) -> None:
+    """Raise ContextError unless `full_text` begins with `prefix`."""
+    if full_text.startswith(prefix):
         return
-    at = next(
-        (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
-        min(len(part), len(whole)),
+    position = next(
+        (i for i, (a, b) in enumerate(zip(prefix, full_text, strict=False)) if a != b),
+        min(len(prefix), len(full_text)),
     )
+    shown = slice(position, position + 40)
     raise ContextError(
-        f"the chat template writes {what} differently when more follows: from character {at} it "
-        f"writes {part[at : at + 40]!r}, but in the full conversation {whole[at : at + 40]!r}. So "
-        "the model would not see this context when it answers"
+        f"the chat template writes {description} differently when more follows: from character "
+        f"{position} it writes {prefix[shown]!r}, but in the full conversation "
+        f"{full_text[shown]!r}. So the model would not see this context when it answers"
     )

@@ -78,7 +78,7 @@ class ContentForms:
         """
         texts = _in_parts(joined(messages), in_parts)
         single = _in_parts(merged(messages), in_parts)
-        given = _in_parts(messages, in_parts)
+        with_parts = _in_parts(messages, in_parts)
         as_text = None
         try:
             as_text = self._render(texts, tools)
@@ -88,11 +88,11 @@ class ContentForms:
             pass
         try:
             is_same = as_text is None or self._render(single, tools) == as_text
-            is_whole = is_same and _keeps_parts(given, self._render(given, tools))
+            is_whole = is_same and _keeps_parts(with_parts, self._render(with_parts, tools))
         except TemplateError:
-            return given if as_text is None else texts
+            return with_parts if as_text is None else texts
         if is_whole:
-            return given
+            return with_parts
         return single if as_text is None else texts
 
     def _forms(self, messages: Messages, tools: Tools, source: str) -> dict[str, Form]:
@@ -108,11 +108,11 @@ class ContentForms:
         known: dict[str, Form] = {
             role: self._known[source, role] for role in roles.difference(unknown)
         }
-        found: dict[str, Form] = known | self._try(messages, tried, tools, unknown, known)
-        for role, form in found.items():
+        forms: dict[str, Form] = known | self._try(messages, tried, tools, unknown, known)
+        for role, form in forms.items():
             if form != "lost" or role != ASSISTANT:  # an answer may be lost only at this position
                 self._known[source, role] = form
-        return found
+        return forms
 
     def _try(
         self,
@@ -186,14 +186,14 @@ def _in_parts(messages: Messages, roles: Collection[str]) -> Messages:
     """Return messages in which the text contents of `roles` are replaced by a single part."""
     if not roles:
         return messages
-    found = []
+    replaced = []
     for message in messages:
         content = message.get("content")
         if message["role"] in roles and isinstance(content, str):
-            found.append({**message, "content": [{"type": "text", "text": content}]})
+            replaced.append({**message, "content": [{"type": "text", "text": content}]})
         else:
-            found.append(message)
-    return found
+            replaced.append(message)
+    return replaced
 
 
 def _keeps_parts(messages: Messages, text: str) -> bool:

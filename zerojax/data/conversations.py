@@ -65,21 +65,18 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     for i, message in enumerate(messages):
         check_json(message, f"message {i}")
         weights.append(_weight(message, f"message {i}"))
-        kept = {
-            key: value for key, value in message.items() if key != "weight" and value is not None
-        }
-        _check_content(kept, f"message {i}")
-        if "content" not in kept and not (
-            kept["role"] == ASSISTANT and any(kept.get(key) for key in BESIDE_CONTENT)
-        ):
+        fields = {key: value for key, value in message.items() if value is not None}
+        fields.pop("weight", None)
+        _check_content(fields, f"message {i}")
+        may_lack_content = fields["role"] == ASSISTANT and any(map(fields.get, BESIDE_CONTENT))
+        if "content" not in fields and not may_lack_content:
             raise ValueError(
                 f"message {i} has no content: a text is needed, or a list of text parts; only a "
                 f"message of {ASSISTANT!r} that calls a tool may leave it out. An empty text is "
-                "written as "
-                '""'
+                'written as ""'
             )
-        as_objects.append(_with_arguments(kept, f"message {i}", _parsed))
-        as_texts.append(_with_arguments(kept, f"message {i}", _dumped))
+        as_objects.append(_with_arguments(fields, f"message {i}", _parsed))
+        as_texts.append(_with_arguments(fields, f"message {i}", _dumped))
     answers = [
         i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first
     ]
@@ -195,20 +192,23 @@ def joined(messages: Messages) -> Messages:
 
     Parts are joined by newlines, as inference servers of open models do.
     """
-    return [
-        {**message, "content": read_text(message)} if has_parts([message]) else message
-        for message in messages
-    ]
+    texts = []
+    for message in messages:
+        if has_parts([message]):
+            message = {**message, "content": read_text(message)}
+        texts.append(message)
+    return texts
 
 
 def merged(messages: Messages) -> Messages:
     """Return messages in which each list of parts is merged into one part."""
-    return [
-        {**message, "content": [{"type": "text", "text": read_text(message)}]}
-        if has_parts([message])
-        else message
-        for message in messages
-    ]
+    single_parts = []
+    for message in messages:
+        if has_parts([message]):
+            content = [{"type": "text", "text": read_text(message)}]
+            message = {**message, "content": content}
+        single_parts.append(message)
+    return single_parts
 
 
 def read_text(message: Message) -> str:
@@ -244,9 +244,8 @@ def _weight(message: Message, place: str) -> bool:
 
 def _check_content(message: Message, place: str) -> None:
     content = message.get("content", "")
-    if isinstance(
-        content, str | Mapping
-    ):  # tool results may be objects: some templates write these
+    # Tool results may be objects: some templates write these.
+    if isinstance(content, str | Mapping):
         return
     if not isinstance(content, list | tuple):
         raise ValueError(
@@ -273,20 +272,20 @@ def _with_arguments(message: Message, place: str, convert: Callable[[Any, str], 
         return message
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{place}: tool_calls must be a list of objects, got {shortened(calls)}")
-    found = []
+    converted = []
     for j, call in enumerate(calls):
-        there = f"{place}, tool call {j}"
+        call_place = f"{place}, tool call {j}"
         function = call.get("function")
         if isinstance(function, Mapping):
-            found.append({**call, "function": _converted(function, there, convert)})
+            converted.append({**call, "function": _converted(function, call_place, convert)})
         elif function is None:
-            found.append(_converted(call, there, convert))
+            converted.append(_converted(call, call_place, convert))
         else:
             raise ValueError(
-                f"{there}: function must be an object with 'name' and 'arguments', got "
+                f"{call_place}: function must be an object with 'name' and 'arguments', got "
                 f"{shortened(function)}"
             )
-    return {**message, "tool_calls": found}
+    return {**message, "tool_calls": converted}
 
 
 def _converted(function: Message, place: str, convert: Callable[[Any, str], Any]) -> Message:
@@ -306,19 +305,19 @@ def _parsed(arguments: Any, place: str) -> Any:
     if not arguments.strip():  # the function has no parameters
         return {}
     try:
-        found = parse_json(arguments)
+        parsed = parse_json(arguments)
     except ValueError as error:
         raise ValueError(
             f"{place}: arguments are {shortened(arguments)}, which is not JSON text: {error}"
         ) from error
-    if found is None:
+    if parsed is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError(
             f"{place}: arguments must be the JSON text of an object, got {shortened(arguments)}"
         )
-    check_json(found, f"{place}: arguments")
-    return found
+    check_json(parsed, f"{place}: arguments")
+    return parsed
 
 
 def _dumped(arguments: Any, place: str) -> str:

@@ -150,14 +150,14 @@ class Encoder:
 
     def _detect_form(self, record: Mapping[str, Any]) -> str:
         forms = [form for form in KEYS if self._form in (None, form)]
-        found = [form for form in forms if all(record.get(key) is not None for key in KEYS[form])]
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        fitting = [form for form in forms if all(record.get(key) is not None for key in KEYS[form])]
+        if len(fitting) == 1:
+            return fitting[0]
+        if not fitting:
             needed = " or ".join(" and ".join(map(repr, KEYS[form])) for form in forms)
             raise ValueError(f"the keys are {sorted(record)}: {needed} is needed")
         raise ValueError(
-            f"the keys are {sorted(record)}, which fit {' and '.join(found)}: choose one by form="
+            f"the keys are {sorted(record)}, which fit {' and '.join(fitting)}: choose one by form="
         )
 
     # --- texts
@@ -167,20 +167,20 @@ class Encoder:
 
         The tokens with which the tokenizer begins and ends a text are added.
         """
-        found = self._special.tokenized(text, add_special_tokens=True)
-        counted = found.in_span(len(text) - length, len(text))
+        tokenized = self._special.tokenized(text, add_special_tokens=True)
+        counted = tokenized.in_span(len(text) - length, len(text))
         if not self._add_eos:
-            return Encoded(found.tokens, counted)
+            return Encoded(tokenized.tokens, counted)
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise ValueError(
                 "the tokenizer has no eos_token to end a text with: set one, or use add_eos=False"
             )
-        last = found.last_visible(len(found.tokens))
-        if last >= 0 and self._ends_text(int(found.tokens[last])):
+        last = tokenized.last_visible(len(tokenized.tokens))
+        if last >= 0 and self._ends_text(int(tokenized.tokens[last])):
             counted[last] = True  # even if the tokenizer added it
-            return Encoded(found.tokens, counted)
-        return Encoded(np.append(found.tokens, np.int32(eos)), np.append(counted, True))
+            return Encoded(tokenized.tokens, counted)
+        return Encoded(np.append(tokenized.tokens, np.int32(eos)), np.append(counted, True))
 
     def _ends_text(self, token: int) -> bool:
         """Return whether a token ends a text: the eos_token, or its template's turn end."""
@@ -231,21 +231,21 @@ class Encoder:
             rendered = self._template.rendered(messages, tools, answers)
         except ContextError as error:
             raise ValueError(f"{error}: {self._advice(messages, tools, answers)}") from error
-        found = self._special.tokenized(rendered.text, add_special_tokens=False)
-        counted = np.zeros(found.tokens.shape, bool)
+        tokenized = self._special.tokenized(rendered.text, add_special_tokens=False)
+        counted = np.zeros(tokenized.tokens.shape, bool)
         for i, (start, end) in zip(answers, rendered.answers, strict=True):
             self._check_text(i, messages[i], rendered.text[start:end])
-            inside = found.in_span(start, end)
+            inside = tokenized.in_span(start, end)
             if not inside.any():
                 continue
             counted |= inside
             begin, last = np.flatnonzero(inside)[[0, -1]].tolist()
-            stop = self._special.stop_after(found, begin, last + 1)
+            stop = self._special.stop_after(tokenized, begin, last + 1)
             if stop is None:
                 self.notices.add(_NO_END)
             else:
                 counted[last + 1 : stop] = True  # the special token that ends the answer
-        return Encoded(found.tokens, counted), rendered.text
+        return Encoded(tokenized.tokens, counted), rendered.text
 
     def _by_marks(
         self,
@@ -256,14 +256,14 @@ class Encoder:
     ) -> tuple[Encoded, str]:
         marked = self._template.marked(messages, conversation.tools)
         starts, ends = np.asarray(marked.offsets, np.int64).reshape(-1, 2).T
-        found = Tokenized(marked.text, np.asarray(marked.tokens, np.int32), starts, ends)
+        tokenized = Tokenized(marked.text, np.asarray(marked.tokens, np.int32), starts, ends)
         counted = np.asarray(marked.counted, bool)
         if not all_answers:
             try:
                 spans = self._template.spans(messages, conversation.tools, answers, marked.text)
             except ContextError as error:
                 raise ValueError(f"{error}: {self._advice_with_marks(conversation)}") from error
-            counted &= np.logical_or.reduce([found.in_span(*span) for span in spans])
+            counted &= np.logical_or.reduce([tokenized.in_span(*span) for span in spans])
         for i in answers:
             self._check_text(
                 i, messages[i], marked.text
@@ -271,10 +271,10 @@ class Encoder:
         if not counted.any():
             raise ValueError(_NO_MARKED_TOKEN)
         stop = int(np.flatnonzero(counted)[-1]) + 1
-        end = self._special.stop_after(found, 0, stop)
+        end = self._special.stop_after(tokenized, 0, stop)
         if end != stop:  # the marks have the last word, so the end token does not count
             self.notices.add(_NO_END if end is None else _NO_MARKED_END)
-        return Encoded(found.tokens, counted), marked.text
+        return Encoded(tokenized.tokens, counted), marked.text
 
     def _check_text(self, i: int, message: Message, answer: str) -> None:
         """Check that the text of message `i` appears in the answer that counts.

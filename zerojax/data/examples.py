@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax.data.chat import RENDER_SECONDS, checked_options
 from zerojax.data.cpu_limit import CpuLimit
-from zerojax.data.encoding import Encoder, Form
+from zerojax.data.encoding import Encoded, Encoder, Form
 from zerojax.data.reading import Source, source
 from zerojax.progress import working
 from zerojax.user_values import whole_number
@@ -133,41 +133,60 @@ def tokenize(
         show which ones do; the error names the file and line, or the number of the example. Or the
         source has no records.
     """
-    where = source(path, split)
+    records = source(path, split)
     options = checked_options(template_options)
-    tokens = array.array("i")
-    counted = bytearray()
-    starts = array.array("q", [0])
-    numbers = array.array("q")
-    with working("tokenize", where.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
+    builder = _Builder()
+    with working("tokenize", records.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
         encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
-        for number, record in where.records():
+        for number, record in records.records():
             encoder.notices.number = number
             try:
                 for example in encoder.encode(record):
-                    tokens.frombytes(example.tokens.tobytes())
-                    counted += example.counted.tobytes()
-                    starts.append(len(tokens))
-                    numbers.append(number)
+                    builder.add(example, number)
             except Exception as error:  # templates raise errors of their own
-                raise ValueError(f"{where.place(number)}: {error}") from error
+                raise ValueError(f"{records.place(number)}: {error}") from error
             advance(1)
-    encoder.notices.log(where.place)
-    if not numbers:
-        raise ValueError(f"{where.path}: it holds no examples")
-    examples = Examples(
-        where,
-        np.frombuffer(tokens, np.int32),
-        np.frombuffer(counted, bool),
-        np.frombuffer(starts, np.int64),
-        np.frombuffer(numbers, np.int64),
-    )
-    in_loss = int(examples.counted.sum())
+    encoder.notices.log(records.place)
+    examples = builder.finish(records)
     logger.info(
         "%s: %d examples, %d tokens, of which %d count in the loss",
-        where.path,
+        records.path,
         len(examples),
-        len(tokens),
-        in_loss,
+        len(examples.tokens),
+        int(examples.counted.sum()),
     )
     return examples
+
+
+class _Builder:
+    """Collects examples in contiguous buffers, without a Python object for each."""
+
+    def __init__(self) -> None:
+        """Start without examples."""
+        self._tokens = array.array("i")
+        self._counted = bytearray()
+        self._starts = array.array("q", [0])
+        self._numbers = array.array("q")
+
+    def add(self, example: Encoded, number: int) -> None:
+        """Append an example of record `number`."""
+        self._tokens.frombytes(example.tokens.tobytes())
+        self._counted += example.counted.tobytes()
+        self._starts.append(len(self._tokens))
+        self._numbers.append(number)
+
+    def finish(self, source: Source) -> Examples:
+        """Return the examples, which share memory with the buffers.
+
+        Raises:
+          ValueError: there are none.
+        """
+        if not self._numbers:
+            raise ValueError(f"{source.path}: it holds no examples")
+        return Examples(
+            source,
+            np.frombuffer(self._tokens, np.int32),
+            np.frombuffer(self._counted, bool),
+            np.frombuffer(self._starts, np.int64),
+            np.frombuffer(self._numbers, np.int64),
+        )

@@ -62,11 +62,9 @@ class Folder:
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Yield each record, without the nulls that `datasets` added."""
-        fixed = [
-            place
-            for name in ("messages", "prompt", "completion", "tools")
-            for place in self._fixed(name)
-        ]
+        fixed: list[str] = []
+        for name in ("messages", "prompt", "completion", "tools"):
+            fixed += self._fixed(name)
         if fixed:
             logger.warning(
                 "%s: `datasets` gave all records the same keys in %s, in one order: keys that are "
@@ -104,15 +102,14 @@ def _fixed_keys(feature: Any, place: str) -> list[str]:
     An example is messages.tool_calls.function.arguments.
     """
     if isinstance(feature, Mapping):
-        found = []
+        places = []
         for name, inner in feature.items():
-            there = f"{place}.{name}"
-            found += (
-                [there]
-                if name in FREE_FORM and isinstance(inner, Mapping)
-                else _fixed_keys(inner, there)
-            )
-        return found
+            inner_place = f"{place}.{name}"
+            if name in FREE_FORM and isinstance(inner, Mapping):
+                places.append(inner_place)
+            else:
+                places += _fixed_keys(inner, inner_place)
+        return places
     inner = _element(feature)
     return [] if inner is None else _fixed_keys(inner, place)
 

@@ -45,16 +45,16 @@ def best_fit(lengths: Sequence[int] | np.ndarray, seq: int) -> tuple[np.ndarray,
     rooms: list[int] = []  # its keys, sorted
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
-        at = bisect.bisect_left(rooms, length)
-        if at == len(rooms):
+        k = bisect.bisect_left(rooms, length)
+        if k == len(rooms):
             row = len(rows)
             room = seq
             rows.append([])
         else:
-            room = rooms[at]
+            room = rooms[k]
             row = by_room[room].pop()
             if not by_room[room]:
-                del by_room[room], rooms[at]
+                del by_room[room], rooms[k]
         rows[row].append(i)
         if room > length:
             if room - length not in by_room:
@@ -128,18 +128,18 @@ class Rows:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}: rows are counted from 0")
         out = self.empty()
-        at = 0
+        position = 0
         for segment, i in enumerate(self.members(index), 1):
             begin, end = self.examples.starts[i : i + 2]
             piece = slice(begin, min(end, begin + self.seq + 1))
             tokens = self.examples.tokens[piece]
             counted = self.examples.counted[piece]
-            here = slice(at, at + len(tokens) - 1)
-            out["tokens"][here] = tokens[:-1]
-            out["targets"][here] = np.where(counted[1:], tokens[1:], -1)
-            out["segment_ids"][here] = segment
-            out["positions"][here] = np.arange(len(tokens) - 1)
-            at = here.stop
+            target = slice(position, position + len(tokens) - 1)
+            out["tokens"][target] = tokens[:-1]
+            out["targets"][target] = np.where(counted[1:], tokens[1:], -1)
+            out["segment_ids"][target] = segment
+            out["positions"][target] = np.arange(len(tokens) - 1)
+            position = target.stop
         return out
 
     def empty(self) -> dict[str, np.ndarray]:
@@ -172,39 +172,34 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
     seq = whole_number("seq", seq, 1)
     lengths = examples.lengths
     is_long = lengths > seq + 1
-    long = np.flatnonzero(is_long)
-    if len(long) and too_long == "refuse":
-        n = lengths[long[0]]
-        raise ValueError(
-            f"{examples.place(int(long[0]))}: {n} tokens take {n - 1} positions, but a row has "
-            f"seq={seq}; {len(long)} of {len(examples)} examples are too long, and the longest has "
-            f"{lengths.max()} tokens: use a longer seq, or too_long='truncate', or too_long='drop'"
-        )
-    kept = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
-    if not len(kept):
+    num_long = int(is_long.sum())
+    if num_long and too_long == "refuse":
+        raise _too_long_error(examples, int(np.argmax(is_long)), num_long, seq)
+    chosen = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
+    if not len(chosen):
         raise ValueError(
             f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: use a longer "
             "seq"
         )
-    pieces = np.minimum(lengths[kept], seq + 1)
-    counted = _counted(examples, kept, pieces)
-    if (empty := np.flatnonzero(counted == 0)).size:
-        i = int(kept[empty[0]])
+    lengths_in_row = np.minimum(lengths[chosen], seq + 1)
+    counted = _counted(examples, chosen, lengths_in_row)
+    uncounted = np.flatnonzero(counted == 0)
+    if uncounted.size:
+        i = int(chosen[uncounted[0]])
         raise ValueError(
             f"{examples.place(i)}: of its {lengths[i]} tokens only the first seq + 1 = {seq + 1} "
-            f"are kept, and none of them counts in the loss. This affects {len(empty)} examples: "
-            "use a longer seq, or too_long='drop'"
+            "are kept, and none of them counts in the loss. This affects "
+            f"{len(uncounted)} examples: use a longer seq, or too_long='drop'"
         )
-    order, starts = best_fit(pieces - 1, seq)
-    cuts = len(long) if too_long == "truncate" else 0
+    order, starts = best_fit(lengths_in_row - 1, seq)
     counts = Counts(
-        examples=len(kept),
+        examples=len(chosen),
         rows=len(starts) - 1,
-        positions=int(pieces.sum()) - len(kept),
+        positions=int(lengths_in_row.sum()) - len(chosen),
         counted=int(counted.sum()),
-        truncated=cuts,
-        cut_tokens=int((lengths[kept] - pieces).sum()),
-        dropped=len(examples) - len(kept),
+        truncated=num_long if too_long == "truncate" else 0,
+        cut_tokens=int((lengths[chosen] - lengths_in_row).sum()),
+        dropped=len(examples) - len(chosen),
     )
     logger.info(
         "packed into rows of %d: %s, %.1f%% full",
@@ -212,15 +207,25 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
         counts,
         100 * counts.positions / (counts.rows * seq),
     )
-    return Rows(examples, seq, kept[order], starts, counts)
+    return Rows(examples, seq, chosen[order], starts, counts)
 
 
-def _counted(examples: Examples, kept: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+def _too_long_error(examples: Examples, first: int, num_long: int, seq: int) -> ValueError:
+    """Return the error for examples that do not fit a row, of which `first` is the first."""
+    n = examples.lengths[first]
+    return ValueError(
+        f"{examples.place(first)}: {n} tokens take {n - 1} positions, but a row has "
+        f"seq={seq}; {num_long} of {len(examples)} examples are too long, and the longest has "
+        f"{examples.lengths.max()} tokens: use a longer seq, or too_long='truncate', or "
+        "too_long='drop'"
+    )
+
+
+def _counted(examples: Examples, chosen: np.ndarray, pieces: np.ndarray) -> np.ndarray:
     """Return the number of counted targets among the first `pieces` tokens of each example."""
-    begins = examples.starts[kept]
+    begins = examples.starts[chosen]
     edges = np.stack([begins + 1, begins + pieces], -1).ravel()  # the first token is not a target
-    if edges[-1] == len(
-        examples.counted
-    ):  # reduceat sums the last segment up to the end of the array
+    # reduceat sums the last segment up to the end of the array.
+    if edges[-1] == len(examples.counted):
         edges = edges[:-1]
     return np.add.reduceat(examples.counted, edges, dtype=np.int64)[::2]

@@ -95,20 +95,20 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
       ValueError: the path is empty, does not exist, or is a pipe or a device, or `split` is given
         for a file.
     """
-    given = as_path(path)
-    if not given:
+    path_text = as_path(path)
+    if not path_text:
         raise ValueError(f"path={path!r}: the path of a JSONL file or of a folder is needed")
-    found = pathlib.Path(given)
-    if not found.exists():
+    location = pathlib.Path(path_text)
+    if not location.exists():
         raise ValueError(
-            f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` "
-            "saved"
+            f"{location}: no such file or folder; a JSONL file is needed, or a folder that "
+            "`datasets` saved"
         )
-    if not found.is_dir() and not found.is_file():
+    if not location.is_dir() and not location.is_file():
         raise ValueError(
-            f"{found} is a pipe or a device, which cannot be read twice: write the records to a "
+            f"{location} is a pipe or a device, which cannot be read twice: write the records to a "
             "file, and give that"
         )
-    if split is not None and not found.is_dir():
-        raise ValueError(f"{found} is a file, which has no splits: leave out split={split!r}")
-    return Source(found, split)
+    if split is not None and not location.is_dir():
+        raise ValueError(f"{location} is a file, which has no splits: leave out split={split!r}")
+    return Source(location, split)

@@ -43,8 +43,8 @@ class _Generator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         """Compile `a ~ b` to a call of `BoundedEnvironment.concatenated`."""
         self.write("environment.concatenated((")
-        for part in node.nodes:
-            self.visit(part, frame)
+        for operand in node.nodes:
+            self.visit(operand, frame)
             self.write(", ")
         self.write("))")
 
@@ -107,14 +107,13 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)  # keeps the attributes by which jinja2 passes a context
     def bounded_filter(*args: Any, **options: Any) -> Any:
-        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        arguments = args[1:] if hasattr(function, "jinja_pass_arg") else args
         if name == "join":
-            separator = str(given[1]) if len(given) > 1 else str(options.get("d", ""))
-            _check_call(name, separator, given[:1], {})
+            separator = str(arguments[1]) if len(arguments) > 1 else str(options.get("d", ""))
+            _check_call(name, separator, arguments[:1], {})
         else:
-            _check_call(
-                name, str(given[0]) if name in ("format", "replace") else "", given[1:], options
-            )
+            text = str(arguments[0]) if name in ("format", "replace") else ""
+            _check_call(name, text, arguments[1:], options)
         return function(*args, **options)
 
     return bounded_filter
@@ -149,16 +148,12 @@ def _check_product(left: Any, right: Any) -> None:
 
 def _check_widths(text: str, values: Sequence[Any]) -> None:
     """Raise TooLargeError for a huge width or precision, in the format string or in the values."""
-    widths = [
-        width
-        for kind in (_PERCENT, _BRACES)
-        for found in kind.findall(text)
-        for width in found
-        if width
-    ]
-    if any(
-        not width.isdigit() for width in widths
-    ):  # a star or braces: one of the values is the width
+    widths: list[str] = []
+    for pattern in (_PERCENT, _BRACES):
+        for groups in pattern.findall(text):
+            widths += [width for width in groups if width]
+    # A star or braces: one of the values is the width.
+    if not all(width.isdigit() for width in widths):
         widths += [str(value) for value in values if isinstance(value, int) and value > 0]
     for width in widths:
         if width.isdigit() and (len(width) > 20 or int(width) > MOST):

@@ -75,12 +75,11 @@ class SpecialTokens:
             verbose=False,
         )
         starts, ends = np.asarray(out["offset_mapping"], np.int64).reshape(-1, 2).T
-        found = Tokenized(text, np.asarray(out["input_ids"], np.int32), starts, ends)
-        if add_special_tokens:
-            kept = _added_once(found, np.asarray(out["special_tokens_mask"], bool))
-        else:
-            kept = slice(None)
-        return Tokenized(text, found.tokens[kept], starts[kept], ends[kept])
+        tokenized = Tokenized(text, np.asarray(out["input_ids"], np.int32), starts, ends)
+        if not add_special_tokens:
+            return tokenized
+        chosen = _added_once(tokenized, np.asarray(out["special_tokens_mask"], bool))
+        return Tokenized(text, tokenized.tokens[chosen], starts[chosen], ends[chosen])
 
     def stop_after(self, tokenized: Tokenized, first: int, stop: int) -> int | None:
         """Return the end of an answer's tokens, including the special token that ends the answer.

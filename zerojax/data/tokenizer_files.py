@@ -80,19 +80,19 @@ def read_template(path: str | os.PathLike[str]) -> str:
     Raises:
       ValueError: `path` is not a file, or the file holds no text.
     """
-    given = f"chat_template={path!r}"
-    found = as_path(path)
-    if not found:
-        raise ValueError(f"{given}: the path of a file is needed")
-    file = pathlib.Path(found)
+    setting = f"chat_template={path!r}"
+    path_text = as_path(path)
+    if not path_text:
+        raise ValueError(f"{setting}: the path of a file is needed")
+    file = pathlib.Path(path_text)
     if not file.is_file():
-        raise ValueError(f"{given}: {_kind(file)}; a file with a Jinja template is needed")
+        raise ValueError(f"{setting}: {_kind(file)}; a file with a Jinja template is needed")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{given}: it cannot be read as text in UTF-8: {error}") from error
+        raise ValueError(f"{setting}: it cannot be read as text in UTF-8: {error}") from error
     if not text.strip():
-        raise ValueError(f"{given}: the file is empty")
+        raise ValueError(f"{setting}: the file is empty")
     return text
 
 
@@ -109,10 +109,10 @@ def _folder(folder: object) -> pathlib.Path:
     Raises:
       ValueError: `folder` is not a path, or no such folder exists.
     """
-    found = as_path(folder)
-    if not found:
+    path_text = as_path(folder)
+    if not path_text:
         raise ValueError(f"folder={folder!r}: the path of a folder is needed")
-    path = pathlib.Path(found)
+    path = pathlib.Path(path_text)
     if path.is_dir():
         return path
     if path.exists():
@@ -148,18 +148,18 @@ def _check(folder: pathlib.Path) -> None:
 
 def _check_ids(path: pathlib.Path, ids: Iterable[tuple[object, object]]) -> None:
     """Raise ValueError if an id is out of range, or if two different tokens share it."""
-    seen: dict[int, object] = {}
+    token_of_id: dict[int, object] = {}
     for token, number in ids:
         if not isinstance(number, int) or not 0 <= number < MOST_TOKENS:
             raise ValueError(
                 f"{path}: the id of the token {token!a} is {number!r}: a number from 0 to "
                 f"{MOST_TOKENS - 1} is needed"
             )
-        other = seen.setdefault(number, token)
-        if other != token:
+        first_token = token_of_id.setdefault(number, token)
+        if first_token != token:
             raise ValueError(
-                f"{path}: the tokens {other!a} and {token!a} have the same id, {number}: the file "
-                "is damaged"
+                f"{path}: the tokens {first_token!a} and {token!a} have the same id, {number}: the "
+                "file is damaged"
             )
 
 

@@ -55,12 +55,13 @@ def hardware_flops_per_token(
     Raises:
       ValueError: `activations` is not one of these modes.
     """
-    again = {
+    recomputed = {
         "everything": 0.0,
         "save": 0.0,
         "selective": 12.0 * layers * hidden * seq,
         "remat": 2.0 * layers * layer_weights + 4.0 * layers * hidden * seq,
     }
-    if activations not in again:
+    if activations not in recomputed:
         raise ValueError(f"activations={activations!r}: choose from {', '.join(MODES)}")
-    return flops_per_token(layers, hidden, seq, layer_weights, head_weights) + again[activations]
+    model = flops_per_token(layers, hidden, seq, layer_weights, head_weights)
+    return model + recomputed[activations]

@@ -11,6 +11,20 @@ counts these bytes per device:
 ZeRO-Infinity (arXiv:2104.07857, section 3) counts 20 bytes per parameter, because it also keeps
 float32 gradients. `StateBytes` therefore derives the bytes per parameter from the precision and
 from the dtype in which gradients are stored, not from a constant.
+
+From forward to backward, a GPT layer saves its input and the outputs of its products
+(`zerojax.activations.kept`). In units of s b h bytes, with 2 bytes per element, t tensor-parallel
+shards and a heads:
+
+    remat        2
+    selective    4 + 16/t    input 2, projection 2, qkv 6/t, attention's output 2/t,
+                             hidden layer 8/t
+    save         4 + 16/t    as selective, plus float32 scores, 4 a s / (h t); a fused kernel
+                             saves the logsumexp of each row instead, 4 a / (h t)
+    everything   30 + 56/t   input 2, outputs of both norms 4, the norms' float32 values 24,
+                             qkv 6/t, attention's output 2/t, tanh approximation of gelu 48/t;
+                             plus scores before and after the softmax, 6 a s / (h t), or the
+                             logsumexp of a fused kernel. Dropout masks are not counted.
 """
 
 import dataclasses
@@ -62,15 +76,13 @@ def state_bytes(
         dtype, as ZeRO-Infinity does.
       reduce_dtype: dtype in which gradients are reduced and stored; None is the compute dtype.
     """
-    p = PRECISIONS[precision]
-    size = jnp.dtype(p.compute_dtype).itemsize
-    grads = 4 if num_microbatches > 1 or reduce_dtype == "float32" else size
-    return StateBytes(
-        params=size,
-        grads=grads + (4 if keeps_fp32_grads else 0),
-        master=4 if p.has_master else 0,
-        moments=moments,
-    )
+    compute_dtype = PRECISIONS[precision].compute_dtype
+    params = jnp.dtype(compute_dtype).itemsize
+    grads = 4 if num_microbatches > 1 or reduce_dtype == "float32" else params
+    if keeps_fp32_grads:
+        grads += 4
+    master = 4 if PRECISIONS[precision].has_master else 0
+    return StateBytes(params=params, grads=grads, master=master, moments=moments)
 
 
 def model_state_bytes(
@@ -87,19 +99,19 @@ def model_state_bytes(
     Returns:
       Bytes by kind: {"params", "grads", "master", "opt_state", "total"}.
     """
-    row = STAGES[stage]
+    sharded = STAGES[stage]
     per_param = per_param or state_bytes()
 
-    def per_device(num_bytes: int, sharded: bool) -> float:
-        return num_params * num_bytes / (num_shards if sharded else 1)
+    def per_device(num_bytes: int, is_sharded: bool) -> float:
+        return num_params * num_bytes / (num_shards if is_sharded else 1)
 
-    parts = {
-        "params": per_device(per_param.params, row.params),
-        "grads": per_device(per_param.grads, row.grads),
-        "master": per_device(per_param.master, row.opt_state),
-        "opt_state": per_device(per_param.moments, row.opt_state),
+    kinds = {
+        "params": per_device(per_param.params, sharded.params),
+        "grads": per_device(per_param.grads, sharded.grads),
+        "master": per_device(per_param.master, sharded.opt_state),
+        "opt_state": per_device(per_param.moments, sharded.opt_state),
     }
-    return parts | {"total": sum(parts.values())}
+    return kinds | {"total": sum(kinds.values())}
 
 
 def collective_elements(
@@ -127,11 +139,11 @@ def collective_elements(
       Elements per device: {"all_reduce", "all_gather", "reduce_scatter"}.
     """
     reductions = num_microbatches if num_reductions is None else num_reductions
-    row = STAGES[stage]
+    sharded = STAGES[stage]
     ring = num_params * (num_shards - 1) / num_shards
-    if not row.opt_state:
+    if not sharded.opt_state:
         return {"all_reduce": 2 * ring * reductions, "all_gather": 0.0, "reduce_scatter": 0.0}
-    gathers = 2 * num_microbatches if row.params else 1
+    gathers = 2 * num_microbatches if sharded.params else 1
     return {"all_reduce": 0.0, "all_gather": gathers * ring, "reduce_scatter": reductions * ring}
 
 
@@ -171,8 +183,8 @@ def transformer_activation_bytes(
     """
     if remat:
         return float(num_layers * batch * seq * hidden * itemsize)
-    each = 10 + 24 / tensor + 5 * heads * seq / (hidden * tensor)
-    return num_layers * seq * batch * hidden * each * itemsize / 2
+    per_element = 10 + 24 / tensor + 5 * heads * seq / (hidden * tensor)
+    return num_layers * seq * batch * hidden * per_element * itemsize / 2
 
 
 def layer_activation_bytes(
@@ -190,18 +202,7 @@ def layer_activation_bytes(
 ) -> float:
     """Return the bytes per device that a GPT layer saves from forward to backward.
 
-    A layer saves its input and the outputs of its products (`zerojax.activations.kept`). In units
-    of s b h bytes, with 2 bytes per element:
-
-        remat        2
-        selective    4 + 16/t    input 2, projection 2, qkv 6/t, attention's output 2/t,
-                                 hidden layer 8/t
-        save         4 + 16/t    as selective, plus float32 scores, 4 a s / (h t); a fused kernel
-                                 saves the logsumexp of each row instead, 4 a / (h t)
-        everything   30 + 56/t   input 2, outputs of both norms 4, the norms' float32 values 24,
-                                 qkv 6/t, attention's output 2/t, tanh approximation of gelu 48/t;
-                                 plus scores before and after the softmax, 6 a s / (h t), or the
-                                 logsumexp of a fused kernel. Dropout masks are not counted.
+    A layer saves its input and the outputs of its products; the module's docstring has the terms.
 
     What "everything" saves depends on how a block is written: these figures are for the blocks of
     `examples/gpt.py`.
@@ -231,15 +232,16 @@ def layer_activation_bytes(
     stream = tensor if sequence_parallel or partition_activations else 1
     if activations == "remat":
         return sbh / stream
-    rows = float(batch * heads * seq)  # rows of scores
+    score_rows = float(batch * heads * seq)
     if activations == "everything":
         norms = 6 * sbh * 4 / itemsize
-        scores = 4 * rows if fused_attention else rows * seq * (4 + itemsize)
-        return (3 * sbh + norms) / stream + (28 * sbh + scores) / tensor
+        score_bytes = 4 * score_rows if fused_attention else score_rows * seq * (4 + itemsize)
+        return (3 * sbh + norms) / stream + (28 * sbh + score_bytes) / tensor
     products = 2 * sbh / stream + 8 * sbh / tensor
     if activations == "selective":
         return products
-    return products + 4 * rows * (1 if fused_attention else seq) / tensor
+    saved_per_row = 1 if fused_attention else seq
+    return products + 4 * score_rows * saved_per_row / tensor
 
 
 def korthikanti_layer_bytes(
@@ -281,11 +283,11 @@ def korthikanti_layer_bytes(
     sbh = seq * batch * hidden * itemsize / 2
     if activations == "remat":
         return 2 * sbh
-    if activations == "selective" or fused_attention:
-        inner = 0.0
-    else:
+    stream = tensor if sequence_parallel else 1
+    inner = 0.0
+    if activations != "selective" and not fused_attention:
         inner = 5 * heads * seq / (hidden * tensor)
-    return sbh * (10 / (tensor if sequence_parallel else 1) + 24 / tensor + inner)
+    return sbh * (10 / stream + 24 / tensor + inner)
 
 
 def _check_mode(activations: str) -> None:

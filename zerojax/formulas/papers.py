@@ -75,7 +75,8 @@ def offload_cut(host: Collection[str], per_param: StateBytes | None = None) -> O
         ("update", "params"): b.params,
     }
     on_host = sum(size for node, size in nodes.items() if node in host)
-    link = sum(size for (start, end), size in edges.items() if (start in host) != (end in host))
+    cut = [(start, end) for start, end in edges if (start in host) != (end in host)]
+    link = sum(edges[edge] for edge in cut)
     return OffloadCut(device=sum(nodes.values()) - on_host, host=on_host, link=link)
 
 

@@ -101,11 +101,11 @@ def attend(
         kind, find_target(q), implementation == "cudnn"
     )
     if cap is not None:
-        at = jnp.arange(q.shape[1])
-        seen = (at[:, None] >= at)[None, None]
+        indices = jnp.arange(q.shape[1])
+        visible = (indices[:, None] >= indices)[None, None]
         if static_window is not None:
-            seen &= at[:, None] - at < static_window
-        return _capped(q, k, v, scale, cap, seen if mask is None else seen & mask)
+            visible &= indices[:, None] - indices < static_window
+        return _capped(q, k, v, scale, cap, visible if mask is None else visible & mask)
     local = None if static_window is None else (static_window - 1, 0)
     options: dict[str, Any] = {
         "mask": mask,
@@ -143,12 +143,12 @@ def attend_to_cache(
       window: number of latest tokens that a token attends to, including itself; 0 or None: all.
     """
     behind = positions[:, None, :, None] - jnp.arange(k.shape[1])  # [B, 1, T, S]
-    seen = behind >= 0
+    visible = behind >= 0
     if window is not None:
-        seen &= (window == 0) | (behind < window)
+        visible &= (window == 0) | (behind < window)
     if cap is None:
-        return _by_xla(q, k, v, mask=seen, scale=scale)
-    return _capped(q, k, v, scale, cap, seen)
+        return _by_xla(q, k, v, mask=visible, scale=scale)
+    return _capped(q, k, v, scale, cap, visible)
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -169,8 +169,8 @@ def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) 
     """Return the visible part of a causal square, bool[B or 1, 1, T, T], or None for all."""
     mask = None
     if window is not None:
-        at = jnp.arange(length)
-        mask = ((window == 0) | (at[:, None] - at[None, :] < window))[None, None]
+        indices = jnp.arange(length)
+        mask = ((window == 0) | (indices[:, None] - indices[None, :] < window))[None, None]
     if segment_ids is not None:
         same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         mask = same if mask is None else mask & same
@@ -216,10 +216,10 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
       ValueError: the user asked for cuDNN, but it does not support this attention.
     """
     reason = _unsupported(kind, target)
-    if reason is None and (device := _find_local_device(target)) is not None:
-        reason = cudnn_refusal(
-            dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH)), device
-        )
+    device = None if reason is not None else _find_local_device(target)
+    if device is not None:
+        probe = dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH))
+        reason = cudnn_refusal(probe, device)
     if is_named and reason is not None:
         raise ValueError(f"attention='cudnn' cannot be used: {reason}; choose 'auto' or 'xla'")
     _log_choice(reason)
@@ -258,10 +258,10 @@ def cudnn_refusal(kind: Kind, device: Any) -> str | None:
 
     Compilation takes about a second, once for each kind of attention. Nothing is run.
     """
-    at = jax.sharding.SingleDeviceSharding(device)
+    on_device = jax.sharding.SingleDeviceSharding(device)
 
     def array(*shape: int, dtype: Any = kind.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
 
     queries = array(1, kind.length, kind.heads, kind.width)
     keys = array(1, kind.length, kind.kv_heads, kind.width)

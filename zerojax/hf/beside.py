@@ -72,20 +72,19 @@ def files_beside(folder: str | os.PathLike[str]) -> list[FileBeside]:
       ValueError: a link leads out of the folder or is broken, or an entry is neither a file nor a
         folder, or cannot be read.
     """
-    given = os.fspath(folder)
-    return _Finder(given).found
+    return _Finder(os.fspath(folder)).files
 
 
 class _Finder:
     """Walks a folder and checks each entry.
 
     Attributes:
-      found: files to copy, in order.
+      files: files to copy, in order.
     """
 
     def __init__(self, folder: str) -> None:
         """Walk `folder`."""
-        self.found: list[FileBeside] = []
+        self.files: list[FileBeside] = []
         self._folder = folder
         self._root = os.path.realpath(folder)
         self._blobs = _find_blobs(self._root)
@@ -104,7 +103,7 @@ class _Finder:
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode):
             self._check_readable(source, name)
-            self.found.append(FileBeside(source, name))
+            self.files.append(FileBeside(source, name))
         elif stat.S_ISDIR(mode):
             # Links to folders could form cycles, or reach one folder by 2^n paths.
             if source != path:
@@ -219,12 +218,12 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, but a JSON object is needed")
-    given = config.get("eos_token_id")
-    if given is None:
+    eos = config.get("eos_token_id")
+    if eos is None:
         return ()
-    tokens = given if isinstance(given, list) else [given]
+    tokens = eos if isinstance(eos, list) else [eos]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
         raise ValueError(
-            f"{path}: eos_token_id is {given!r}: a token id, a list of token ids, or null is needed"
+            f"{path}: eos_token_id is {eos!r}: a token id, a list of token ids, or null is needed"
         )
     return tuple(token for token in tokens if token >= 0)

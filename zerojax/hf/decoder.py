@@ -142,7 +142,8 @@ class Attention(nnx.Module):
 
         A token's slot in the cache is its position.
         """
-        (q, k, v), positions = self._projected(x, context, layer), context["positions"]
+        q, k, v = self._projected(x, context, layer)
+        positions = context["positions"]
         rows = jnp.arange(x.shape[0])[:, None]
         cache = {
             "k": cache["k"].at[rows, positions].set(k),
@@ -166,8 +167,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        at = context["positions"], layer["frequencies"], layer["factor"]
-        return rotate(q, *at), rotate(k, *at), v
+        rotation = context["positions"], layer["frequencies"], layer["factor"]
+        return rotate(q, *rotation), rotate(k, *rotation), v
 
     def _scores(self, layer: Any) -> dict[str, Any]:
         c = self.c

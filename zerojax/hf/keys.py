@@ -235,14 +235,14 @@ _FACTORS = ("_factor", "_multiplier", "_scale", "_scaling")
 
 
 def check_keys(
-    given: Mapping[str, Any], reads: Set[str], defaults: Mapping[str, Any], where: str
+    raw: Mapping[str, Any], reads: Set[str], defaults: Mapping[str, Any], where: str
 ) -> None:
     """Raise ValueError for unread keys that may change what is computed.
 
     Unknown keys that seem to be switched off only cause a warning.
 
     Args:
-      given: object in `config.json`.
+      raw: object in `config.json`.
       reads: keys that the family reads, or compares itself.
       defaults: the family's values of keys that it does not read; the file may repeat them.
       where: path of the file.
@@ -252,7 +252,7 @@ def check_keys(
     """
     unknown = []
     neutral = []
-    for key, value in given.items():
+    for key, value in raw.items():
         if key in reads or key in NO_CHANGE or key.startswith(_NO_CHANGE_PREFIXES):
             continue
         if defaults.get(key) is not None and is_same(value, defaults[key]):
@@ -269,17 +269,17 @@ def check_keys(
         else:
             unknown.append(key)
     if unknown:
-        shown = ", ".join(f"{key}={reprlib.repr(given[key])}" for key in sorted(unknown))
+        shown = ", ".join(f"{key}={reprlib.repr(raw[key])}" for key in sorted(unknown))
         raise ValueError(
             f"{shown}: unknown, and may change what the model computes; if it does not, remove it"
         )
     if neutral:
-        _warn(where, ", ".join(f"{key}={given[key]!r}" for key in sorted(neutral)))
+        _warn(where, ", ".join(f"{key}={raw[key]!r}" for key in sorted(neutral)))
 
 
-def is_same(value: Any, other: Any) -> bool:
+def is_same(value: Any, expected: Any) -> bool:
     """Return whether two JSON values are equal; true and 1 are not, 1 and 1.0 are."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+    return isinstance(value, bool) == isinstance(expected, bool) and value == expected
 
 
 def _is_neutral(key: str, value: Any) -> bool:

@@ -84,8 +84,8 @@ def checked_ends(eos: Any) -> np.ndarray:
     if isinstance(eos, str | bytes):
         raise refused
     tokens: list[int] = []
-    for given in eos if is_several else [eos]:
-        token = as_integer(given)
+    for entry in eos if is_several else [eos]:
+        token = as_integer(entry)
         if token is None:
             raise refused
         if not 0 <= token <= MOST:

@@ -71,19 +71,19 @@ def perplexity(
         out = program.eval(state, batch)
         losses.append(float(out["loss"] if isinstance(out, Mapping) else out))
         # An array with parts on other processes is the global batch, and is counted once.
-        whole = any(
+        is_global = any(
             isinstance(a, jax.Array) and not a.is_fully_addressable for a in jax.tree.leaves(batch)
         )
         with no_mesh():  # the batch may be on the program's mesh while another mesh is in scope
             count = float(weight(batch))
-        total_weights.append(count if whole else 0.0)
-        weights.append(0.0 if whole else count)
+        total_weights.append(count if is_global else 0.0)
+        weights.append(0.0 if is_global else count)
     program.warnings.look(waits=True)  # losses are available, so faults of the batches are too
     # Counts are sent as float32, which is exact for integers below 2^24.
-    parts = np.asarray(weights, np.float32)
+    local_counts = np.asarray(weights, np.float32)
     if jax.process_count() > 1:
-        parts = np.asarray(multihost_utils.process_allgather(parts)).sum(0)
-    counts = parts.astype(np.float64) + np.asarray(total_weights)
+        local_counts = np.asarray(multihost_utils.process_allgather(local_counts)).sum(0)
+    counts = local_counts.astype(np.float64) + np.asarray(total_weights)
     tokens = counts.sum()
     if not tokens:
         raise ValueError(

@@ -89,38 +89,44 @@ def generate(
         key = uncommitted(key)
     ends = checked_ends(eos)
     use_cache = checked_use_cache(use_cache)
-    # Extra rows make the batch divisible by the shards. The last token is not read, so it needs
-    # no position.
-    size = -(-len(rows) // (shards := num_batch_shards(program.mesh))) * shards
-    tokens = np.zeros((size, lengths.max() + max_new_tokens - 1), np.int32)
-    for row, prompt in zip(tokens, rows, strict=False):
-        row[: len(prompt)] = prompt
-    lengths = np.concatenate([lengths, np.ones(size - len(rows), int)])
-    logits_of = _logits(program, state, tokens.shape[1], use_cache)
-    found: list[list[int]] = [[] for _ in rows]
+    # The last token is not read, so it needs no position.
+    width = int(lengths.max()) + max_new_tokens - 1
+    tokens, lengths = _padded_batch(rows, width, num_batch_shards(program.mesh))
+    logits_of = _logits(program, state, width, use_cache)
+    new_tokens: list[list[int]] = [[] for _ in rows]
     is_open = np.ones(len(rows), bool)
     for step in range(max_new_tokens):
         logits = logits_of(tokens, lengths)
         if step == 0:
             _check_vocabulary(rows, ends, logits.shape[-1])
         with jax.set_mesh(program.mesh):
-            drawn = np.asarray(
-                _drawn(
-                    logits,
-                    None if key is None else jax.random.fold_in(key, step),
-                    temperature,
-                    top_p,
-                )
-            )
+            step_key = None if key is None else jax.random.fold_in(key, step)
+            drawn = np.asarray(_drawn(logits, step_key, temperature, top_p))
         for i in np.flatnonzero(is_open):
-            found[i].append(int(drawn[i]))
+            new_tokens[i].append(int(drawn[i]))
             is_open[i] = drawn[i] not in ends
-            if lengths[i] < tokens.shape[1]:
+            if lengths[i] < width:
                 tokens[i, lengths[i]] = drawn[i]
                 lengths[i] += 1
         if not is_open.any():
             break
-    return [np.asarray(row, np.int32) for row in found]
+    return [np.asarray(row, np.int32) for row in new_tokens]
+
+
+def _padded_batch(
+    prompts: Sequence[np.ndarray], width: int, num_shards: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens i32[B, width] that begin with the prompts, and the rows' lengths [B].
+
+    Extra rows of one token make B divisible by `num_shards`.
+    """
+    size = -(-len(prompts) // num_shards) * num_shards
+    tokens = np.zeros((size, width), np.int32)
+    lengths = np.ones(size, int)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+        lengths[i] = len(prompt)
+    return tokens, lengths
 
 
 def _check_vocabulary(prompts: Sequence[np.ndarray], ends: np.ndarray, vocab: int) -> None:
@@ -180,7 +186,7 @@ def _placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Arr
 
 
 @jax.jit
-def _at(logits: jax.Array, last: jax.Array) -> jax.Array:
+def _select_last(logits: jax.Array, last: jax.Array) -> jax.Array:
     """Return the logits [B, V] at one position, if the model returns them at all positions."""
     return logits if logits.ndim == 2 else at_last(logits, {LAST: last})
 
@@ -207,7 +213,7 @@ class _Uncached:
         batch = _placed(
             self._program, {"tokens": tokens, "positions": positions, LAST: lengths - 1}
         )
-        return _at(self._program.apply(self._state, batch), batch[LAST])
+        return _select_last(self._program.apply(self._state, batch), batch[LAST])
 
 
 class _Cached:
@@ -236,4 +242,4 @@ class _Cached:
         logits, self._cache = self._program.apply_cached(
             self._state, batch, self._cache, self._width
         )
-        return _at(logits, batch[LAST])
+        return _select_last(logits, batch[LAST])

@@ -37,7 +37,7 @@ def _nucleus(logits: jax.Array, top_p: float) -> jax.Array:
     order = jnp.argsort(-logits, -1)
     p = jax.nn.softmax(jnp.take_along_axis(logits, order, -1), -1)
     before = jnp.cumsum(p, -1) - p  # total probability of likelier tokens
-    kept = jnp.put_along_axis(
+    in_nucleus = jnp.put_along_axis(
         jnp.zeros(logits.shape, bool), order, before < top_p, -1, inplace=False
     )
-    return jnp.where(kept, logits, -jnp.inf)
+    return jnp.where(in_nucleus, logits, -jnp.inf)

@@ -1,5 +1,6 @@
 """The matrix products in an equation: their FLOPs and dtype, and equations that are one product."""
 
+import itertools
 import math
 from typing import Any
 
@@ -29,17 +30,13 @@ def find_product(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
         return None
     inner: Any = eqn.params["call_jaxpr"].jaxpr
     program = flatten(inner, eqn.params["call_jaxpr"].consts)
-    made = [
-        i
-        for i in program.instructions
-        if i.eqn.primitive.name not in ("name", "convert_element_type")
-    ]
-    is_alone = (
-        len(made) == 1
-        and made[0].eqn.primitive.name == "dot_general"
-        and made[0].ins == program.inputs
-    )
-    return made[0].eqn if is_alone else None
+    casts = ("name", "convert_element_type")
+    computing = [i for i in program.instructions if i.eqn.primitive.name not in casts]
+    if len(computing) != 1:
+        return None
+    product = computing[0]
+    is_product = product.eqn.primitive.name == "dot_general" and product.ins == program.inputs
+    return product.eqn if is_product else None
 
 
 def count_flops(eqn: jex.JaxprEqn) -> float:
@@ -86,11 +83,11 @@ def dtype_of_products(eqn: jex.JaxprEqn) -> Any:
 
     If the equation holds jaxprs, the equation with the most FLOPs in them counts.
     """
-    while eqn.primitive.name != "pallas_call" and (
-        inner := [e for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns]
-    ):
-        largest = max(inner, key=count_flops)
-        if not count_flops(largest):
+    while eqn.primitive.name != "pallas_call":
+        jaxprs = jex.jaxprs_in_params(eqn.params)
+        inner = list(itertools.chain(*(jaxpr.eqns for jaxpr in jaxprs)))
+        largest = max(inner, key=count_flops, default=None)
+        if largest is None or not count_flops(largest):
             break
         eqn = largest
     return getattr(eqn.invars[0].aval, "dtype", None)

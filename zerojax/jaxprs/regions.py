@@ -172,9 +172,10 @@ def rebind_cond(
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return list(jax.lax.switch(index, branches, *operands))
-    pairs = zip(platforms, branches, strict=True)
-    named = {name: branch for names, branch in pairs for name in names or ("default",)}
-    return list(jax.lax.platform_dependent(*operands, **named))
+    by_platform = {}
+    for names, branch in zip(platforms, branches, strict=True):
+        by_platform.update(dict.fromkeys(names or ("default",), branch))
+    return list(jax.lax.platform_dependent(*operands, **by_platform))
 
 
 def rebind_remat(eqn: jex.JaxprEqn, function: Function, values: Sequence[Any]) -> list[Any]:

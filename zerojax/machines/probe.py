@@ -19,12 +19,13 @@ import datetime
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
 
 from host_offload.device import host_bytes, pinned_pool_bytes
 from host_offload.disk import Bench, SwapFolder, tune
@@ -33,7 +34,7 @@ from zerojax.machines.machines import Machine
 from zerojax.machines.named_machines import NAMED, machine_of
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, make_mesh, named
-from zerojax.trees import Grads, Params
+from zerojax.trees import Grads, OptState, Params
 
 _HOST = "pinned_host"
 _REPEATS = 20
@@ -117,7 +118,7 @@ class Link:
         )
 
 
-def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
+def measure_link(mesh: Mesh, num_bytes: int, repeats: int = 5) -> Link:
     """Measure the host link by timing `jax.device_put` on every device of a mesh at the same time.
 
     Args:
@@ -134,7 +135,7 @@ def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
     y = jax.device_put(x, on_host)
     jax.block_until_ready((x, y))
 
-    def rate(*pairs: Any) -> float:
+    def rate(*pairs: tuple[jax.Array, NamedSharding]) -> float:
         def move() -> None:
             jax.block_until_ready(
                 [jax.device_put(a, sharding, may_alias=False) for a, sharding in pairs]
@@ -170,17 +171,49 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     devices = jax.local_devices()
     is_cpu = devices[0].platform == "cpu"
     kind = devices[0].device_kind
-    if sizes is None:
-        sizes = _SIZES["cpu" if is_cpu else "gpu"]
-    mesh = make_mesh(devices=devices)
+    sizes = _SIZES["cpu" if is_cpu else "gpu"] if sizes is None else sizes
     when = (
         f"measured by zerojax probe {datetime.date.today()} on {platform.node()}, "
         f"{len(devices)} x {kind}"
     )
-    copies = f"{when}: copies of memory, because a CPU has no link" if is_cpu else when
-    found, source = (
-        ({}, {}) if swap_dir is None else _disk(swap_dir, sizes, when)
-    )  # measured first, so that a problem with the folder is reported immediately
+    disk = _Measured({}, {})
+    if swap_dir is not None:  # measured first, so that a problem with the folder is seen at once
+        disk = _measure_disk(swap_dir, sizes, when)
+    mesh = make_mesh(devices=devices)
+    rates = _measure_rates(mesh, sizes, when, is_cpu)
+    flops = {name: _product_rate(mesh, sizes, p.compute_dtype) for name, p in PRECISIONS.items()}
+    source = disk.source | rates.source | {f"flops.{name}": when for name in flops}
+    sheet = NAMED.get(machine_of(kind) or "")
+    peak = {} if sheet is None else dict(sheet.peak_flops)
+    if sheet is not None:
+        source |= {f"peak_flops.{name}": sheet.source[f"peak_flops.{name}"] for name in peak}
+    memories = _Measured(*probe_memories(devices))
+    return Machine(
+        name=kind.lower().replace(" ", "-"),
+        devices_per_node=len(devices),
+        peak_flops=peak,
+        flops=flops,
+        **memories.figures,
+        **rates.figures,
+        **disk.figures,
+        source=source | memories.source,
+    )
+
+
+class _Measured(NamedTuple):
+    """Some figures of a machine.
+
+    Attributes:
+      figures: figures by name.
+      source: source of each figure.
+    """
+
+    figures: dict[str, Any]
+    source: dict[str, str]
+
+
+def _measure_rates(mesh: Mesh, sizes: ProbeSizes, when: str, is_cpu: bool) -> _Measured:
+    """Return the rates of device memory, link, network in the node, and host kernel."""
     link = measure_link(mesh, sizes.link_bytes, _REPEATS)
     figures: dict[str, Any] = {
         "memory_rate": _memory_rate(mesh, sizes),
@@ -189,29 +222,14 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
         "link_both": link.both,
         "host_kernel": _host_kernel_rate(sizes),
     }
-    if len(devices) > 1:
+    if mesh.size > 1:
         figures["network_in_node"] = _gather_rate(mesh, sizes)
-    flops = {name: _product_rate(mesh, sizes, p.compute_dtype) for name, p in PRECISIONS.items()}
-    source |= {name: copies if name.startswith(("link", "network")) else when for name in figures}
-    source |= {f"flops.{name}": when for name in flops}
-    sheet = NAMED.get(machine_of(kind) or "")
-    peak = {} if sheet is None else dict(sheet.peak_flops)
-    source |= (
-        {}
-        if sheet is None
-        else {f"peak_flops.{name}": sheet.source[f"peak_flops.{name}"] for name in peak}
-    )
-    memories, told = probe_memories(devices)
-    return Machine(
-        name=kind.lower().replace(" ", "-"),
-        devices_per_node=len(devices),
-        peak_flops=peak,
-        flops=flops,
-        **memories,
-        **figures,
-        **found,
-        source=source | told,
-    )
+    source = dict.fromkeys(figures, when)
+    if is_cpu:
+        copies = f"{when}: copies of memory, because a CPU has no link"
+        moves = [name for name in figures if name.startswith(("link", "network"))]
+        source |= dict.fromkeys(moves, copies)
+    return _Measured(figures, source)
 
 
 def probe_memories(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -224,18 +242,19 @@ def probe_memories(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, st
     pool = pinned_pool_bytes(devices[0].platform)
     stats = devices[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
-    of = "the limit of XLA's allocator, by memory_stats()"
+    limit_source = "the limit of XLA's allocator, by memory_stats()"
     if limit is None and host is not None:
         limit = host // len(devices)
-        of = f"host_bytes / {len(devices)}: devices of a CPU share the host's memory"
-    pinned = min((size for size in (pool, host) if size is not None), default=None)
+        limit_source = f"host_bytes / {len(devices)}: devices of a CPU share the host's memory"
+    pinned = min((n for n in (pool, host) if n is not None), default=None)
+    pinned_source = "XLA's pool of one process"
+    if pool is None or pinned == host:
+        pinned_source = "host_bytes: no lower limit is set"
     figures = {"device_bytes": limit, "host_bytes": host, "pinned_bytes": pinned}
     source = {
-        "device_bytes": of,
+        "device_bytes": limit_source,
         "host_bytes": "the system's memory, or the control group's limit if lower",
-        "pinned_bytes": "host_bytes: no lower limit is set"
-        if pool is None or pinned == host
-        else "XLA's pool of one process",
+        "pinned_bytes": pinned_source,
     }
     return figures, {name: source[name] for name, n in figures.items() if n is not None}
 
@@ -244,64 +263,62 @@ def _best(call: Callable[[], Any], repeats: int = _REPEATS, seconds: float = flo
     """Return the least seconds of a call, timed after two calls that compile and allocate."""
     call()
     call()
-    found = []
+    times = list[float]()
     began = time.perf_counter()
-    while not found or (len(found) < repeats and time.perf_counter() - began < seconds):
+    while not times or (len(times) < repeats and time.perf_counter() - began < seconds):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
-def _product_rate(mesh: Any, sizes: ProbeSizes, dtype: str) -> float:
+def _product_rate(mesh: Mesh, sizes: ProbeSizes, dtype: str) -> float:
     """Return the FLOP/s per device of repeated products x[N n_fsdp, n] @ w[n, n]."""
     n = sizes.product
-    num = mesh.size
     rows = named(mesh, (FSDP, None))
-    whole = named(mesh, ())
+    replicated = named(mesh, ())
+
     # This scale keeps the product's elements near 1: zeros and infinities have other speeds.
-    x = jax.jit(lambda key: jax.random.normal(key, (num * n, n), dtype), out_shardings=rows)(
-        jax.random.key(0)
-    )
-    w = jax.jit(
-        lambda key: (jax.random.normal(key, (n, n)) * n**-0.5).astype(dtype), out_shardings=whole
-    )(jax.random.key(1))
+    def draw_x(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (mesh.size * n, n), dtype)
+
+    def draw_w(key: jax.Array) -> jax.Array:
+        return (jax.random.normal(key, (n, n)) * n**-0.5).astype(dtype)
+
+    x = jax.jit(draw_x, out_shardings=rows)(jax.random.key(0))
+    w = jax.jit(draw_w, out_shardings=replicated)(jax.random.key(1))
     # Two products per iteration: XLA copies a carry that a single product reads and writes.
-    chain = jax.jit(
-        lambda x, w: jax.lax.fori_loop(0, sizes.num_products // 2, lambda _, x: (x @ w) @ w, x)
-    )
-    return (
-        2.0
-        * n**3
-        * (sizes.num_products // 2 * 2)
-        / _best(_blocking(chain, x, w), seconds=sizes.seconds)
-    )
+    iterations = sizes.num_products // 2
+    chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, iterations, lambda _, x: (x @ w) @ w, x))
+    flops = 2.0 * n**3 * (iterations * 2)
+    return flops / _best(_blocking(chain, x, w), seconds=sizes.seconds)
 
 
-def _memory_rate(mesh: Any, sizes: ProbeSizes) -> float:
+def _memory_rate(mesh: Mesh, sizes: ProbeSizes) -> float:
     """Return the bytes per second that one device reads and writes in its memory."""
     x = _ones(mesh, sizes.memory_bytes // 4)
     # The array is donated because fresh memory is slower on first use.
     passes = jax.jit(
         lambda x, c: jax.lax.fori_loop(0, sizes.num_passes, lambda _, x: x * c, x), donate_argnums=0
     )
-    held = [x]
+    num_bytes = 2.0 * x.nbytes / mesh.size * sizes.num_passes
 
     def call() -> None:
-        held[0] = jax.block_until_ready(passes(held[0], np.float32(1.0001)))
+        nonlocal x
+        x = jax.block_until_ready(passes(x, np.float32(1.0001)))
 
-    return 2.0 * x.nbytes / mesh.size * sizes.num_passes / _best(call, seconds=sizes.seconds)
+    return num_bytes / _best(call, seconds=sizes.seconds)
 
 
-def _gather_rate(mesh: Any, sizes: ProbeSizes) -> float:
+def _gather_rate(mesh: Mesh, sizes: ProbeSizes) -> float:
     """Return the bytes per second that each device sends in an all_gather, x[B_fsdp] -> x[B]."""
-    num = mesh.size
-    x = _ones(mesh, sizes.gathered_bytes // 4 // num)
+    n = mesh.size
+    x = _ones(mesh, sizes.gathered_bytes // 4 // n)
     gather = jax.jit(lambda x: x, out_shardings=named(mesh, ()))
-    return x.nbytes * (num - 1) / num / _best(_blocking(gather, x), seconds=sizes.seconds)
+    return x.nbytes * (n - 1) / n / _best(_blocking(gather, x), seconds=sizes.seconds)
 
 
-def _ones(mesh: Any, elements: int) -> Any:
+def _ones(mesh: Mesh, elements: int) -> jax.Array:
     """Return float32 ones with `elements` elements per device, created on the devices."""
     return jax.jit(
         lambda: jnp.ones(mesh.size * elements, jnp.float32), out_shardings=named(mesh, (FSDP,))
@@ -319,15 +336,15 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     """Return the bytes per second that the host's AdamW reads and writes: 28 bytes per element."""
     tx = optax.adamw(1e-3)
 
-    def rule(params: Params, state: Any, grads: Grads) -> Any:
+    def rule(params: Params, state: OptState, grads: Grads) -> Any:
         updates, state = tx.update(grads.astype(jnp.float32), state, params)
         new: Any = optax.apply_updates(params, updates)
         return new, state, new.astype(jnp.bfloat16)
 
-    one = jax.ShapeDtypeStruct((8,), jnp.float32)
-    closed = jax.make_jaxpr(rule)(
-        one, jax.eval_shape(tx.init, one), jax.ShapeDtypeStruct((8,), jnp.bfloat16)
-    )
+    abstract_params = jax.ShapeDtypeStruct((8,), jnp.float32)
+    abstract_grads = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    abstract_state = jax.eval_shape(tx.init, abstract_params)
+    closed = jax.make_jaxpr(rule)(abstract_params, abstract_state, abstract_grads)
     # Inputs: parameters, step count, both moments, gradients. Parameters and moments are updated
     # in place.
     kernel = build_kernel(closed, [(0, 0), (2, 2), (3, 3)])
@@ -343,8 +360,8 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     return kernel.bytes_per_element * n / _best(update, seconds=sizes.seconds)
 
 
-def _disk(folder: str, sizes: ProbeSizes, when: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the figures of a folder's disk, and their sources."""
+def _measure_disk(folder: str, sizes: ProbeSizes, when: str) -> _Measured:
+    """Return the figures of a folder's disk."""
     with SwapFolder(folder) as swap:
         free = swap.free_bytes()
         settings = tune(swap.path)
@@ -359,10 +376,9 @@ def _disk(folder: str, sizes: ProbeSizes, when: str) -> tuple[dict[str, Any], di
         "disk_write": max(alone.write for alone, _ in rounds),
         "disk_both": max(both for _, both in rounds),
     }
-    of = f"{when}: {settings.num_threads} concurrent transfers of {settings.block_bytes >> 20} MiB"
-    return figures, {
-        name: of if name != "disk_bytes" else "free space of the folder" for name in figures
-    }
+    transfers = f"{settings.num_threads} concurrent transfers of {settings.block_bytes >> 20} MiB"
+    source = dict.fromkeys(figures, f"{when}: {transfers}")
+    return _Measured(figures, source | {"disk_bytes": "free space of the folder"})
 
 
 def _until(seconds: float) -> Iterator[int]:

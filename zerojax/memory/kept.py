@@ -89,8 +89,10 @@ def kept_values(values: list[Kept]) -> KeptValues:
 def streamed_kept(streamed: StreamedStep, abstract_batch: Batch) -> list[Kept]:
     """Return the values that a streamed step saves of its layers."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
-    return [kept for loops, residuals in plans for kept in _of_run(loops.stack.run, residuals)]
+    values: list[Kept] = []
+    for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
+        values += _range_values(loops.stack.run, residuals)
+    return values
 
 
 def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
@@ -100,45 +102,41 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
     piece but one: t - 1 times the bytes that it stores.
     """
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    held = 0
+    stored = 0
     for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
-        of_each = zip(residuals.records, residuals.shapes, residuals.whole, strict=True)
-        one = sum(
-            local_record_bytes(record, a.shape, a.dtype)
-            for record, a, whole in of_each
-            if whole is not None
-        )
-        held += loops.stack.num_layers * one
-    return held * (streamed.mesh.shape[TENSOR] - 1)
+        layer_bytes = 0
+        for n, record in enumerate(residuals.records):
+            if residuals.whole[n] is not None:
+                a = residuals.shapes[n]
+                layer_bytes += local_record_bytes(record, a.shape, a.dtype)
+        stored += loops.stack.num_layers * layer_bytes
+    return stored * (streamed.mesh.shape[TENSOR] - 1)
 
 
-def _of_run(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
+def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
+    """Return the values that a range of layers saves."""
     values = list[Kept]()
     lead = residuals.lead
-    num_layers = run.num_layers
-    of_each = zip(
-        residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True
-    )
-    for name, record, a, why in of_each:
-        spec = tuple(
-            None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec
-        )[lead:]
-        count = num_layers * math.prod(a.shape[:lead])
-        num_bytes = num_layers * local_record_bytes(record, a.shape, a.dtype)
-        values.append(
-            Kept(
-                name,
-                a.shape[lead:],
-                a.dtype,
-                spec,
-                record.tier,
-                count,
-                num_bytes,
-                run.name,
-                why or "",
-            )
+    for n, record in enumerate(residuals.records):
+        a = residuals.shapes[n]
+        value = Kept(
+            name=residuals.names[n],
+            shape=a.shape[lead:],
+            dtype=a.dtype,
+            spec=_constrained_entries(record.spec)[lead:],
+            tier=record.tier,
+            count=run.num_layers * math.prod(a.shape[:lead]),
+            num_bytes=run.num_layers * local_record_bytes(record, a.shape, a.dtype),
+            stack=run.name,
+            replicated=residuals.replicated[n] or "",
         )
+        values.append(value)
     return values
+
+
+def _constrained_entries(spec: Spec | PartitionSpec) -> Spec:
+    """Return a spec with None for dims that are left to the partitioner."""
+    return tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
 
 
 def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept]:
@@ -235,15 +233,12 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
 def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
     """Return the spec of a variable that is the result of a constraint, or None."""
     eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
-    if eqn is not None and eqn.primitive.name == "sharding_constraint":
-        return _read_constraint(eqn)
-    return None
+    if eqn is None or eqn.primitive.name != "sharding_constraint":
+        return None
+    return _read_constraint(eqn)
 
 
 def _read_constraint(eqn: jex.JaxprEqn) -> Spec:
     """Return the spec of a constraint; None for dims that are left to the partitioner."""
-    entries = (
-        None if entry is PartitionSpec.UNCONSTRAINED else entry
-        for entry in eqn.params["sharding"].spec
-    )
-    return pad_spec(tuple(entries), len(eqn.outvars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    entries = _constrained_entries(eqn.params["sharding"].spec)
+    return pad_spec(entries, len(eqn.outvars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]

@@ -15,7 +15,9 @@ compiled program's own copies are the remainder of `host_link`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
+from host_offload.host_update import LeafGroup
 from host_offload.schedule import StepPlan
 from zerojax.memory.collectives import collectives_of_step
 from zerojax.memory.kept import (
@@ -31,7 +33,7 @@ from zerojax.memory.resident import resident_bytes
 from zerojax.memory.streamed import streamed_bytes, streamed_steps
 from zerojax.memory.tensor import tensor_collectives
 from zerojax.resident import ResidentStep
-from zerojax.state import DiskLayout, StateRecords, steps_of_leaves
+from zerojax.state import DiskLayout, StateRecords, TrainState, steps_of_leaves
 from zerojax.streamed import StreamedStep
 from zerojax.trees import Batch
 
@@ -53,49 +55,22 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
             f"the bytes of a {type(step).__name__} are not counted in this version"
         )
     layout = records.layout
-    state = records.layout.abstract_state
-    pending = bytes_by_tier(state.pending)
-    scalars = (
-        bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"]
-        + pending["device"]
-    )
-    if state.model_state is None:
-        model_state = {}
-    else:
-        model_state = {"model_state": bytes_by_tier(state.model_state)["device"]}
     streamed = step if isinstance(step, StreamedStep) else None
-    if streamed is not None:
-        running = streamed_bytes(layout, streamed, abstract_batch)
+    if isinstance(step, StreamedStep):
+        running = streamed_bytes(layout, step, abstract_batch)
     else:
-        assert isinstance(step, ResidentStep)
         pieces = {} if step.update is None else step.update.num_pieces()
         running = resident_bytes(records, pieces, step.objective, abstract_batch)
-    kinds = {
-        "params": bytes_by_tier(state.params),
-        "master": bytes_by_tier(state.master),
-        "opt_state": bytes_by_tier(state.opt_state),
-        "frozen": bytes_by_tier(state.frozen),
-    }
-    device = (
-        {kind: tiers["device"] for kind, tiers in kinds.items()}
-        | {
-            "batch": bytes_by_tier(abstract_batch)["device"],
-            "scalars": scalars,
-        }
-        | model_state
-    )
-    host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()} | {
-        "pending": pending["pinned_host"]
-    }
-    on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
-    if parts := [] if step.host is None else step.host.parts():
-        slots["slots"] = slots.get("slots", 0) + sum(leaf_ids.slot_bytes for leaf_ids in parts)
-        buffers["buffers"] = buffers.get("buffers", 0) + sum(
-            leaf_ids.host_bytes for leaf_ids in parts
-        )
+
+    device, host = _argument_bytes(layout.abstract_state, abstract_batch)
+    on_disk = {} if layout.disk is None else _disk_bytes(layout.disk)
+    leaf_groups = [] if step.host is None else step.host.leaf_groups()
+    slots, buffers = _transfer_bytes(layout.disk, leaf_groups)
     over_tensor = tensor_collectives(layout, step.model, abstract_batch)
-    if streamed is not None and (gathered := bytes_gathered(streamed, abstract_batch)):
-        over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered
+    if streamed is not None:
+        gathered = bytes_gathered(streamed, abstract_batch)
+        if gathered:
+            over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered
     return MemoryReport(
         tiers={
             "device": device | running.device | slots,
@@ -107,6 +82,28 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
         callback_link=running.called,
         num_params=layout.num_params,
     )
+
+
+def _argument_bytes(
+    state: TrainState, abstract_batch: Batch
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a step's arguments on the device, and in host memory, by kind."""
+    kinds = {
+        "params": bytes_by_tier(state.params),
+        "master": bytes_by_tier(state.master),
+        "opt_state": bytes_by_tier(state.opt_state),
+        "frozen": bytes_by_tier(state.frozen),
+    }
+    pending = bytes_by_tier(state.pending)
+    scalars = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))
+    device = {kind: tiers["device"] for kind, tiers in kinds.items()}
+    device["batch"] = bytes_by_tier(abstract_batch)["device"]
+    device["scalars"] = scalars["device"] + pending["device"]
+    if state.model_state is not None:
+        device["model_state"] = bytes_by_tier(state.model_state)["device"]
+    host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()}
+    host["pending"] = pending["pinned_host"]
+    return device, host
 
 
 def steps_of_program(records: StateRecords, step: object, abstract_batch: Batch) -> StepPlan:
@@ -152,12 +149,32 @@ def kept_by_program(records: StateRecords, step: object, abstract_batch: Batch) 
     )
 
 
-def _disk_bytes(disk: DiskLayout) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return a device's bytes on disk by kind, of host memory buffers, and of a GPU's slots."""
+def _disk_bytes(disk: DiskLayout) -> dict[str, int]:
+    """Return a device's bytes on disk, by kind."""
     on_disk: dict[str, int] = {}
-    slots = 0
     for kind, records in disk.kinds.items():
         name = kind.split(".")[0]
         on_disk[name] = on_disk.get(name, 0) + records.num_layers * records.num_bytes
-        slots += records.slot_bytes
-    return on_disk, {"buffers": disk.buffer_bytes(disk.kinds.values())}, {"slots": slots}
+    return on_disk
+
+
+def _transfer_bytes(
+    disk: DiskLayout | None, leaf_groups: Sequence[LeafGroup]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a GPU's slots, and of buffers in host memory, for callbacks.
+
+    Args:
+      disk: the records of the nvme tier, or None.
+      leaf_groups: groups of leaves that an update on the host transfers together.
+    """
+    slots: dict[str, int] = {}
+    buffers: dict[str, int] = {}
+    if disk is not None:
+        slots["slots"] = sum(records.slot_bytes for records in disk.kinds.values())
+        buffers["buffers"] = disk.buffer_bytes(disk.kinds.values())
+    if leaf_groups:
+        group_slots = sum(group.slot_bytes for group in leaf_groups)
+        group_buffers = sum(group.host_bytes for group in leaf_groups)
+        slots["slots"] = slots.get("slots", 0) + group_slots
+        buffers["buffers"] = buffers.get("buffers", 0) + group_buffers
+    return slots, buffers

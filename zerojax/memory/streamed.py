@@ -50,13 +50,14 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch
         "in_flight": max(0, steps.peak_bytes - gathered),
     }
     host = {"grads": 0, "activations": kept("pinned_host")} | host_grads
-    link, called = (
-        {
-            "to_device": steps.moved("up", called=by_callbacks),
-            "to_host": steps.moved("down", called=by_callbacks),
-        }
-        for by_callbacks in (False, True)
-    )
+    link = {
+        "to_device": steps.moved("up", called=False),
+        "to_host": steps.moved("down", called=False),
+    }
+    called = {
+        "to_device": steps.moved("up", called=True),
+        "to_host": steps.moved("down", called=True),
+    }
     return RunningBytes(device, host, link, called)
 
 
@@ -92,13 +93,13 @@ def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
 
 def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     """Return the bytes that one layer of each run saves off the device, for its schedule."""
-    return {
-        run: {
+    off_device = {}
+    for run, tiers in saved.items():
+        off_device[run] = {
             "activations": tiers["pinned_host"] + tiers["nvme"],
             "activations_on_disk": tiers["on_disk"],
         }
-        for run, tiers in saved.items()
-    }
+    return off_device
 
 
 def _entered_bytes(streamed: StreamedStep, abstract_batch: Batch) -> int:
@@ -107,10 +108,9 @@ def _entered_bytes(streamed: StreamedStep, abstract_batch: Batch) -> int:
     lead = int(streamed.microbatches.count > 1)
     total = 0
     for a in jax.tree.leaves(streamed.abstract_entered(abstract_batch)):
-        of_one = a.shape[lead:]
-        record = RecordSpec(
-            streamed.mesh, spec.saved(of_one, of_one[0] if of_one else 0, "device"), "device"
-        )
+        shape = a.shape[lead:]  # of one microbatch
+        saved_spec = spec.saved(shape, shape[0] if shape else 0, "device")
+        record = RecordSpec(streamed.mesh, saved_spec, "device")
         total += local_record_bytes(record, a.shape, a.dtype)
     return total
 
@@ -122,24 +122,23 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
     """
     config = layout.config
     unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
-    if config.update == "in_backward":
-        layers = 0
-    else:
+    layers = 0
+    if config.update != "in_backward":
         layers = grad_elements(layout, blocks=True) * grad_itemsize(layout)
-    tier = config.grads
-    if streamed.host is not None:  # callbacks keep the gradients that wait off the device
-        if not streamed.host.stashes:
-            tier = "device"
-        else:
-            tier = "nvme" if streamed.host.on_disk else "stashed"
+
+    device = unstacked
     host: dict[str, int] = {}
-    if tier == "pinned_host":
-        host["grads"] = layers
-    elif tier == "stashed":
+    if streamed.host is None:
+        if config.grads == "device":
+            device += layers
+        elif config.grads == "pinned_host":
+            host["grads"] = layers
+    elif not streamed.host.stashes:
+        device += layers
+    elif not streamed.host.on_disk:
+        # Callbacks keep the gradients that wait off the device.
         host["stashed"] = layers
     if config.delayed_update:  # every leaf's gradient, and new parameters next to the old ones
-        host |= {
-            "stashed": layers + unstacked,
-            "made": grad_elements(layout) * compute_itemsize(layout),
-        }
-    return unstacked + (layers if tier == "device" else 0), host
+        host["stashed"] = layers + unstacked
+        host["made"] = grad_elements(layout) * compute_itemsize(layout)
+    return device, host

@@ -26,6 +26,7 @@ if it finds a mesh can run without one: {}.
 """
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,16 +66,16 @@ class AxisNames:
         Raises:
           ValueError: a rule is not a pair of a name and axes.
         """
-        given = rules if rules is not None else (flax.core.spmd.get_logical_axis_rules() or None)
-        for rule in given or ():
+        pairs = rules if rules is not None else (flax.core.spmd.get_logical_axis_rules() or None)
+        for rule in pairs or ():
             if not (isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)):
                 raise ValueError(
                     f"axis_rules holds {rule!r}: pairs are needed, such as (('vocab', 'tensor'), "
                     "('embed', None))"
                 )
         if mesh_axes:
-            given = (*(given or ()), *mesh_axes.items())
-        self.rules = None if given is None else tuple((name, _entry(axes)) for name, axes in given)
+            pairs = (*(pairs or ()), *mesh_axes.items())
+        self.rules = None if pairs is None else tuple((name, _entry(axes)) for name, axes in pairs)
         self.mesh_axes = mesh_axes
         self._dropped: Counter[tuple[str, str]] = Counter()
 
@@ -93,17 +94,14 @@ class AxisNames:
         has_rules = self.rules is not None or rules_of_leaf is not None
         entries = [_names(entry) for entry in names]
         axes_by_name: dict[str, tuple[str, ...]] = {}
-        present = {name for entry in entries for name in entry}
-        taken = set()
+        leaf_names = set(itertools.chain(*entries))
+        used_axes = set()
         for name, axes in rules:
-            if (
-                name in present
-                and name not in axes_by_name
-                and axes != REFUSE
-                and not taken & set(_names(axes))
-            ):
+            if name not in leaf_names or name in axes_by_name or axes == REFUSE:
+                continue
+            if used_axes.isdisjoint(_names(axes)):
                 axes_by_name[name] = _names(axes)
-                taken |= set(_names(axes))
+                used_axes.update(_names(axes))
         refused = {name for name, axes in rules if axes == REFUSE}
 
         def translate(name: str) -> tuple[str, ...]:
@@ -130,24 +128,23 @@ class AxisNames:
                 self._dropped[axis, ZERO_ASSIGNS] += 1
             return axis not in BATCH_AXES
 
-        split = [
-            [axis for name in entry for axis in translate(name) if keep(axis)] for entry in entries
-        ]
-        return PartitionSpec(*(_entry(axes) for axes in split))
+        spec = []
+        for entry in entries:
+            axes = itertools.chain(*map(translate, entry))
+            spec.append(_entry([axis for axis in axes if keep(axis)]))
+        return PartitionSpec(*spec)
 
     def log_dropped(self) -> None:
         """Log the dropped names, with the number of parameters."""
-        if self._dropped:
-            names = ", ".join(
-                f"{name!r} ({why}) of {count} parameters"
-                for (name, why), count in self._dropped.items()
-            )
-            unknown = any(why != ZERO_ASSIGNS for _, why in self._dropped)
-            logger.log(
-                logging.WARNING if unknown else logging.INFO,
-                "dropped names of axes: %s",
-                names,
-            )
+        if not self._dropped:
+            return
+        lines = []
+        level = logging.INFO
+        for (name, why), count in self._dropped.items():
+            lines.append(f"{name!r} ({why}) of {count} parameters")
+            if why != ZERO_ASSIGNS:
+                level = logging.WARNING
+        logger.log(level, "dropped names of axes: %s", ", ".join(lines))
 
     def while_made(self) -> Any:
         """Return the context in which parameters are created.
@@ -164,15 +161,11 @@ class AxisNames:
             yield
             return
         mesh = jax.sharding.get_abstract_mesh()
-        if self.mesh_axes is None:
-            seen = {}
-        else:
-            seen = {axis: name for name, axis in self.mesh_axes.items() if axis is not None}
-        rules = [
-            (name, _seen(axes, mesh.axis_names, seen))
-            for name, axes in self.rules or ()
-            if axes != REFUSE
-        ]
+        module_names = _invert(self.mesh_axes or {})
+        rules = []
+        for name, axes in self.rules or ():
+            if axes != REFUSE:
+                rules.append((name, _activation_entry(axes, mesh.axis_names, module_names)))
         with nn.logical_axis_rules(rules), _under(_renamed(mesh, self.mesh_axes)):
             yield
 
@@ -181,18 +174,24 @@ def _under(mesh: AbstractMesh) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def _seen(axes: Any, mesh_axes: Sequence[str], seen: Mapping[str, str]) -> Any:
-    """Return the axes to which a rule constrains an activation, under the modules' names.
+def _invert(mesh_axes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the modules' name of each axis of the program's mesh that has one."""
+    return {axis: name for name, axis in mesh_axes.items() if axis is not None}
 
-    `seen` maps axes of the mesh to the modules' names.
+
+def _activation_entry(axes: Any, mesh_axes: Sequence[str], module_names: Mapping[str, str]) -> Any:
+    """Return the entry to which a rule constrains a dim of an activation.
+
+    Args:
+      axes: axes of the rule.
+      mesh_axes: axes of the program's mesh.
+      module_names: the modules' names of axes of the mesh.
     """
-    kept = [
-        seen.get(axis, axis)
-        for axis in _names(axes)
-        if axis in mesh_axes and axis not in BATCH_AXES
-    ]
-    to_batch = not kept and any(axis in BATCH_AXES for axis in _names(axes))
-    return PartitionSpec.UNCONSTRAINED if to_batch else _entry(kept)
+    axes = _names(axes)
+    constrained = [axis for axis in axes if axis in mesh_axes and axis not in BATCH_AXES]
+    if not constrained and not set(axes).isdisjoint(BATCH_AXES):
+        return PartitionSpec.UNCONSTRAINED
+    return _entry([module_names.get(axis, axis) for axis in constrained])
 
 
 def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> AbstractMesh:
@@ -201,9 +200,9 @@ def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> Abstr
         return mesh
     if not axes:
         return AbstractMesh((), ())
-    of_axis = {axis: name for name, axis in axes.items() if axis is not None}
+    module_names = _invert(axes)
     extra = [name for name, axis in axes.items() if axis is None and name not in mesh.axis_names]
-    names: Any = (*(of_axis.get(axis, axis) for axis in mesh.axis_names), *extra)
+    names: Any = (*(module_names.get(axis, axis) for axis in mesh.axis_names), *extra)
     types = (*mesh.axis_types, *(AxisType.Auto for _ in extra))
     return AbstractMesh((*mesh.axis_sizes, *(1 for _ in extra)), names, axis_types=types)
 

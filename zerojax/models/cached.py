@@ -57,11 +57,11 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
     assert cache is not None
     assert predict is not None
 
-    def given(batch: Mapping[str, Any]) -> dict[str, Any]:
+    def without_cache(batch: Mapping[str, Any]) -> dict[str, Any]:
         return {name: a for name, a in batch.items() if name != CACHE}
 
     def embed(p_embed: Params, batch: Batch, key: Any) -> Any:
-        x = model.embed(p_embed, given(batch), key)
+        x = model.embed(p_embed, without_cache(batch), key)
         return {"x": x, CACHE: batch[CACHE] if CACHE in batch else empty(x)}
 
     def empty(x: Any) -> Any:
@@ -74,24 +74,26 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
     def block(p: Params, x: Any, key: Any, context: Context, layer: Any) -> Any:
         del key
         number = layer["number"]
-        own = jax.tree.map(
+        layer_cache = jax.tree.map(
             lambda a: jax.lax.dynamic_index_in_dim(a, number, 1, keepdims=False), x[CACHE]
         )
-        y, own = cache.block(p, x["x"], own, context, layer["given"])
+        y, layer_cache = cache.block(p, x["x"], layer_cache, context, layer["given"])
         stacks = jax.tree.map(
-            lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, number, 1), x[CACHE], own
+            lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, number, 1),
+            x[CACHE],
+            layer_cache,
         )
         return {"x": y, CACHE: stacks}
 
     def run(p_head: Params, p_embed: Params, x: Any, batch: Batch) -> Any:
-        return predict(p_head, p_embed, x["x"], given(batch)), x[CACHE]
+        return predict(p_head, p_embed, x["x"], without_cache(batch)), x[CACHE]
 
     return dataclasses.replace(
         model,
         embed=embed,
         block=block,
         predict=run,
-        context=None if context is None else lambda batch: context(given(batch)),
+        context=None if context is None else lambda batch: context(without_cache(batch)),
         per_layer={"number": np.arange(model.num_layers), "given": model.per_layer},
         cache=None,
     )

@@ -21,7 +21,7 @@ documents how Linen modules get their mode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -39,7 +39,7 @@ from zerojax.models.flax_calls import (
 from zerojax.models.flax_linen import LinenPart
 from zerojax.models.flax_nnx import NnxPart
 from zerojax.models.model import Cache, LayeredModel, Model
-from zerojax.trees import Batch, Params
+from zerojax.trees import Batch, Context, Params
 
 Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
 
@@ -161,21 +161,17 @@ def from_flax(
     calls = Calls(
         AxisNames(axis_rules, mesh_axes), tuple(rngs), tuple(mutable), tuple(sown), trainable
     )
-    of_blocks = {"context": context, "per_layer": per_layer, "cache": cache}
-    given = [name for name, value in of_blocks.items() if value is not None]
-    if module is not None and given:
+    block_inputs = _BlockInputs(context, per_layer, cache)
+    input_names = [name for name, value in block_inputs._asdict().items() if value is not None]
+    if module is not None and input_names:
         raise ValueError(
-            f"from_flax got a single module together with {', '.join(given)}, which only blocks "
-            "read: give embed, block and head"
+            f"from_flax got a single module together with {', '.join(input_names)}, which only "
+            "blocks read: give embed, block and head"
         )
-    if (
-        module is not None
-        and embed is None
-        and block is None
-        and head is None
-        and num_layers is None
-    ):
-        model = _whole(module, loss, predict, example_batch, calls)
+    layered_arguments = {"embed": embed, "block": block, "head": head, "num_layers": num_layers}
+    names = [name for name, value in layered_arguments.items() if value is not None]
+    if module is not None and not names:
+        model = _build_model(module, loss, predict, example_batch, calls)
     elif (
         module is None
         and embed is not None
@@ -183,18 +179,12 @@ def from_flax(
         and head is not None
         and num_layers is not None
     ):
-        model = _layered(
-            embed, block, head, num_layers, loss, predict, example_batch, calls, of_blocks
-        )
+        modules = _LayeredModules(embed, block, head)
+        layered = _LayeredFlax(modules, loss, predict, example_batch, block_inputs, calls)
+        model = layered.build(num_layers)
     else:
-        parts = {
-            "module": module,
-            "embed": embed,
-            "block": block,
-            "head": head,
-            "num_layers": num_layers,
-        }
-        names = [name for name, value in parts.items() if value is not None]
+        if module is not None:
+            names.insert(0, "module")
         raise ValueError(
             "from_flax takes either module, or all of embed, block, head and num_layers; it got "
             f"{names}"
@@ -203,21 +193,22 @@ def from_flax(
     return model
 
 
-def _whole(
+def _build_model(
     module: Modules,
     loss: Callable[..., Any],
     predict: Callable[..., Any] | None,
     batch: Batch,
     calls: Calls,
 ) -> Model:
-    call = call_with_key(loss, "model", "batch")
-    part = _part("module", module, lambda m, b: call(m, b, None), (batch,), calls)
+    """Return the Model of a single module."""
+    call_loss = call_with_key(loss, "model", "batch")
+    part = _part("module", module, lambda m, b: call_loss(m, b, None), (batch,), calls)
     _check((part,), calls)
 
     def run(params: Params, batch: Batch, key: jax.Array | None, *state: Any) -> Any:
         with calls.run(key is not None):
             bound = part.bind(params, key, *state)
-            out = without_variables(call(bound, batch, key))
+            out = without_variables(call_loss(bound, batch, key))
             return (out, part.read_state(bound)) if state else out
 
     def run_predict(params: Params, batch: Batch, *state: Any) -> Any:
@@ -237,159 +228,211 @@ def _whole(
     )
 
 
-def _layered(
-    embed: Modules,
-    block: Modules,
-    head: Modules,
-    num_layers: int,
-    loss: Callable[..., Any],
-    predict: Callable[..., Any] | None,
-    batch: Batch,
-    calls: Calls,
-    of_blocks: dict[str, Any],
-) -> LayeredModel:
-    call_loss = call_with_key(loss, *(of_loss := ("head", "embed", "x", "batch")))
-    has_context = any(of_blocks[name] is not None for name in ("context", "per_layer"))
-    first = _part("embed", embed, lambda m, b: m(b), (batch,), calls)
+_LOSS_ARGUMENTS = ("head", "embed", "x", "batch")
+"""Arguments of the loss of the layered form, before its key."""
 
-    def called(part: Part) -> Callable[..., Any]:
-        """Return `run(params, x, key[, context, layer][, state])`, which calls a bound module."""
 
-        def run(p: Params, x: Any, key: jax.Array | None, *state: Any) -> Any:
-            return call(p, key, (x,), state)
+class _LayeredModules(NamedTuple):
+    """The user's modules of the layered form."""
 
-        def run_with_context(
-            p: Params, x: Any, key: jax.Array | None, context: Any, layer: Any, *state: Any
-        ) -> Any:
-            return call(p, key, (x, context, layer), state)
+    embed: Modules
+    block: Modules
+    head: Modules
 
-        def call(
-            p: Params, key: jax.Array | None, args: tuple[Any, ...], state: tuple[Any, ...]
-        ) -> Any:
-            with calls.run(key is not None):
-                bound = part.bind(p, key, *state)
-                out = without_variables(bound(*args, **part.arguments(key)))
-                return (out, part.read_state(bound)) if state else out
 
-        return run_with_context if part is not first and has_context else run
+class _BlockInputs(NamedTuple):
+    """Fields of a LayeredModel that only its blocks read; see `from_flax`."""
 
-    def made(part: Part) -> tuple[Any, ...]:
-        key = jax.random.key(0)
-        return part.init(key), None, *(() if part.init_state is None else (part.init_state(key),))
+    context: Callable[[Any], Any] | None
+    per_layer: Any
+    cache: Cache | None
 
-    def abstract_x(batch: Batch) -> Any:
-        params, key, *state = made(first)
-        out = called(first)(params, batch, key, *state)
-        return out[0] if state else out
+    @property
+    def has_context(self) -> bool:
+        """Whether blocks are called as `block(x, context, layer)`."""
+        return self.context is not None or self.per_layer is not None
 
-    # Shapes of the first block's input, or None without an example batch.
-    x = None if batch is None else jax.eval_shape(abstract_x, batch)
-    layer = _part(
-        "block", block, lambda m, *args: m(*args), (x, *_abstract_inputs(of_blocks, batch)), calls
-    )
+    def abstract(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the shapes of a block's inputs in addition to x: none, or context and layer."""
+        if not self.has_context:
+            return ()
+        context = None
+        if self.context is not None and batch is not None:
+            context = jax.eval_shape(self.context, batch)
+        layer = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.asarray(a).dtype), self.per_layer
+        )
+        return context, layer
 
-    def shape_head(m: Any, x: Any, b: Any) -> Any:
-        # Called only for Linen, to find the shapes of the head's parameters. The loss may read a
-        # tied embedding, so one is passed.
-        return call_loss(m, first.bind(*made(first)), x, b, None)
 
-    last = _part("head", head, shape_head, (x, batch), calls)
-    parts = {"embed": first, "block": layer, "head": last}
-    _check(tuple(parts.values()), calls)
+class _LayeredFlax:
+    """Embedding, block and head as parts, and the functions of a LayeredModel over them."""
 
-    def run_head(
-        p: Params, p_embed: Params, x: Any, batch: Batch, key: jax.Array | None, *state: Any
+    def __init__(
+        self,
+        modules: _LayeredModules,
+        loss: Callable[..., Any],
+        predict: Callable[..., Any] | None,
+        batch: Batch,
+        block_inputs: _BlockInputs,
+        calls: Calls,
+    ) -> None:
+        """Split the modules; each is traced with the shapes that the one before it returns."""
+        self.loss = loss
+        self.call_loss = call_with_key(loss, *_LOSS_ARGUMENTS)
+        self.predict = predict
+        self.block_inputs = block_inputs
+        self.calls = calls
+        self.embed = _part("embed", modules.embed, lambda m, b: m(b), (batch,), calls)
+
+        # Shapes of the first block's input, or None without an example batch.
+        x = None if batch is None else jax.eval_shape(self._embed_untrained, batch)
+        block_args = (x, *block_inputs.abstract(batch))
+        self.block = _part("block", modules.block, lambda m, *args: m(*args), block_args, calls)
+        self.head = _part("head", modules.head, self._shape_head, (x, batch), calls)
+        self.parts = {"embed": self.embed, "block": self.block, "head": self.head}
+        _check(tuple(self.parts.values()), calls)
+
+    def build(self, num_layers: int) -> LayeredModel:
+        """Return the model of `num_layers` blocks."""
+        init_state = {
+            name: part.init_state
+            for name, part in self.parts.items()
+            if part.init_state is not None
+        }
+        if "embed" in init_state:
+            # The loss may call the embedding, and only a head with state gets any.
+            init_state.setdefault("head", lambda key: {})
+        frozen: Any = False
+        if self.calls.trainable is not None:
+            frozen = {name: part.frozen for name, part in self.parts.items()}
+        is_stochastic = any(part.stochastic for part in self.parts.values())
+        return LayeredModel(
+            num_layers=num_layers,
+            init_embed=self.embed.init,
+            embed=self._run_embed,
+            init_block=self.block.init,
+            block=self._run_block_in_context if self.block_inputs.has_context else self._run_block,
+            init_head=self.head.init,
+            head=self._run_head,
+            specs={name: part.specs for name, part in self.parts.items()},
+            tiles=self.block.tiles,
+            stochastic=is_stochastic or takes_key(self.loss, *_LOSS_ARGUMENTS),
+            init_state=init_state or None,
+            frozen=frozen,
+            predict=None if self.predict is None else self._run_predict,
+            context=self.block_inputs.context,
+            per_layer=self.block_inputs.per_layer,
+            cache=self._cache(),
+        )
+
+    # --- functions of the model -------------------------------------------------------------------
+
+    def _run_embed(self, p: Params, x: Any, key: jax.Array | None, *state: Any) -> Any:
+        return self._call(self.embed, p, key, (x,), state)
+
+    def _run_block(self, p: Params, x: Any, key: jax.Array | None, *state: Any) -> Any:
+        return self._call(self.block, p, key, (x,), state)
+
+    def _run_block_in_context(
+        self, p: Params, x: Any, key: jax.Array | None, context: Context, layer: Any, *state: Any
+    ) -> Any:
+        return self._call(self.block, p, key, (x, context, layer), state)
+
+    def _call(
+        self,
+        part: Part,
+        p: Params,
+        key: jax.Array | None,
+        args: tuple[Any, ...],
+        state: tuple[Any, ...],
+    ) -> Any:
+        """Call a module bound to parameters `p`; `state` holds its state, if it has any."""
+        with self.calls.run(key is not None):
+            bound = part.bind(p, key, *state)
+            out = without_variables(bound(*args, **part.arguments(key)))
+            return (out, part.read_state(bound)) if state else out
+
+    def _run_head(
+        self, p: Params, p_embed: Params, x: Any, batch: Batch, key: jax.Array | None, *state: Any
     ) -> Any:
         # The loss may call the embedding, which is then in training mode like the head. No layer's
         # key is derived from this one.
-        of_embed = None if key is None else jax.random.fold_in(key, EMBED_IN_HEAD)
-        of = state[0] if state else {}
-        with calls.run(key is not None):
-            bound = last.bind(p, key, of.get("head"))
-            out = without_variables(
-                call_loss(bound, first.bind(p_embed, of_embed, of.get("embed")), x, batch, key)
-            )
-            return (out, last.read_state(bound)) if state else out
+        embed_key = None if key is None else jax.random.fold_in(key, EMBED_IN_HEAD)
+        states = state[0] if state else {}
+        with self.calls.run(key is not None):
+            head = self.head.bind(p, key, states.get("head"))
+            embed = self.embed.bind(p_embed, embed_key, states.get("embed"))
+            out = without_variables(self.call_loss(head, embed, x, batch, key))
+            return (out, self.head.read_state(head)) if state else out
 
-    def run_predict(p: Params, p_embed: Params, x: Any, batch: Batch, *state: Any) -> Any:
-        assert predict is not None
-        of = state[0] if state else {}
-        with calls.run(is_training=False):
-            modules = last.bind(p, None, of.get("head")), first.bind(p_embed, None, of.get("embed"))
-            return without_variables(predict(*modules, x, batch))
+    def _run_predict(self, p: Params, p_embed: Params, x: Any, batch: Batch, *state: Any) -> Any:
+        assert self.predict is not None
+        states = state[0] if state else {}
+        with self.calls.run(is_training=False):
+            head = self.head.bind(p, None, states.get("head"))
+            embed = self.embed.bind(p_embed, None, states.get("embed"))
+            return without_variables(self.predict(head, embed, x, batch))
 
-    init_state = {
-        name: part.init_state for name, part in parts.items() if part.init_state is not None
-    }
-    if (
-        "embed" in init_state
-    ):  # the loss may call the embedding, and only a head with state gets any
-        init_state.setdefault("head", lambda key: {})
-    return LayeredModel(
-        num_layers=num_layers,
-        init_embed=first.init,
-        embed=called(first),
-        init_block=layer.init,
-        block=called(layer),
-        init_head=last.init,
-        head=run_head,
-        specs={name: part.specs for name, part in parts.items()},
-        tiles=layer.tiles,
-        stochastic=any(part.stochastic for part in parts.values()) or takes_key(loss, *of_loss),
-        init_state=init_state or None,
-        frozen=False
-        if calls.trainable is None
-        else {name: part.frozen for name, part in parts.items()},
-        predict=None if predict is None else run_predict,
-        **{**of_blocks, "cache": _bound(of_blocks["cache"], layer, calls)},
-    )
+    def _cache(self) -> Cache | None:
+        """Return the cache with a block that takes parameters instead of the module."""
+        cache = self.block_inputs.cache
+        if cache is None:
+            return None
 
+        def block(p: Params, *args: Any) -> Any:
+            with self.calls.run(False):
+                return without_variables(cache.block(self.block.bind(p, None), *args))
 
-def _bound(cache: Cache | None, part: Part, calls: Calls) -> Cache | None:
-    """Return a cache whose block takes parameters, given a cache whose block takes the module."""
-    if cache is None:
-        return None
+        return Cache(cache.init, block)
 
-    def block(p: Params, *args: Any) -> Any:
-        with calls.run(False):
-            return without_variables(cache.block(part.bind(p, None), *args))
+    # --- shapes -----------------------------------------------------------------------------------
 
-    return Cache(cache.init, block)
+    def _embed_untrained(self, batch: Batch) -> Any:
+        """Return the output of a new embedding, to find its shapes."""
+        params, key, *state = self._init_embed()
+        out = self._run_embed(params, batch, key, *state)
+        return out[0] if state else out
 
+    def _shape_head(self, m: Any, x: Any, b: Batch) -> Any:
+        # Called only for Linen, to find the shapes of the head's parameters. The loss may read a
+        # tied embedding, so one is passed.
+        return self.call_loss(m, self.embed.bind(*self._init_embed()), x, b, None)
 
-def _abstract_inputs(of_blocks: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
-    """Return the shapes of a block's inputs in addition to x: none, or context and layer."""
-    context = of_blocks["context"]
-    per_layer = of_blocks["per_layer"]
-    if context is None and per_layer is None:
-        return ()
-    made = None if context is None or batch is None else jax.eval_shape(context, batch)
-    return made, jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.asarray(a).dtype), per_layer
-    )
+    def _init_embed(self) -> tuple[Any, ...]:
+        """Return the arguments of `embed.bind`: parameters, no key, and the state, if any."""
+        key = jax.random.key(0)
+        params = self.embed.init(key)
+        if self.embed.init_state is None:
+            return params, None
+        return params, None, self.embed.init_state(key)
 
 
 def _check(parts: Sequence[Part], calls: Calls) -> None:
     """Raise ValueError unless `mutable` names collections, and `trainable` matches a parameter."""
-    collections = sorted({c for part in parts for c in part.collections})
-    if missing := sorted(set(calls.mutable) - set(collections)):
+    collections = sorted(set().union(*(part.collections for part in parts)))
+    missing = sorted(set(calls.mutable) - set(collections))
+    if missing:
         raise ValueError(
             f"mutable names {missing}, but the collections of the Linen modules are {collections}"
         )
     if calls.trainable is not None and all(jax.tree.leaves([part.frozen for part in parts])):
-        of_text = (
-            " (a string is a tag of NNX variables; to match names, use a function of (path, value))"
-        )
-        text = of_text if isinstance(calls.trainable, str) else ""
+        hint = ""
+        if isinstance(calls.trainable, str):
+            hint = (
+                " (a string is a tag of NNX variables; to match names, use a function of (path, "
+                "value))"
+            )
         raise ValueError(
             f"trainable={calls.trainable!r} matches no parameter, so there is nothing to "
-            f"train{text}"
+            f"train{hint}"
         )
 
 
 def _part(
     name: str, module: Modules, use: Callable[..., Any], args: Sequence[Any], calls: Calls
 ) -> Part:
+    """Split a module; `use(module, *args)` calls it, which shows the shapes of a Linen module."""
     if isinstance(module, nn.Module):
         if args[0] is None:
             raise ValueError(

@@ -61,10 +61,10 @@ def call_with_key(loss: Callable[..., Any], *before: str) -> Callable[..., Any]:
     by_name = "key" in inspect.signature(loss).parameters
 
     def call(*args: Any) -> Any:
-        *rest, key = args
+        *loss_args, key = args
         # Use a number that differs from those of the modules' streams.
         key = None if key is None else jax.random.fold_in(key, LOSS_STREAM)
-        return loss(*rest, key=key) if by_name else loss(*rest, key)
+        return loss(*loss_args, key=key) if by_name else loss(*loss_args, key)
 
     return call
 
@@ -129,10 +129,11 @@ class Calls:
 
 def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     bound = _bound(context, args, kwargs)
-    attributes = {
-        name: getattr(context.module, name) for name in _list_fields(type(context.module))
-    }
-    attributes = {name: value for name, value in attributes.items() if isinstance(value, bool)}
+    attributes = dict[str, bool]()
+    for name in _list_fields(type(context.module)):
+        value = getattr(context.module, name)
+        if isinstance(value, bool):
+            attributes[name] = value
     if bound is not None:
         for name in _find_modes(context.orig_method.func):
             if name not in attributes:
@@ -192,8 +193,6 @@ def without_variables(out: Any) -> Any:
     def plain(node: Any) -> Any:
         if isinstance(node, nnx.State):
             return nnx.to_pure_dict(node)
-        if isinstance(node, nnx.Variable):
-            return node[...]
-        return node
+        return node[...] if isinstance(node, nnx.Variable) else node
 
     return jax.tree.map(plain, out, is_leaf=is_nnx)

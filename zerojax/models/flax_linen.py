@@ -103,10 +103,8 @@ class LinenPart:
         args = jax.tree.map(
             lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args)
         )
-        keys = {
-            stream: jax.random.fold_in(key, i)
-            for i, stream in enumerate(("params", *self.calls.rngs))
-        }
+        streams = ("params", *self.calls.rngs)
+        keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(streams)}
         with self.calls.run(is_training=True):
             return nn.init(self.use, self.module)(keys, *args)
 
@@ -123,14 +121,11 @@ class LinenPart:
     def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nn.Module:
         """Return the module bound to params and state, with random streams if there is a key."""
         calls = self.calls
-        if key is None:
-            keys = None
-        else:
+        keys = {}
+        if key is not None:
             keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(calls.rngs)}
         mutable = [*calls.mutable, *calls.sown] or False
-        return self.module.bind(
-            {"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable
-        )
+        return self.module.bind({"params": params, **(state or {})}, rngs=keys, mutable=mutable)
 
     def read_state(self, module: nn.Module) -> Any:
         """Return the state of a module after it was called."""

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.models.flax_calls import CALL_STREAM, Calls, without_key
 from zerojax.models.traced_init import TracedInit
-from zerojax.trees import Params
+from zerojax.trees import Params, Tree
 
 
 class NnxPart:
@@ -38,10 +38,9 @@ class NnxPart:
         self.make = make
         self.names = calls.names
         # If the user asks to train a kind of Variable, its floating arrays are parameters.
-        if isinstance(calls.trainable, tuple | list):
-            filters = calls.trainable
-        else:
-            filters = (calls.trainable,)
+        filters = calls.trainable
+        if not isinstance(filters, tuple | list):
+            filters = (filters,)
         self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
         graphs = []
         methods = []
@@ -62,12 +61,12 @@ class NnxPart:
         # the step chooses the shardings.
         with nnx.use_eager_sharding(False), self.names.while_made():
             self._parts = TracedInit(parts)
-            self.abstract, self.streams, self.abstract_state, rest = self._parts.abstract
+            self.abstract, self.streams, self.abstract_state, constants = self._parts.abstract
             self.train_graph, self.eval_graph = graphs[:2]
-            if jax.tree.leaves(rest):
+            if jax.tree.leaves(constants):
                 # Only the returned constants are computed, so no parameters are created here.
-                rest = jax.jit(lambda: self._parts(jax.random.key(0))[3])()
-            self.constants = jax.tree.map(np.asarray, rest)
+                constants = jax.jit(lambda: self._parts(jax.random.key(0))[3])()
+            self.constants = jax.tree.map(np.asarray, constants)
         self._state_paths = frozenset(path for path, _ in nnx.to_flat_state(self.abstract_state))
         self.init_state = self._init_state if self._state_paths else None
         has_streams = bool(jax.tree.leaves(self.streams))
@@ -83,9 +82,8 @@ class NnxPart:
             tree, [self._spec(path, variable) for path, variable in flat]
         )
         self.tiles = jax.tree.unflatten(tree, [_read_tiles(v) for _, v in flat])
-        if calls.trainable is None:
-            self.frozen = False
-        else:
+        self.frozen: Any = False
+        if calls.trainable is not None:
             self.frozen = jax.tree.unflatten(tree, self._frozen(flat, calls.trainable))
 
     def _frozen(self, flat: Any, trainable: Any) -> list[bool]:
@@ -94,12 +92,11 @@ class NnxPart:
             is_trained = nnx.filterlib.to_predicate(trainable)
             return [not is_trained(path, variable) for path, variable in flat]
         except Exception as e:  # the user's function may raise anything
-            what = getattr(
-                trainable, "__name__", type(trainable).__name__
-            )  # NNX cannot print an object that is not a filter
+            # NNX cannot print an object that is not a filter.
+            filter_name = getattr(trainable, "__name__", type(trainable).__name__)
             raise ValueError(
                 "trainable must be a filter of NNX, such as nnx.LoRAParam, or a function (path, "
-                f"value) -> bool; {what!r} failed for the parameters of {self.name}: {e}"
+                f"value) -> bool; {filter_name!r} failed for the parameters of {self.name}: {e}"
             ) from e
 
     def _is_param(self, path: Any, value: Any) -> bool:
@@ -110,12 +107,11 @@ class NnxPart:
     def _spec(self, path: Any, variable: Any) -> PartitionSpec:
         metadata = variable.get_metadata()
         annotated = metadata.get("out_sharding") or ()
-        names = getattr(
-            getattr(annotated, "sharding", annotated), "spec", annotated
-        )  # from a Format, a NamedSharding, or names
-        return self.names.spec(
-            f"{self.name}.{'.'.join(map(str, path))}", names, metadata.get("sharding_rules")
-        )
+        # A Format, a NamedSharding, or names.
+        sharding = getattr(annotated, "sharding", annotated)
+        names = getattr(sharding, "spec", annotated)
+        name = f"{self.name}.{'.'.join(map(str, path))}"
+        return self.names.spec(name, names, metadata.get("sharding_rules"))
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         """Build the module.
@@ -157,11 +153,8 @@ class NnxPart:
     def bind(self, params: Params, key: jax.Array | None, state: Any = None) -> nnx.Module:
         """Return the module with these parameters and state, in training mode if there is a key."""
         # A plain dict has the leaves of NNX's state, in the same order.
-        filled = (
-            jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(leaves))
-            for abstract, leaves in ((self.abstract, params), (self.abstract_state, state))
-        )
-        params, state = filled
+        params = _with_structure(self.abstract, params)
+        state = _with_structure(self.abstract_state, state)
         graph = self.eval_graph if key is None else self.train_graph
         return nnx.merge(
             graph, params, self._streams(key), state, jax.tree.map(jnp.asarray, self.constants)
@@ -173,9 +166,9 @@ class NnxPart:
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
         """Return keyword arguments for a call: random streams, if the module takes them."""
-        if self._takes_rngs:
-            return {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))}
-        return {}
+        if not self._takes_rngs:
+            return {}
+        return {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))}
 
     def _streams(self, key: jax.Array | None) -> Any:
         """Return reset random streams: the i-th key depends on (key, i), all counts are 0."""
@@ -185,12 +178,16 @@ class NnxPart:
         def fresh(i: int, leaf: Any) -> jax.Array:
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return jnp.zeros(leaf.shape, leaf.dtype)
-            one = jax.random.fold_in(base, i)
-            return (
-                jax.random.split(one, leaf.shape) if leaf.shape else one
-            )  # layers stacked by nnx.vmap have one key each
+            stream_key = jax.random.fold_in(base, i)
+            # Layers stacked by nnx.vmap have one key each.
+            return jax.random.split(stream_key, leaf.shape) if leaf.shape else stream_key
 
         return jax.tree.unflatten(treedef, [fresh(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _with_structure(abstract: Any, tree: Tree) -> Any:
+    """Return the leaves of a tree in the structure of another one."""
+    return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(tree))
 
 
 def _takes_rngs(call: Callable[..., Any], needs_some: bool) -> bool:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.model import BLOCKS, LayeredModel, Model, Params, of_every_stack
+from zerojax.models.model import BLOCKS, LayeredModel, Model, of_every_stack
+from zerojax.trees import Params
 
 _PARTS = {"embed": "embed", "block": BLOCKS, "head": "head"}
 """Keys of `LayeredModel.frozen`, with the corresponding keys of the parameter tree."""
@@ -33,31 +34,27 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
         boolean; or `model.frozen` does not have the structure of the parameters, or holds a leaf
         that is not a bool.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
+    leaves = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]
+    ]
     if not leaves:
         raise ValueError("the model has no parameters: init returned a tree without arrays")
-    names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    numbers = (jnp.floating, jnp.integer, jnp.bool_)
-    kinds = [
-        next((kind for kind in numbers if jnp.issubdtype(leaf.dtype, kind)), None)
-        for _, leaf in leaves
-    ]
-    if wrong := [
-        f"{name} ({leaf.dtype})"
-        for name, (_, leaf), kind in zip(names, leaves, kinds, strict=True)
-        if kind is None
-    ]:
+    wrong = []
+    for name, leaf in leaves:
+        if not any(jnp.issubdtype(leaf.dtype, k) for k in (jnp.floating, jnp.integer, jnp.bool_)):
+            wrong.append(f"{name} ({leaf.dtype})")
+    if wrong:
         raise ValueError(
             "parameters must be floating, or integers or booleans, which are frozen; but "
             f"{', '.join(wrong)} are not: keep such arrays out of the tree"
         )
-    flags = _named(model, abstract_params)
-    for name, flag in zip(names, flags, strict=True):
+    flags = []
+    marked_flags = _marked_flags(model, abstract_params)
+    for (name, leaf), flag in zip(leaves, marked_flags, strict=True):
         if not isinstance(flag, bool | np.bool_):
             raise ValueError(f"frozen holds {flag!r} for {name}: True or False is needed")
-    flags = [
-        bool(flag) or kind is not jnp.floating for flag, kind in zip(flags, kinds, strict=True)
-    ]
+        flags.append(bool(flag) or not jnp.issubdtype(leaf.dtype, jnp.floating))
     if all(flags):
         raise ValueError(
             f"all {len(flags)} parameter leaves are frozen, so nothing is left to train: `frozen` "
@@ -66,11 +63,12 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
     return jax.tree.unflatten(jax.tree.structure(abstract_params), flags)
 
 
-def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
+def _marked_flags(model: Model | LayeredModel, params: Params) -> list[Any]:
     """Return the value of `model.frozen` for each leaf."""
     frozen = False if model.frozen is None else model.frozen
     if isinstance(model, LayeredModel) and isinstance(frozen, Mapping):
-        if unknown := sorted(set(frozen) - set(_PARTS), key=str):
+        unknown = sorted(set(frozen) - set(_PARTS), key=str)
+        if unknown:
             raise ValueError(
                 f"frozen has keys {unknown}: only 'embed', 'block' and 'head' are allowed"
             )

@@ -126,17 +126,9 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
         raise ValueError(
             f"the metrics of {what} must be a dict by name, got {type(out.metrics).__name__}"
         )
-    metrics = {
-        name: jax.tree.map(
-            lambda a, name=name: _weighed(a, name),
-            value,
-            is_leaf=lambda node: isinstance(node, Loss),
-        )
-        for name, value in out.metrics.items()
-    }
-    if out.weight is None:
-        weight = None
-    else:
+    metrics = {name: _weighed(value, name) for name, value in out.metrics.items()}
+    weight = None
+    if out.weight is not None:
         weight = jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
     return _without_faults(Loss(out.total, weight, metrics))
 
@@ -158,10 +150,10 @@ def _without_faults(loss: Loss) -> Loss:
 def any_fault(metrics: Mapping[str, Any]) -> Array | None:
     """Return whether undivided metrics show a fault, bool[]; None if none is a fault check."""
     faults, _ = split_faults(metrics)
-    totals = [
-        loss.total for loss in jax.tree.leaves(faults, is_leaf=lambda node: isinstance(node, Loss))
-    ]
-    return jnp.stack([jnp.any(total != 0) for total in totals]).any() if totals else None
+    losses = jax.tree.leaves(faults, is_leaf=_is_loss)
+    if not losses:
+        return None
+    return jnp.stack([jnp.any(loss.total != 0) for loss in losses]).any()
 
 
 def split_faults(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -182,8 +174,17 @@ def _check_scalar(out: Any, what: str) -> None:
         )
 
 
-def _weighed(a: Any, name: str) -> Loss:
-    """Return a metric as a Loss with a weight."""
+def _is_loss(node: Any) -> bool:
+    return isinstance(node, Loss)
+
+
+def _weighed(metric: Any, name: str) -> Any:
+    """Return a metric in which each leaf is a Loss with a weight."""
+    return jax.tree.map(lambda a: _weighed_leaf(a, name), metric, is_leaf=_is_loss)
+
+
+def _weighed_leaf(a: Any, name: str) -> Loss:
+    """Return a leaf of a metric as a Loss with a weight; `name` is the metric's, for errors."""
     if isinstance(a, Loss) and jax.tree.leaves(a.metrics):
         raise ValueError(
             f"metric {name!r} is a zj.Loss with metrics of its own: list these next to it instead"
@@ -192,11 +193,7 @@ def _weighed(a: Any, name: str) -> Loss:
 
     def number(value: Any) -> Array:
         dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-        if not (
-            jnp.issubdtype(dtype, jnp.bool_)
-            or jnp.issubdtype(dtype, jnp.integer)
-            or jnp.issubdtype(dtype, jnp.floating)
-        ):
+        if not any(jnp.issubdtype(dtype, k) for k in (jnp.bool_, jnp.integer, jnp.floating)):
             raise ValueError(
                 f"metric {name!r} must hold real numbers, which are averaged, got {dtype}"
             )
@@ -222,7 +219,8 @@ def joined(first: Metrics, second: Metrics) -> Metrics:
     Raises:
       ValueError: both have a metric of the same name.
     """
-    if both := sorted(set(first) & set(second)):
+    both = sorted(set(first) & set(second))
+    if both:
         raise ValueError(
             f"the loss and the blocks both return metrics {both}: rename them in one of the two"
         )
@@ -237,11 +235,11 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
     Raises:
       ValueError: such a metric has another structure or other shapes in each stack.
     """
-    given = [loss for loss in added if loss is not None]
-    if len(given) < 2:
-        return given[0] if given else None
+    losses = [loss for loss in added if loss is not None]
+    if len(losses) < 2:
+        return losses[0] if losses else None
     metrics: Metrics = {}
-    for loss in given:
+    for loss in losses:
         for name, value in loss.metrics.items():
             shapes = [jax.tree.map(jnp.shape, tree) for tree in (metrics.get(name, value), value)]
             if shapes[0] != shapes[1]:
@@ -250,14 +248,11 @@ def together(added: Sequence["Loss | None"]) -> "Loss | None":
                     "one of them"
                 )
             if name in metrics:
-                metrics[name] = jax.tree.map(jnp.add, metrics[name], value)
-            else:
-                metrics[name] = value
-    return Loss(sum(loss.total.astype(jnp.float32) for loss in given), None, metrics)
+                value = jax.tree.map(jnp.add, metrics[name], value)
+            metrics[name] = value
+    return Loss(sum(loss.total.astype(jnp.float32) for loss in losses), None, metrics)
 
 
 def divided(metrics: Metrics) -> dict[str, Any]:
     """Return metrics as users read them, each divided by its weight."""
-    return jax.tree.map(
-        lambda m: quotient(m.total, m.weight), metrics, is_leaf=lambda node: isinstance(node, Loss)
-    )
+    return jax.tree.map(lambda m: quotient(m.total, m.weight), metrics, is_leaf=_is_loss)

@@ -13,7 +13,6 @@ other. A stack's `enter` creates what the stack reads in addition to the previou
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,11 +105,10 @@ class Stack:
             whole_number(f"num_layers of stack {self.name!r}", self.num_layers, 1),
         )
         functions = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
-        if wrong := [
-            name
-            for name, f in functions.items()
-            if not callable(f) and (name, f) != ("enter", None)
-        ]:
+        if self.enter is None:
+            del functions["enter"]
+        wrong = [name for name, function in functions.items() if not callable(function)]
+        if wrong:
             raise ValueError(f"{', '.join(wrong)} of stack {self.name!r} must be a function")
 
 
@@ -217,45 +215,13 @@ class LayeredModel:
             raise ValueError(
                 f"specs has keys {sorted(self.specs)}: only 'embed', 'block' and 'head' are allowed"
             )
-        inits: list[Any] = (
-            list(self.init_state.values()) if isinstance(self.init_state, Mapping) else []
-        )
-        if self.stacks and isinstance(self.init_state, Mapping) and "block" in self.init_state:
-            self._check_by_stack("init_state['block']", self.init_state["block"], is_dict=True)
-            of_blocks: Any = self.init_state["block"]
-            inits = [init for part, init in self.init_state.items() if part != "block"] + [
-                *of_blocks.values()
-            ]
-        if self.init_state is not None and not (
-            isinstance(self.init_state, Mapping) and all(map(callable, inits))
-        ):
-            raise ValueError(
-                'init_state must be a dict of functions init(key) -> state, {"embed": init, '
-                '"block": init, "head": init}, for the parts '
-                f"that have state; got {self.init_state!r}"
-            )
-        if self.init_state is not None and set(self.init_state) - {"embed", "block", "head"}:
-            raise ValueError(
-                f"init_state has keys {sorted(self.init_state)}: only 'embed', 'block' and 'head' "
-                "are allowed"
-            )
+        self._check_init_state()
         if self.context is not None and not callable(self.context):
             raise ValueError(
                 f"context must be a function of the batch, got {type(self.context).__name__}"
             )
         if self.stacks:
-            # The specs and flags of blocks are prefixes of the blocks' tree, which is a dict by
-            # stack.
-            self._check_by_stack("specs['block']", (self.specs or {}).get("block"))
-            frozen = self.frozen.get("block") if isinstance(self.frozen, Mapping) else None
-            self._check_by_stack("per_layer", self.per_layer, is_dict=self.per_layer is not None)
-            for what, value in (("tiles", self.tiles), ("frozen['block']", frozen)):
-                self._check_by_stack(what, value)
-            for stack in self.stacks:
-                try:
-                    one_stack(self, stack)  # checks the stack as a model of its own
-                except ValueError as error:
-                    raise ValueError(f"stack {stack.name!r}: {error}") from error
+            self._check_stacks()
             return
         self._check_block_call()
         for path, a in jax.tree_util.tree_flatten_with_path(self.per_layer)[0]:
@@ -265,21 +231,61 @@ class LayeredModel:
                     f"be the number of layers, {self.num_layers}"
                 )
 
+    def _check_init_state(self) -> None:
+        """Raise ValueError unless `init_state` is None, or functions by the names of parts."""
+        init_state = self.init_state
+        if init_state is None:
+            return
+        inits: list[Any] = []
+        if isinstance(init_state, Mapping):
+            inits = list(init_state.values())
+            if self.stacks and "block" in init_state:
+                block_inits: Any = init_state["block"]
+                self._check_by_stack("init_state['block']", block_inits, is_dict=True)
+                inits = [init for part, init in init_state.items() if part != "block"]
+                inits += block_inits.values()
+        if not isinstance(init_state, Mapping) or not all(map(callable, inits)):
+            raise ValueError(
+                'init_state must be a dict of functions init(key) -> state, {"embed": init, '
+                '"block": init, "head": init}, for the parts '
+                f"that have state; got {init_state!r}"
+            )
+        if set(init_state) - {"embed", "block", "head"}:
+            raise ValueError(
+                f"init_state has keys {sorted(init_state)}: only 'embed', 'block' and 'head' "
+                "are allowed"
+            )
+
+    def _check_stacks(self) -> None:
+        """Raise ValueError unless the fields of several stacks, and each stack, are valid."""
+        # The specs and flags of blocks are prefixes of the blocks' tree, which is a dict by stack.
+        self._check_by_stack("specs['block']", (self.specs or {}).get("block"))
+        self._check_by_stack("per_layer", self.per_layer, is_dict=self.per_layer is not None)
+        self._check_by_stack("tiles", self.tiles)
+        frozen = self.frozen.get("block") if isinstance(self.frozen, Mapping) else None
+        self._check_by_stack("frozen['block']", frozen)
+        for stack in self.stacks:
+            try:
+                one_stack(self, stack)  # checks the stack as a model of its own
+            except ValueError as error:
+                raise ValueError(f"stack {stack.name!r}: {error}") from error
+
     def _check_parts(self) -> None:
         """Raise ValueError unless either one stack's functions or several stacks are given.
 
         For several stacks, `num_layers` is set to their total.
         """
-        of_one = ("num_layers", "init_block", "block")
-        needed = ("init_embed", "embed", "init_head", "head", *(() if self.stacks else of_one))
-        if missing := [name for name in needed if getattr(self, name) is None]:
-            raise ValueError(
-                "a LayeredModel needs "
-                f"{', '.join(missing)}{'' if self.stacks else ', or `stacks` for blocks'}"
-            )
+        needed = ["init_embed", "embed", "init_head", "head"]
+        alternative = ""
+        if not self.stacks:
+            needed += ["num_layers", "init_block", "block"]
+            alternative = ", or `stacks` for blocks"
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"a LayeredModel needs {', '.join(missing)}{alternative}")
         if not self.stacks:
             object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers, 1))
-            return None
+            return
         if not isinstance(self.stacks, Sequence) or not all(
             isinstance(stack, Stack) for stack in self.stacks
         ):
@@ -290,26 +296,30 @@ class LayeredModel:
         if len(set(names)) < len(names):
             raise ValueError(f"the stacks have the names {names}: use different names")
         # num_layers is not checked: `dataclasses.replace` with other stacks passes the old total.
-        given = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
-        if wrong := [name for name, value in given.items() if value is not None]:
+        fields = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
+        wrong = [name for name, value in fields.items() if value is not None]
+        if wrong:
             raise ValueError(
                 f"a LayeredModel with stacks is given {', '.join(wrong)}: set them on each Stack "
                 "instead"
             )
         object.__setattr__(self, "num_layers", count)
 
-    def _check_by_stack(self, what: str, value: Any, is_dict: bool = False) -> None:
+    def _check_by_stack(self, field: str, value: Any, is_dict: bool = False) -> None:
         """Raise ValueError unless `value` is a dict by existing stacks, or one for all of them."""
         names = [stack.name for stack in self.stacks]
-        if isinstance(value, Mapping) and (unknown := sorted(set(value) - set(names), key=str)):
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - set(names), key=str)
+            if unknown:
+                raise ValueError(
+                    f"{field} has keys {unknown}: a dict by the names of the stacks is needed, "
+                    f"{names}"
+                )
+            return
+        is_for_all = value is None or isinstance(value, bool)
+        if is_dict or not is_for_all:
             raise ValueError(
-                f"{what} has keys {unknown}: a dict by the names of the stacks is needed, {names}"
-            )
-        if not isinstance(value, Mapping) and (
-            is_dict or not (value is None or isinstance(value, bool))
-        ):
-            raise ValueError(
-                f"{what}={value!r}: a dict by the names of the stacks is needed, {names}"
+                f"{field}={value!r}: a dict by the names of the stacks is needed, {names}"
             )
 
     def _check_block_call(self) -> None:
@@ -317,7 +327,8 @@ class LayeredModel:
         names = ["p", "x", "key"]
         if takes_context(self):
             names += ["context", "layer"]
-        names += ["state"] if "block" in (self.init_state or {}) else []
+        if "block" in (self.init_state or {}):
+            names += ["state"]
         _check_call(
             "block",
             self.block,
@@ -329,9 +340,16 @@ class LayeredModel:
 
 
 def _check_call(
-    what: str, function: Callable[..., Any], names: Sequence[str], where: str = ""
+    field: str, function: Callable[..., Any], names: Sequence[str], condition: str = ""
 ) -> None:
-    """Raise ValueError unless a function accepts positional arguments of these names."""
+    """Raise ValueError unless a function accepts positional arguments of these names.
+
+    Args:
+      field: name of the function.
+      function: function to check.
+      names: names of the arguments.
+      condition: text of the error that says when the function is called with these arguments.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a callable without a signature
@@ -340,7 +358,8 @@ def _check_call(
         signature.bind(*names)
     except TypeError as error:
         raise ValueError(
-            f"{what} is called as {what}({', '.join(names)}){where}, but it is {what}{signature}"
+            f"{field} is called as {field}({', '.join(names)}){condition}, but it is "
+            f"{field}{signature}"
         ) from error
 
 
@@ -356,8 +375,9 @@ def takes_context(model: LayeredModel) -> bool:
 def one_stack(model: LayeredModel, stack: Stack) -> LayeredModel:
     """Return a model with only one of its stacks, between the same embedding and head."""
     inits: dict[str, Any] = dict(model.init_state or {})
-    if (init := (inits.pop("block", None) or {}).get(stack.name)) is not None:
-        inits["block"] = init
+    block_inits = inits.pop("block", None) or {}
+    if block_inits.get(stack.name) is not None:
+        inits["block"] = block_inits[stack.name]
     return dataclasses.replace(
         model,
         num_layers=stack.num_layers,
@@ -391,25 +411,31 @@ class StackModel:
 
     def of(self, tree: Tree) -> Any:
         """Return this stack's part of a tree over all blocks, such as their parameters."""
-        return tree if not self.name or tree is None else tree.get(self.name)
+        if not self.name or tree is None:
+            return tree
+        return tree.get(self.name)
+
+    def select_keys(self, keys: jax.Array) -> jax.Array:
+        """Return the keys of this stack's layers, of the keys of all layers (`layer_keys`)."""
+        return keys[self.first : self.first + self.model.num_layers]
 
 
 def list_stacks(model: LayeredModel) -> tuple[StackModel, ...]:
     """Return the stacks of a model, in order."""
     if not model.stacks:
         return (StackModel("", model),)
-    firsts = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=0)
-    pairs = enumerate(zip(model.stacks, firsts, strict=False))
-    return tuple(
-        StackModel(stack.name, one_stack(model, stack), first, number)
-        for number, (stack, first) in pairs
-    )
+    stacks = list[StackModel]()
+    first = 0
+    for number, stack in enumerate(model.stacks):
+        stacks.append(StackModel(stack.name, one_stack(model, stack), first, number))
+        first += stack.num_layers
+    return tuple(stacks)
 
 
 def by_stack(model: LayeredModel, of_each: Callable[[StackModel], Any]) -> Any:
     """Return `of_each(stack)` by name, or only its value if the model has a single stack."""
-    parts = {stack.name: of_each(stack) for stack in list_stacks(model)}
-    return parts if model.stacks else parts[""]
+    values = {stack.name: of_each(stack) for stack in list_stacks(model)}
+    return values if model.stacks else values[""]
 
 
 def of_every_stack(model: LayeredModel, value: Any, missing: Any) -> Any:
@@ -430,7 +456,7 @@ def layer_keys(model: LayeredModel, key: jax.Array) -> jax.Array:
 def init_layered(
     model: LayeredModel,
     key: jax.Array,
-    select: Callable[[Sequence[str], Params], Params] = lambda part, params: params,
+    select: Callable[[Sequence[str], Params], Params] = lambda path, params: params,
 ) -> Params:
     """Create `{"embed", "blocks", "head"}`, one layer at a time.
 
@@ -446,10 +472,11 @@ def init_layered(
     keys = layer_keys(model, key)
 
     def stacked(stack: StackModel) -> Params:
-        part = block_path(stack.name)
-        mine = keys[stack.first : stack.first + stack.model.num_layers]
+        path = block_path(stack.name)
         # One layer after the other: a vmap would hold the temporaries of all layers simultaneously.
-        return jax.lax.map(lambda k: select(part, stack.model.init_block(k)), mine)
+        return jax.lax.map(
+            lambda k: select(path, stack.model.init_block(k)), stack.select_keys(keys)
+        )
 
     return {
         "embed": select(("embed",), model.init_embed(k_embed)),
@@ -472,8 +499,7 @@ def layered_specs(model: LayeredModel) -> Any:
         return jax.sharding.PartitionSpec(None, *(spec or ()))
 
     specs = dict(model.specs)
-    block = specs.get("block")
-    block = of_every_stack(model, block, None)
+    block = of_every_stack(model, specs.get("block"), None)
     stacked = jax.tree.map(
         stack, block, is_leaf=lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec)
     )
@@ -494,14 +520,16 @@ def init_state(model: Model | LayeredModel, key: jax.Array) -> Any:
     k_embed, _, k_head = jax.random.split(key, 3)
     inits = dict(model.init_state)
     keys = layer_keys(model, key)
-    state = {
-        name: inits[name](k) for name, k in (("embed", k_embed), ("head", k_head)) if name in inits
-    }
+    state = {}
+    if "embed" in inits:
+        state["embed"] = inits["embed"](k_embed)
+    if "head" in inits:
+        state["head"] = inits["head"](k_head)
 
     def stacked(stack: StackModel) -> Any:
         init = (stack.model.init_state or {}).get("block")
-        mine = keys[stack.first : stack.first + stack.model.num_layers]
-        return None if init is None else jax.lax.map(init, mine)
+        layers = stack.select_keys(keys)
+        return None if init is None else jax.lax.map(init, layers)
 
     if "block" in inits:
         state[BLOCKS] = by_stack(model, stacked)

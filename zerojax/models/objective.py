@@ -87,13 +87,11 @@ def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -
             "a block's zj.Loss has a weight, but its addition to the loss must be a mean, which is "
             "averaged over microbatches: leave weight=None, and divide the total by the weight"
         )
-    total = out[1].total
-    # A block with only metrics adds a plain 0.
-    if isinstance(total, int | float):
-        added = dataclasses.replace(out[1], total=jnp.float32(total))
-    else:
-        added = out[1]
-    return BlockOutput(out[0], as_loss(added, "what a block adds to the loss"), state)
+    x, loss = out
+    if isinstance(loss.total, int | float):
+        # A block with only metrics adds a plain 0.
+        loss = dataclasses.replace(loss, total=jnp.float32(loss.total))
+    return BlockOutput(x, as_loss(loss, "what a block adds to the loss"), state)
 
 
 def call_embed(
@@ -120,9 +118,9 @@ def call_enter(
         raise ValueError(
             f"the enter of a stack must return (x, context), where context may be None; got {got}"
         )
-    return _arrays(out[0], "the x that the enter of a stack returns"), _arrays(
-        out[1], "the context of a stack"
-    )
+    x = _arrays(out[0], "the x that the enter of a stack returns")
+    context = _arrays(out[1], "the context of a stack")
+    return x, context
 
 
 @contextlib.contextmanager
@@ -177,9 +175,9 @@ def call_predict(
 ) -> Any:
     """Return the head's outputs without a loss; `state` holds embedding and head by name."""
     assert model.predict is not None
-    return model.predict(
-        p, p_embed, x, batch, *((state,) if "head" in (model.init_state or {}) else ())
-    )
+    if "head" in (model.init_state or {}):
+        return model.predict(p, p_embed, x, batch, state)
+    return model.predict(p, p_embed, x, batch)
 
 
 def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
@@ -197,13 +195,8 @@ def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
 
 def check_state(before: State, after: State, what: str) -> None:
     """Raise ValueError unless a state keeps its structure, shapes and dtypes."""
-    old, new = (
-        {
-            jax.tree_util.keystr(path): (jnp.shape(a), jnp.result_type(a))
-            for path, a in jax.tree_util.tree_flatten_with_path(t)[0]
-        }
-        for t in (before, after)
-    )
+    old = _leaf_types(before)
+    new = _leaf_types(after)
     if old != new:
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         changes = "; ".join(
@@ -214,6 +207,12 @@ def check_state(before: State, after: State, what: str) -> None:
             f"{what} must return its state in the structure, shapes and dtypes that it got, but "
             f"{changes}"
         )
+
+
+def _leaf_types(tree: Tree) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shape and dtype of each leaf, by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): (jnp.shape(a), jnp.result_type(a)) for path, a in leaves}
 
 
 def build_objective(
@@ -247,19 +246,20 @@ def _unlayered(model: Model) -> Objective:
 
 def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any]) -> Objective:
     """Return the objective of embedding, a scan over the blocks, and head."""
-    layers = _layers(model, region, constrain)
+    layers = _Layers(model, region, constrain)
 
     def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
-        x, added, outer_state, of_blocks = layers(params, batch, key, state)
-        of_head = _derive_key(key, head_number(model))
+        out = layers(params, batch, key, state)
+        head_key = _derive_key(key, head_number(model))
         loss, outer_state = call_head(
-            model, params["head"], params["embed"], x, batch, of_head, outer_state
+            model, params["head"], params["embed"], out.x, batch, head_key, out.outer_state
         )
+        terms = with_blocks(loss, out.loss)
         if state is None:
-            after = None
-        else:
-            after = {**outer_state, **({} if of_blocks is None else {BLOCKS: of_blocks})}
-        return with_blocks(loss, added), after
+            return terms, None
+        if out.block_state is None:
+            return terms, {**outer_state}
+        return terms, {**outer_state, BLOCKS: out.block_state}
 
     return objective
 
@@ -287,76 +287,103 @@ def _derive_key(key: Key, layer: int | Array) -> Key:
     return None if key is None else jax.random.fold_in(key, layer)
 
 
-def _layers(
-    model: LayeredModel, region: Region, constrain: Callable[[Any], Any]
-) -> Callable[..., tuple[Any, Any, State, State]]:
-    """Return `layers(params, batch, key, state)`: embedding and scans over the blocks.
+class LayersOutput(NamedTuple):
+    """The output of embedding and blocks.
 
-    It returns the last layer's output, the layers' additions to the loss, and the new states of
-    embedding and head and of the blocks.
+    Attributes:
+      x: activations after the last layer.
+      loss: the layers' additions to the loss, and their metrics; or None.
+      outer_state: new state of embedding and head, by name; or None.
+      block_state: new state of the blocks, or None.
     """
-    stacks = list_stacks(model)
 
-    def run(
-        stack: StackModel, params: Params, x: Any, context: Context, key: Key, of_blocks: State
+    x: Any
+    loss: Loss | None
+    outer_state: State
+    block_state: State
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """Embedding and scans over the blocks; the fields are as in `build_objective`."""
+
+    model: LayeredModel
+    region: Region
+    constrain: Callable[[Any], Any]
+
+    def __call__(self, params: Params, batch: Batch, key: Key, state: State) -> LayersOutput:
+        """Run the embedding and the blocks of all stacks."""
+        model = self.model
+        context = self.constrain(call_context(model, batch))
+        outer_state = None
+        block_state = None
+        if state is not None:
+            outer_state = {name: tree for name, tree in state.items() if name != BLOCKS}
+            block_state = state.get(BLOCKS)
+        embed_key = _derive_key(key, embed_number(model))
+        x, outer_state = call_embed(model, params["embed"], batch, embed_key, outer_state)
+        x = self.constrain(x)
+
+        losses = []
+        states_after = {}
+        for stack in list_stacks(model):
+            stack_context = context
+            if stack.model.enter is not None:
+                enter_key = _derive_key(key, enter_number(model, stack))
+                with in_stack(stack.name):
+                    x, stack_context = self.constrain(
+                        call_enter(stack.model, params["embed"], x, batch, enter_key)
+                    )
+            given = Given(stack_context, state=stack.of(block_state))
+            with in_stack(stack.name):
+                x, loss, states_after[stack.name] = self._run_stack(
+                    stack, stack.of(params[BLOCKS]), x, key, given
+                )
+            losses.append(loss)
+
+        if block_state is not None:
+            block_state = states_after if model.stacks else states_after[""]
+        return LayersOutput(x, together(losses), outer_state, block_state)
+
+    def _run_stack(
+        self, stack: StackModel, params: Params, x: Any, key: Key, given: Given
     ) -> tuple[Any, Loss | None, State]:
-        """Run the blocks of one stack."""
+        """Run the blocks of one stack.
+
+        Args:
+          stack: stack to run.
+          params: parameters of its blocks, stacked.
+          x: input of its first block.
+          key: random key of the microbatch, or None.
+          given: context, and the stacked states of the blocks.
+
+        Returns:
+          (output of the last block, the blocks' summed addition to the loss, their new states).
+        """
 
         def block(
             p: Params, x: Any, index: Array, key: Key, given: Given
         ) -> tuple[Any, tuple[Loss | None, State]]:
             out = call_block(stack.model, p, x, _derive_key(key, index), given)
-            return constrain(out.x), (out.loss, out.state)
+            return self.constrain(out.x), (out.loss, out.state)
 
         def body(
             x: Any, layer: tuple[Params, Array, Any, State]
         ) -> tuple[Any, tuple[Loss | None, State]]:
-            p, index, per_layer, of_block = layer
-            return region(block, stack.name)(p, x, index, key, Given(context, per_layer, of_block))
+            p, index, per_layer, state = layer
+            layer_given = Given(given.context, per_layer, state)
+            return self.region(block, stack.name)(p, x, index, key, layer_given)
 
-        one = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params, of_blocks)
+        abstract_params, abstract_state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params, given.state)
         )
-        check_block(stack.model, one[0], x, key, abstract_given(stack.model, context, one[1]))
+        abstract_inputs = abstract_given(stack.model, given.context, abstract_state)
+        check_block(stack.model, abstract_params, x, key, abstract_inputs)
+
         numbers = jnp.arange(stack.first, stack.first + stack.model.num_layers)
-        each = (params, numbers, per_layer_arrays(stack.model), of_blocks)
-        x, (losses, of_blocks) = jax.lax.scan(body, x, each)
-        return x, None if losses is None else summed(losses), of_blocks
-
-    def layers(
-        params: Params, batch: Batch, key: Key, state: State
-    ) -> tuple[Any, Any, State, State]:
-        context = constrain(call_context(model, batch))
-        if state is None:
-            outer_state = None
-        else:
-            outer_state = {name: tree for name, tree in state.items() if name != BLOCKS}
-        x, outer_state = call_embed(
-            model, params["embed"], batch, _derive_key(key, embed_number(model)), outer_state
-        )
-        x = constrain(x)
-        added = []
-        after = {}
-        of_blocks = None if state is None else state.get(BLOCKS)
-        for stack in stacks:
-            of_stack = context
-            if stack.model.enter is not None:
-                of_enter = _derive_key(key, enter_number(model, stack))
-                with in_stack(stack.name):
-                    x, of_stack = constrain(
-                        call_enter(stack.model, params["embed"], x, batch, of_enter)
-                    )
-            of_its_blocks = stack.of(of_blocks)
-            with in_stack(stack.name):
-                x, loss, after[stack.name] = run(
-                    stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks
-                )
-            added.append(loss)
-        if of_blocks is not None:
-            of_blocks = after if model.stacks else after[""]
-        return x, together(added), outer_state, of_blocks
-
-    return layers
+        layers = (params, numbers, per_layer_arrays(stack.model), given.state)
+        x, (losses, states) = jax.lax.scan(body, x, layers)
+        return x, None if losses is None else summed(losses), states
 
 
 def build_predict(
@@ -373,14 +400,14 @@ def build_predict(
     if isinstance(model, Model):
         function = model.predict
         assert function is not None
-        return lambda params, batch, state: function(
-            params, batch, *(() if model.init_state is None else (state,))
-        )
-    layers = _layers(model, lambda f, stack: f, constrain)
+        if model.init_state is None:
+            return lambda params, batch, state: function(params, batch)
+        return function
+    layers = _Layers(model, lambda f, stack: f, constrain)
 
     def predict(params: Params, batch: Batch, state: State) -> Any:
-        x, _, outer_state, _ = layers(params, batch, None, state)
-        return call_predict(model, params["head"], params["embed"], x, batch, outer_state)
+        out = layers(params, batch, None, state)
+        return call_predict(model, params["head"], params["embed"], out.x, batch, out.outer_state)
 
     return predict
 
@@ -411,9 +438,8 @@ def abstract_given(model: LayeredModel, context: Context, state: Any) -> Given:
     def shape(a: Any, lead: int = 0) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(a)[lead:], jnp.result_type(a))
 
-    return Given(
-        jax.tree.map(shape, context), jax.tree.map(lambda a: shape(a, 1), model.per_layer), state
-    )
+    layer = jax.tree.map(lambda a: shape(a, 1), model.per_layer)
+    return Given(jax.tree.map(shape, context), layer, state)
 
 
 def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Given) -> BlockOutput:
@@ -432,13 +458,11 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
     # Checked before the scan, whose own error would mention its carry. The usual cause is a
     # promotion to float32.
     out = jax.eval_shape(lambda *args: call_block(model, *args), params, x, key, given)
-    before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out.x))
+    before = jax.tree.map(lambda a: (a.shape, a.dtype.name), x)
+    after = jax.tree.map(lambda a: (a.shape, a.dtype.name), out.x)
     if before != after:
-        if (
-            isinstance(out.x, tuple)
-            and len(out.x) == 2
-            and jax.tree.structure(out.x[0]) == jax.tree.structure(x)
-        ):
+        is_pair = isinstance(out.x, tuple) and len(out.x) == 2
+        if is_pair and jax.tree.structure(out.x[0]) == jax.tree.structure(x):
             raise ValueError(
                 "a block that returns more than x must return (x, zerojax.Loss(total, "
                 "metrics={...})): its addition to the loss, and its metrics; it returned "
@@ -473,7 +497,9 @@ def whole_weight(
     if weight is None:
         return None
     program = flatten(closed.jaxpr, closed.consts)
-    used = {slot for i in program.live(program.outputs) for slot in i.reads} | set(program.outputs)
+    used = set(program.outputs)
+    for instruction in program.live(program.outputs):
+        used.update(instruction.reads)
     if used & set(program.inputs[len(jax.tree.leaves(first)) :]):
         raise ValueError(
             "the weight of the loss depends on the model's state, which is not allowed with "

@@ -14,15 +14,17 @@ and stay unsplit.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.models.model import LayeredModel, Model, by_stack, of_every_stack
 from zerojax.sharding import FSDP, broadcast_specs, parse_axes
+from zerojax.trees import Params
 
 _SHOWN = 24
 """Maximum number of paths shown in an error."""
@@ -65,13 +67,13 @@ def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
             f"with_specs takes a zerojax.Model or LayeredModel, got {type(model).__name__}; see "
             "zerojax.from_flax"
         )
-    abstract, given, tiles = _trees(model)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
+    trees = _trees(model)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(trees.abstract)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    specs = broadcast_specs(given, abstract)
-    of_tiles = jax.tree.leaves(jax.tree.broadcast(tiles, abstract))
+    specs = broadcast_specs(trees.specs, trees.abstract)
+    tiles = jax.tree.leaves(jax.tree.broadcast(trees.tiles, trees.abstract))
     for i, (rule, spec) in _matched(rules, paths).items():
-        lead = int(of_tiles[i] is not False)
+        lead = int(tiles[i] is not False)
         _check(
             f"with_specs: rule {rule!r} gives {paths[i]} the spec {spec}",
             leaves[i][1].shape,
@@ -79,29 +81,37 @@ def with_specs(model: Any, rules: Mapping[Any, PartitionSpec | None]) -> Any:
             lead,
         )
         specs[i] = PartitionSpec(*(None,) * lead, *spec) if len(spec) else PartitionSpec()
-    return dataclasses.replace(model, specs=jax.tree.unflatten(tree, specs))
+    return dataclasses.replace(model, specs=jax.tree.unflatten(structure, specs))
 
 
-def _trees(model: Model | LayeredModel) -> tuple[Any, Any, Any]:
-    """Return the parameters' shapes in the structure of `specs`, and the model's specs and tiles.
+class _Trees(NamedTuple):
+    """Trees over the parameters, in the structure of a model's `specs`.
 
-    For blocks, the shapes are of one layer.
+    Attributes:
+      abstract: shapes and dtypes; for blocks, of one layer.
+      specs: specs of the model, or a prefix of them.
+      tiles: `tiles` of the model, or a prefix of them.
     """
+
+    abstract: Params
+    specs: Any
+    tiles: Any
+
+
+def _trees(model: Model | LayeredModel) -> _Trees:
+    """Return the parameters' shapes, and the model's specs and tiles."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     if isinstance(model, Model):
-        return jax.eval_shape(model.init, key), model.specs, model.tiles
+        return _Trees(jax.eval_shape(model.init, key), model.specs, model.tiles)
     abstract = {
         "embed": jax.eval_shape(model.init_embed, key),
         "block": by_stack(model, lambda stack: jax.eval_shape(stack.model.init_block, key)),
         "head": jax.eval_shape(model.init_head, key),
     }
-    given = {part: (model.specs or {}).get(part) for part in abstract}
-    given["block"] = of_every_stack(model, given["block"], None)
-    return (
-        abstract,
-        given,
-        {"embed": False, "block": of_every_stack(model, model.tiles, False), "head": False},
-    )
+    specs = {part: (model.specs or {}).get(part) for part in abstract}
+    specs["block"] = of_every_stack(model, specs["block"], None)
+    tiles = {"embed": False, "block": of_every_stack(model, model.tiles, False), "head": False}
+    return _Trees(abstract, specs, tiles)
 
 
 def _matched(rules: Mapping[Any, Any], paths: list[str]) -> dict[int, tuple[str, PartitionSpec]]:
@@ -124,25 +134,26 @@ def _matched(rules: Mapping[Any, Any], paths: list[str]) -> dict[int, tuple[str,
             raise ValueError(
                 f"with_specs: rule {rule!r} is not a regular expression: {error}"
             ) from error
-        found = [i for i, path in enumerate(paths) if pattern.search(path)]
-        for i in found:
-            matches.setdefault(i, []).append(
-                (pattern.pattern, PartitionSpec() if spec is None else spec)
-            )
-        unused += [] if found else [repr(pattern.pattern)]
+        leaf_ids = [i for i, path in enumerate(paths) if pattern.search(path)]
+        if not leaf_ids:
+            unused.append(repr(pattern.pattern))
+        for i in leaf_ids:
+            leaf_spec = PartitionSpec() if spec is None else spec
+            matches.setdefault(i, []).append((pattern.pattern, leaf_spec))
     if unused:
         raise ValueError(
             f"with_specs: no leaf is matched by {', '.join(unused)}; the paths are {_listed(paths)}"
         )
-    if twice := [
-        f"{paths[i]} by {' and '.join(repr(r) for r, _ in found)}"
-        for i, found in matches.items()
-        if len(found) > 1
-    ]:
+    ambiguous = []
+    for i, leaf_matches in matches.items():
+        if len(leaf_matches) > 1:
+            leaf_rules = " and ".join(repr(rule) for rule, _ in leaf_matches)
+            ambiguous.append(f"{paths[i]} by {leaf_rules}")
+    if ambiguous:
         raise ValueError(
-            f"with_specs: at most one rule may match a leaf, but several do: {_listed(twice)}"
+            f"with_specs: at most one rule may match a leaf, but several do: {_listed(ambiguous)}"
         )
-    return {i: found[0] for i, found in matches.items()}
+    return {i: leaf_matches[0] for i, leaf_matches in matches.items()}
 
 
 def _listed(items: list[str]) -> str:
@@ -150,20 +161,28 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _check(told: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) -> None:
-    """Raise ValueError for a spec that is wrong on any mesh; `lead` is 1 for a stack of tiles."""
-    if wrong := [entry for entry in spec if not (entry is None or isinstance(entry, str | tuple))]:
+def _check(subject: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int) -> None:
+    """Raise ValueError for a spec that is wrong on any mesh.
+
+    Args:
+      subject: beginning of the error, which names the rule, the leaf and the spec.
+      shape: shape of the leaf.
+      spec: spec of one weight.
+      lead: 1 for a stack of tiles, else 0.
+    """
+    wrong = [entry for entry in spec if not (entry is None or isinstance(entry, str | tuple))]
+    if wrong:
         raise ValueError(
-            f"{told}, which holds {wrong[0]!r}: an entry is None, an axis, or a tuple of axes"
+            f"{subject}, which holds {wrong[0]!r}: an entry is None, an axis, or a tuple of axes"
         )
     if len(spec) > len(shape) - lead:
         of_tiles = ", whose first dim counts tiles and is never split" if lead else ""
-        raise ValueError(f"{told}, which has {len(spec)} entries for shape {shape}{of_tiles}")
-    named = [axis for entry in spec for axis in parse_axes(entry)]
-    if len(set(named)) < len(named):
-        raise ValueError(f"{told}, which names an axis twice")
-    if FSDP in named:
+        raise ValueError(f"{subject}, which has {len(spec)} entries for shape {shape}{of_tiles}")
+    axes = list(itertools.chain(*map(parse_axes, spec)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{subject}, which names an axis twice")
+    if FSDP in axes:
         raise ValueError(
-            f"{told}: ZeRO chooses the dim that {FSDP!r} splits, so use only other axes, such as "
-            "'tensor'"
+            f"{subject}: ZeRO chooses the dim that {FSDP!r} splits, so use only other axes, such "
+            "as 'tensor'"
         )

@@ -19,5 +19,5 @@ def floating(tree: Tree) -> Any:
 def merged(floats: Any, tree: Tree) -> Any:
     """Return `tree` with its floating leaves replaced by `floats`, a tree like `floating(tree)`."""
     return jax.tree.map(
-        lambda a, whole: whole if a is None else a, floats, tree, is_leaf=lambda node: node is None
+        lambda a, leaf: leaf if a is None else a, floats, tree, is_leaf=lambda node: node is None
     )

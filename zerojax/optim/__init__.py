@@ -23,8 +23,8 @@ from zerojax.optim.late_records import with_unstacked as with_unstacked
 from zerojax.optim.layer_wise import LayerTransformation as LayerTransformation
 from zerojax.optim.layer_wise import by_layer as by_layer
 from zerojax.optim.moments import keep_in_bfloat16 as keep_in_bfloat16
-from zerojax.optim.on_host import Handed as Handed
 from zerojax.optim.on_host import HostUpdate as HostUpdate
+from zerojax.optim.on_host import InFlightLayers as InFlightLayers
 from zerojax.optim.on_host import update_on_host as update_on_host
 from zerojax.optim.rates import LearningRates as LearningRates
 from zerojax.optim.rates import learning_rates as learning_rates

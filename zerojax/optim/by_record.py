@@ -13,6 +13,7 @@ how to read and write it.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,13 @@ import optax
 
 from zerojax.config import piecewise_update_setting
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
-from zerojax.optim.late_records import MOST_PIECES, Pieces, cut_leaf, update_in_pieces
+from zerojax.optim.late_records import (
+    MOST_PIECES,
+    Pieces,
+    UpdateRows,
+    cut_leaf,
+    update_in_pieces,
+)
 from zerojax.optim.layer_wise import (
     Gathered,
     LayerTransformation,
@@ -86,9 +93,9 @@ class RecordUpdate:
           index: index of the unstacked leaf.
           most: maximum number of pieces.
         """
-        if isinstance(self.rule, ElementwiseUpdate):
-            return cut_leaf(self.records, index, most)
-        return None
+        if not isinstance(self.rule, ElementwiseUpdate):
+            return None
+        return cut_leaf(self.records, index, most)
 
     def num_pieces(self) -> dict[int, int]:
         """Return {index of an unstacked leaf: number of pieces in which the device updates it}.
@@ -98,11 +105,14 @@ class RecordUpdate:
         """
         if self.layout.config.update_on == "host":
             return {}
-        pieces = {i: self.pieces(i) for i in self.layout.unstacked}
-        return {i: 1 if some is None else some.count for i, some in pieces.items()}
+        counts = {}
+        for i in self.layout.unstacked:
+            pieces = self.pieces(i)
+            counts[i] = 1 if pieces is None else pieces.count
+        return counts
 
     def first_states(self, leaf_ids: Sequence[int], weights: Sequence[Array]) -> list[Array]:
-        """Return the initial optimizer state of one record, in the order of `list_state_leaves`.
+        """Return the initial optimizer state of one record, in the order of the state.
 
         Args:
           leaf_ids: indices of the record's parameter leaves.
@@ -121,11 +131,12 @@ class RecordUpdate:
         before = self.records.list_shared(states)
         if isinstance(self.rule, LeafRule):
             after = self.rule.shared_after(before, loss)
-        else:  # an update of no leaves advances only the shared scalars
-            *_, after = self.elementwise((), (), (), (), before, loss)
+        else:
+            # An update of no leaves advances only the shared scalars.
+            _, _, after = self.elementwise((), (), (), (), before, loss)
         # A skipped step does not count as an optimizer step: the step count stays, and with it the
         # bias corrections and schedules.
-        return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
+        return [jnp.where(ok, new, old) for new, old in zip(after, before, strict=True)]
 
     def update(
         self,
@@ -156,31 +167,31 @@ class RecordUpdate:
         """
         count = len(leaf_ids)
 
-        def move(values: Any) -> Any:
+        def update_record(values: Any) -> Any:
             grads, read, landing = values
-            return *self._updated(
-                leaf_ids, grads, (read[:count], read[count:]), shared, loss
-            ), landing
+            weights, opt = self._apply_rule(
+                leaf_ids, grads, read[:count], read[count:], shared, loss
+            )
+            return weights, opt, landing
 
-        def keep(values: Any) -> Any:
+        def keep_record(values: Any) -> Any:
             _, read, landing = values
             return list(read[:count]), list(read[count:]), landing
 
         # If XLA cannot see the order of reads and writes, it copies the entire stack.
-        return order_read_before_write(
-            ok, move, keep, (list(grads), list(read), landing), self.mesh
-        )
+        values = (list(grads), list(read), landing)
+        return order_read_before_write(ok, update_record, keep_record, values, self.mesh)
 
-    def _updated(
+    def _apply_rule(
         self,
         leaf_ids: Sequence[int],
-        grads: Grads,
-        before: tuple[Any, Any],
-        shared: Any,
+        grads: Sequence[Array],
+        weights: Sequence[Array],
+        opt: Sequence[Array],
+        shared: Sequence[Array],
         loss: Array,
     ) -> tuple[list[Array], list[Array]]:
-        """Return the updated weights and optimizer state of one record."""
-        weights, opt = before
+        """Return the updated weights and optimizer state of the record of some leaves."""
         if isinstance(self.rule, LeafRule):
             weights, opt = self.rule.update_part(
                 leaf_ids, grads, weights, opt, shared, loss, self._gathered
@@ -211,25 +222,36 @@ class RecordUpdate:
         Returns:
           The states after the update.
         """
+
+        def update_rows(index: int, grad: Array, loaded: list[Array]) -> tuple[Array, list[Array]]:
+            (weight,), opt, _ = self.update((index,), [ready(grad)], loaded, shared, loss, ok)
+            return weight, opt
+
         begin = jnp.int32(0)
         for index, grad in grads.items():
-            states, begin = self._update_leaf(states, index, grad, ready, shared, loss, ok, begin)
+            update_leaf = partial(update_rows, index)
+            states, begin = self._update_leaf(states, index, grad, update_leaf, begin)
         return states
 
     def load_end(self, states: FlatState, index: int) -> list[Array]:
         """Return the weight and the optimizer state of an unstacked leaf, on the device."""
-        return self._loaded(
-            index,
-            states.params[index],
-            self.records.opt_states(states, (index,)),
-            states.master is not None,
-        )
+        opt = self.records.opt_states(states, (index,))
+        return self._load(index, states.params[index], opt)
 
-    def _loaded(self, index: int, param: Any, opt: Sequence[Any], has_master: bool) -> list[Array]:
+    def _load(self, index: int, param: Any, opt: Sequence[Any]) -> list[Array]:
+        """Return an unstacked leaf's weight and optimizer state, on the device.
+
+        Args:
+          index: index of the leaf.
+          param: the parameter, in its tier.
+          opt: the master, if there is one, and the optimizer state, in their tiers.
+        """
         loaded = load_leaves(self.records.opt_records((index,)), opt)
         # If there is a master, it comes first in the record. Without one, the parameter is the
         # weight.
-        return loaded if has_master else [self.records.params[index].load(param), *loaded]
+        if self.layout.has_master:
+            return loaded
+        return [self.records.params[index].load(param), *loaded]
 
     def updated_end(
         self,
@@ -256,39 +278,44 @@ class RecordUpdate:
           the device.
         """
         records = self.records
-        weights, after, _ = self.update(
-            (index,), [grad], loaded, records.list_shared(states), loss, ok
-        )
-        values = [*(weights if states.master is not None else ()), *after]
-        param = records.cast(index, weights[0])
+        shared = records.list_shared(states)
+        (weight,), opt, _ = self.update((index,), [grad], loaded, shared, loss, ok)
+        to_store = opt if states.master is None else [weight, *opt]
+        param = records.cast(index, weight)
         if records.params[index].is_away:
-            return states, [*values, param]
-        params = [param if i == index else a for i, a in enumerate(states.params)]
-        return dataclasses.replace(states, params=params), values
+            return states, [*to_store, param]
+        params = list(states.params)
+        params[index] = param
+        return dataclasses.replace(states, params=params), to_store
 
     def _update_leaf(
         self,
         states: FlatState,
         index: int,
         grad: Array,
-        ready: Callable[[Array], Array],
-        shared: Sequence[Array],
-        loss: Array,
-        ok: Array,
+        update_rows: UpdateRows,
         begin: Array,
     ) -> tuple[FlatState, Array]:
-        def move(grad: Array, loaded: list[Array]) -> tuple[Array, list[Array]]:
-            (value,), after, _ = self.update((index,), [ready(grad)], loaded, shared, loss, ok)
-            return value, after
+        """Update an unstacked leaf, in pieces if it can be cut.
 
-        if (pieces := self.pieces(index)) is not None:
-            return update_in_pieces(self.records, states, index, grad, move, pieces, begin)
-        has_master = states.master is not None
+        Args:
+          states: all leaves of the state.
+          index: index of the leaf.
+          grad: gradient of the leaf, sharded.
+          update_rows: the optimizer's update of some rows, or of all of them.
+          begin: i32[] zero, known when this update may begin.
 
-        def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
-            return move(grad, self._loaded(index, param, opt, has_master))
+        Returns:
+          The states, and a zero that is known when this update is done.
+        """
+        pieces = self.pieces(index)
+        if pieces is not None:
+            return update_in_pieces(self.records, states, index, grad, update_rows, pieces, begin)
 
-        return self.records.put_leaf(states, index, new, begin)
+        def update_leaf(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
+            return update_rows(grad, self._load(index, param, opt))
+
+        return self.records.put_leaf(states, index, update_leaf, begin)
 
 
 def update_by_record(update: RecordUpdate) -> Update:
@@ -297,17 +324,19 @@ def update_by_record(update: RecordUpdate) -> Update:
     config = update.layout.config
 
     def step_update(
-        state: TrainState, value: Array, grads: Grads
+        state: TrainState, loss: Array, grads: Grads
     ) -> tuple[TrainState, dict[str, Array]]:
         measured = measure_grads(config, state, grads, update.unused)
         finite = measured.finite
         states = records.flat(state)
-        by_leaf = dict(zip(update.layout.unstacked, jax.tree.leaves(grads), strict=True))
+        grads_by_leaf = dict(zip(update.layout.unstacked, jax.tree.leaves(grads), strict=True))
         shared = records.list_shared(states)
-        states = update.update_unstacked(states, by_leaf, shared, value, finite, measured.scaled)
-        states = records.with_shared(states, update.shared(states, value, finite))
+        states = update.update_unstacked(
+            states, grads_by_leaf, shared, loss, finite, measured.scaled
+        )
+        states = records.with_shared(states, update.shared(states, loss, finite))
         return finish(
-            state, *records.trees(state, states), value, measured.norm, finite, config.loss_scaling
+            state, *records.trees(state, states), loss, measured.norm, finite, config.loss_scaling
         )
 
     return step_update

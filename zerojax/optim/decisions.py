@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, Ref, flatten
+from zerojax.trees import OptState
 
 _ATTRIBUTES = (
     "y",
@@ -80,16 +81,14 @@ class Traced:
 
     init: jex.ClosedJaxpr
     update: jex.ClosedJaxpr
-    state: Any
+    state: OptState
     owners: tuple[int | None, ...]
 
     @functools.cached_property
     def paths(self) -> list[str]:
         """The path of each leaf of the state."""
-        return [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(self.state)[0]
-        ]
+        leaves = jax.tree_util.tree_flatten_with_path(self.state)[0]
+        return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 _Output = tuple[str, int | str]
@@ -108,15 +107,17 @@ def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Diffe
       The differences; falsy if there are none.
     """
     num_params = len(stacked)
-    of_rules, of_constants = (_unequal(stacks, layer, num_params, reads) for reads in (False, True))
+    other_rules = _unequal(stacks, layer, num_params, reads_constants=False)
+    other_constants = _unequal(stacks, layer, num_params, reads_constants=True)
     is_same_tree = jax.tree.structure(stacks.state) == jax.tree.structure(layer.state)
-    if is_same_tree and not of_rules and not of_constants:
+    if is_same_tree and not other_rules and not other_constants:
         return Differences()
     owners = _owners(layer, num_params) | _owners(stacks, num_params)
-    rules, shared_rules = _by_owner(of_rules, owners)
-    constants, shared_constants = _by_owner(of_constants, owners)
+    rules, shared_rules = _by_owner(other_rules, owners)
+    constants, shared_constants = _by_owner(other_constants, owners)
     # A number that init puts into a leaf's state is a decision about that leaf, as a mask is.
-    firsts, _ = _by_owner({output for output in of_constants if output[0] == "first"}, owners)
+    other_firsts = {output for output in other_constants if output[0] == "first"}
+    firsts, _ = _by_owner(other_firsts, owners)
     rules |= {i for i in firsts if stacked[i]}
     if not rules and not shared_rules and not is_same_tree:
         rules = {i for i in range(num_params) if stacked[i]}
@@ -128,15 +129,15 @@ def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Diffe
     )
 
 
-def _unequal(one: Traced, other: Traced, num_params: int, reads_constants: bool) -> set[_Output]:
+def _unequal(
+    stacks: Traced, layer: Traced, num_params: int, *, reads_constants: bool
+) -> set[_Output]:
     """Return the results that differ between two traces, or that exist in only one of them."""
     forms = _Forms(reads_constants)
-    found = [_results(traced, num_params, forms) for traced in (one, other)]
-    return {
-        output
-        for output in found[0].keys() | found[1].keys()
-        if found[0].get(output) != found[1].get(output)
-    }
+    of_stacks = _results(stacks, num_params, forms)
+    of_layer = _results(layer, num_params, forms)
+    outputs = of_stacks.keys() | of_layer.keys()
+    return {output for output in outputs if of_stacks.get(output) != of_layer.get(output)}
 
 
 def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, int]:
@@ -144,10 +145,10 @@ def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, 
     params = [("param", n) for n in range(num_params)]
     states = [("state", path) for path in traced.paths]
     grads = [("grad", n) for n in range(num_params)]
-    update = forms.of(
-        flatten(traced.update.jaxpr, traced.update.consts), [*grads, *states, *params, "loss"]
-    )
-    first = forms.of(flatten(traced.init.jaxpr, traced.init.consts), params)
+    update_program = flatten(traced.update.jaxpr, traced.update.consts)
+    update = forms.number_outputs(update_program, [*grads, *states, *params, "loss"])
+    init_program = flatten(traced.init.jaxpr, traced.init.consts)
+    first = forms.number_outputs(init_program, params)
     names: list[_Output] = [("update", n) for n in range(num_params)]
     names += [("after", path) for path in traced.paths]
     names += [("first", path) for path in traced.paths]
@@ -191,12 +192,17 @@ def _readers(program: FlatJaxpr, slot: int, states: Sequence[int]) -> set[int]:
     starts: set[int] = {slot}
     while True:
         reached = program.reached(starts)
-        hits = [
-            n for n, ref in enumerate(program.outputs) if isinstance(ref, int) and ref in reached
-        ]
-        later = {states[n - num_params] for n in hits if n >= num_params}
+        readers: set[int] = set()
+        later: set[int] = set()  # states that the next step reads
+        for n, ref in enumerate(program.outputs):
+            if not isinstance(ref, int) or ref not in reached:
+                continue
+            if n < num_params:
+                readers.add(n)
+            else:
+                later.add(states[n - num_params])
         if later <= starts:
-            return {n for n in hits if n < num_params}
+            return readers
         starts |= later
 
 
@@ -207,18 +213,19 @@ class _Forms:
         self._reads_constants = reads_constants
         self._numbers: dict[Hashable, int] = {}
 
-    def of(self, program: FlatJaxpr, inputs: Sequence[Hashable]) -> list[int]:
+    def number_outputs(self, program: FlatJaxpr, inputs: Sequence[Hashable]) -> list[int]:
         """Return the numbers of a program's outputs, given names for its inputs."""
-        slots = {
-            slot: self._number(name) for slot, name in zip(program.inputs, inputs, strict=True)
-        }
+        slots: dict[int, int] = {}
+        for slot, name in zip(program.inputs, inputs, strict=True):
+            slots[slot] = self._number(name)
         for i in program.instructions:
             operands = tuple(self._operand(ref, slots) for ref in i.ins)
             if i.eqn.primitive.name in FILLS:
                 slots[i.outs[0]] = operands[0]
                 continue
             form = (i.eqn.primitive.name, self._attributes(i), self._inside(i), operands)
-            slots.update({out: self._number((form, n)) for n, out in enumerate(i.outs)})
+            for n, out in enumerate(i.outs):
+                slots[out] = self._number((form, n))
         return [self._operand(ref, slots) for ref in program.outputs]
 
     def _number(self, form: Hashable) -> int:
@@ -236,24 +243,25 @@ class _Forms:
         """Return the forms of the jaxprs inside an equation."""
         if not i.has_jaxpr or i.eqn.primitive.name in POINTWISE:
             return ()
-        inside = []
+        forms = []
         for jaxpr, consts in _jaxprs(i.eqn.params):
             program = flatten(jaxpr, consts)
-            inside.append(
-                tuple(self.of(program, [("argument", n) for n in range(len(program.inputs))]))
-            )
-        return tuple(inside)
+            arguments = [("argument", n) for n in range(len(program.inputs))]
+            forms.append(tuple(self.number_outputs(program, arguments)))
+        return tuple(forms)
 
 
 def _jaxprs(params: Mapping[str, Any]) -> list[tuple[jex.Jaxpr, Sequence[Any]]]:
-    found: list[tuple[jex.Jaxpr, Sequence[Any]]] = []
+    """Return the jaxprs among the parameters of an equation, with their constants."""
+    jaxprs: list[tuple[jex.Jaxpr, Sequence[Any]]] = []
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, jex.ClosedJaxpr):
-                found.append((one.jaxpr, one.consts))
-            elif isinstance(one, jex.Jaxpr):
-                found.append((one, [None] * len(one.constvars)))
-    return found
+        items = value if isinstance(value, tuple | list) else (value,)
+        for item in items:
+            if isinstance(item, jex.ClosedJaxpr):
+                jaxprs.append((item.jaxpr, item.consts))
+            elif isinstance(item, jex.Jaxpr):
+                jaxprs.append((item, [None] * len(item.constvars)))
+    return jaxprs
 
 
 def _constant(ref: Constant) -> Hashable:
@@ -265,5 +273,6 @@ def _constant(ref: Constant) -> Hashable:
         value = jax.random.key_data(value)
     array = np.asarray(value)
     elements = np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.itemsize)
-    is_even = bool((elements == elements[:1]).all())
-    return ("constant", str(array.dtype), elements[:1].tobytes() if is_even else elements.tobytes())
+    if (elements == elements[:1]).all():
+        elements = elements[:1]
+    return ("constant", str(array.dtype), elements.tobytes())

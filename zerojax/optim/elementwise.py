@@ -24,10 +24,10 @@ import numpy as np
 import optax
 
 from zerojax.elements import ElementProgram
-from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
+from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, Ref, flatten
 from zerojax.optim.leaf_rule import one_layer
 from zerojax.state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state
-from zerojax.trees import Params
+from zerojax.trees import Grads, OptState, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class ElementwiseUpdate:
       update: the traced `tx.update`, a function of (grads, state, params, loss).
     """
 
-    params: Any
+    params: Params
     opt_map: OptStateMap
     init: ElementProgram
     update: ElementProgram
@@ -59,8 +59,7 @@ class ElementwiseUpdate:
 
         Args:
           leaf_ids: indices of parameter leaves.
-          grads: float32 gradients, one for each leaf of `leaf_ids`: a stack, a layer, a tile, or
-            some rows.
+          grads: float32 gradients, one for each leaf: a stack, a layer, a tile, or some rows.
           params: float32 weights, with the shapes of `grads`.
           states: one array, shaped like its parameter, for each of
             `opt_map.list_state_leaves(leaf_ids)`.
@@ -88,34 +87,34 @@ class ElementwiseUpdate:
         The arguments are the arguments of `__call__`.
         """
         program = self.update.program
-        num_params = len(self._leaves)
+        num_params = len(jax.tree.leaves(self.params))
+        num_states = len(self.opt_map.owners)
         mirrors = self.opt_map.list_state_leaves(leaf_ids)
-        everyone = self.opt_map.shared
-        at_states = num_params
-        at_params = num_params + len(self.opt_map.owners)
+        shared_leaves = self.opt_map.shared
+
+        # The inputs are the gradients, the state, the parameters and the loss.
+        grad_slots = program.inputs[:num_params]
+        state_slots = program.inputs[num_params : num_params + num_states]
+        param_slots = program.inputs[num_params + num_states : -1]
         inputs = {program.inputs[-1]: loss}
-        inputs |= {program.inputs[i]: value for i, value in zip(leaf_ids, grads, strict=True)}
-        inputs |= {
-            program.inputs[at_params + i]: value for i, value in zip(leaf_ids, params, strict=True)
-        }
-        inputs |= {
-            program.inputs[at_states + j]: value for j, value in zip(mirrors, states, strict=True)
-        }
-        inputs |= {
-            program.inputs[at_states + j]: value for j, value in zip(everyone, shared, strict=True)
-        }
-        shapes = {i: jnp.shape(value) for i, value in zip(leaf_ids, params, strict=True)}
-        wanted = [
-            program.outputs[n] for n in (*leaf_ids, *(at_states + j for j in (*mirrors, *everyone)))
-        ]
-        of_mirrors = [shapes[self.opt_map.owner(j)] for j in mirrors]
-        results = self.update(
-            inputs, wanted, [*(shapes[i] for i in leaf_ids), *of_mirrors, *(None for _ in everyone)]
-        )
-        results = [jnp.asarray(value) for value in results]
-        first = len(leaf_ids)
-        last = len(leaf_ids) + len(mirrors)
-        return results[:first], results[first:last], results[last:]
+        inputs |= _by_slot(grad_slots, leaf_ids, grads)
+        inputs |= _by_slot(param_slots, leaf_ids, params)
+        inputs |= _by_slot(state_slots, mirrors, states)
+        inputs |= _by_slot(state_slots, shared_leaves, shared)
+
+        # The outputs are the updates and the state. A shared scalar has no shape of a leaf.
+        state_outputs = program.outputs[num_params:]
+        wanted = [program.outputs[i] for i in leaf_ids]
+        wanted += [state_outputs[j] for j in (*mirrors, *shared_leaves)]
+        leaf_shapes = {i: jnp.shape(value) for i, value in zip(leaf_ids, params, strict=True)}
+        shapes: list[tuple[int, ...] | None] = [leaf_shapes[i] for i in leaf_ids]
+        shapes += [leaf_shapes[self.opt_map.owner(j)] for j in mirrors]
+        shapes += [None] * len(shared_leaves)
+
+        results = [jnp.asarray(value) for value in self.update(inputs, wanted, shapes)]
+        num_updates = len(leaf_ids)
+        first_shared = num_updates + len(mirrors)
+        return results[:num_updates], results[num_updates:first_shared], results[first_shared:]
 
     def first_states(self, leaf_ids: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the initial states of some leaves, or of slices of them, in state order.
@@ -126,22 +125,23 @@ class ElementwiseUpdate:
         """
         program = self.init.program
         mirrors = self.opt_map.list_state_leaves(leaf_ids)
-        inputs = {program.inputs[i]: value for i, value in zip(leaf_ids, params, strict=True)}
-        shapes = {i: jnp.shape(value) for i, value in zip(leaf_ids, params, strict=True)}
+        inputs = _by_slot(program.inputs, leaf_ids, params)
         wanted = [program.outputs[j] for j in mirrors]
-        return self.init(inputs, wanted, [shapes[self.opt_map.owner(j)] for j in mirrors])
+        leaf_shapes = {i: jnp.shape(value) for i, value in zip(leaf_ids, params, strict=True)}
+        return self.init(inputs, wanted, [leaf_shapes[self.opt_map.owner(j)] for j in mirrors])
 
     def first_shared(self) -> list[jax.Array]:
         """Return the scalars that all leaves share, before the first step."""
-        everyone = self.opt_map.shared
-        values = self.init(
-            {}, [self.init.program.outputs[j] for j in everyone], [None for _ in everyone]
-        )
+        wanted = [self.init.program.outputs[j] for j in self.opt_map.shared]
+        values = self.init({}, wanted, [None] * len(wanted))
         return [jnp.asarray(value) for value in values]
 
-    @property
-    def _leaves(self) -> list[Any]:
-        return jax.tree.leaves(self.params)
+
+def _by_slot(
+    slots: Sequence[int], indices: Sequence[int], values: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """Return the values of some leaves by slot; `slots` has the slots of all leaves."""
+    return {slots[i]: value for i, value in zip(indices, values, strict=True)}
 
 
 class ElementwiseTransformation(OwnedTransformation):
@@ -162,32 +162,33 @@ def elementwise_transformation(
     """Return the rule of `tx` as an optimizer of the full tree."""
     opt_map = rule.opt_map
     tree = jax.tree.structure(rule.opt_map.abstract)
-    every = range(len(jax.tree.leaves(rule.params)))
-    owned = opt_map.list_state_leaves(every)
-    everyone = opt_map.shared
+    leaf_ids = range(len(jax.tree.leaves(rule.params)))
+    mirrors = opt_map.list_state_leaves(leaf_ids)
 
-    def ordered(states: Sequence[jax.Array], shared: Sequence[jax.Array]) -> Any:
-        leaves = dict(zip((*owned, *everyone), (*states, *shared), strict=True))
+    def build_state(states: Sequence[jax.Array], shared: Sequence[jax.Array]) -> OptState:
+        leaves = dict(zip((*mirrors, *opt_map.shared), (*states, *shared), strict=True))
         return jax.tree.unflatten(tree, [leaves[j] for j in sorted(leaves)])
 
-    def init(params: Params) -> Any:
-        return ordered(rule.first_states(every, jax.tree.leaves(params)), rule.first_shared())
+    def init(params: Params) -> OptState:
+        states = rule.first_states(leaf_ids, jax.tree.leaves(params))
+        return build_state(states, rule.first_shared())
 
     def update(
-        updates: Any, state: Any, params: Params = None, *, value: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+        updates: Grads, state: OptState, params: Params = None, *, value: Any = None, **_: Any
+    ) -> tuple[Grads, OptState]:
         before = jax.tree.leaves(state)
         loss = jnp.float32(0) if value is None else value
-        states, shared = ([before[j] for j in indices] for indices in (owned, everyone))
+        states = [before[j] for j in mirrors]
+        shared = [before[j] for j in opt_map.shared]
         weights, structure = jax.tree.flatten(params)
-        new, states, shared = rule.updates(
-            every, jax.tree.leaves(updates), weights, states, shared, loss
+        leaf_updates, states, shared = rule.updates(
+            leaf_ids, jax.tree.leaves(updates), weights, states, shared, loss
         )
-        return jax.tree.unflatten(structure, new), ordered(states, shared)
+        return jax.tree.unflatten(structure, leaf_updates), build_state(states, shared)
 
     applied = ElementwiseTransformation(init, update)
     applied.owners = opt_map.owners
-    applied.moved = ((0, 0),) * len(every)
+    applied.moved = ((0, 0),) * len(leaf_ids)
     applied.rule = rule
     applied.inner = tx
     return applied
@@ -213,7 +214,8 @@ def elementwise_update(
     Raises:
       ValueError: the optimizer is not elementwise; the message names the equation and the leaves.
     """
-    tx = tx.inner if isinstance(tx, ElementwiseTransformation) else tx
+    if isinstance(tx, ElementwiseTransformation):
+        tx = tx.inner
     layer = one_layer(params, stacked)
     try:
         state, update = init_opt_state_shape(tx, layer)
@@ -238,7 +240,7 @@ def elementwise_rule(
     tx: optax.GradientTransformation,
     params: Params,
     stacked: Sequence[bool],
-    state: Any,
+    state: OptState,
     closed: jex.ClosedJaxpr,
 ) -> ElementwiseUpdate | str:
     """Return an optimizer as a rule for each element, or the reason why it is not elementwise.
@@ -252,33 +254,35 @@ def elementwise_rule(
         params, loss).
     """
     layer = one_layer(params, stacked)
-    of_layer = map_opt_state(state, layer)
+    layer_map = map_opt_state(state, layer)
     names = _names(params)
-    reader = _reader_of_update(closed, of_layer, names)
-    if isinstance(reader, str):
-        return reader
-    first = jax.make_jaxpr(tx.init)(layer)
-    begins = _Reader(flatten(first.jaxpr, first.consts), range(len(names)), names)
-    if (fault := begins.fault(of_layer.owners)) is not None:
+    update_reader = _reader_of_update(closed, layer_map, names)
+    if isinstance(update_reader, str):
+        return update_reader
+    init = jax.make_jaxpr(tx.init)(layer)
+    init_reader = _Reader(flatten(init.jaxpr, init.consts), range(len(names)), names)
+    fault = init_reader.fault(layer_map.owners)
+    if fault is not None:
         return f"in its initial state {fault}"
+
+    # The state of a stack has the shape of the stack.
     leaves = jax.tree.leaves(params)
-    shapes = [
-        a.shape if owner is None else leaves[owner].shape
-        for a, owner in zip(of_layer.leaves, of_layer.owners, strict=True)
-    ]
-    whole = [
-        jax.ShapeDtypeStruct(shape, a.dtype)
-        for shape, a in zip(shapes, of_layer.leaves, strict=True)
-    ]
-    opt_map = OptStateMap(jax.tree.unflatten(jax.tree.structure(state), whole), of_layer.owners)
-    programs = (ElementProgram(one.program, one.leaf) for one in (begins, reader))
-    return ElementwiseUpdate(params, opt_map, *programs)
+    state_leaves = []
+    for leaf, owner in zip(layer_map.leaves, layer_map.owners, strict=True):
+        shape = leaf.shape if owner is None else leaves[owner].shape
+        state_leaves.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    abstract_state = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
+    return ElementwiseUpdate(
+        params,
+        OptStateMap(abstract_state, layer_map.owners),
+        init=ElementProgram(init_reader.program, init_reader.leaf),
+        update=ElementProgram(update_reader.program, update_reader.leaf),
+    )
 
 
 def _names(params: Params) -> list[str]:
-    return [
-        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
-    ]
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
 def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Params) -> str | None:
@@ -297,33 +301,47 @@ def _reader_of_update(
     closed: jex.ClosedJaxpr, opt_map: OptStateMap, names: Sequence[str]
 ) -> "_Reader | str":
     """Return the leaf on which each value of an update depends, or what is not elementwise."""
-    for name, leaf, owner in zip(opt_map.names, opt_map.leaves, opt_map.owners, strict=True):
-        if owner is None and leaf.shape:
-            return f"its state {name} with shape {leaf.shape} mirrors no parameter"
+    for j in opt_map.shared:
+        shape = opt_map.leaves[j].shape
+        if shape:
+            return f"its state {opt_map.names[j]} with shape {shape} mirrors no parameter"
     program = flatten(closed.jaxpr, closed.consts)
-    # The leaf that each input belongs to, and the only leaf that each output may depend on. None
-    # means no leaf.
-    every = range(len(names))
-    reader = _Reader(program, [*every, *opt_map.owners, *every, None], names)
-    return reader.fault([*every, *opt_map.owners]) or reader
+    leaf_ids = range(len(names))
+    input_leaves = [*leaf_ids, *opt_map.owners, *leaf_ids, None]
+    reader = _Reader(program, input_leaves, names)
+    return reader.fault([*leaf_ids, *opt_map.owners]) or reader
 
 
 class _Reader:
-    """Follows which parameter leaf each value of a traced update depends on."""
+    """Follows which parameter leaf each value of a traced update depends on.
+
+    Attributes:
+      program: the traced update.
+      names: names of the parameter leaves.
+      leaf: the only leaf that each slot depends on, or None.
+      uneven: slots of arrays that depend on no leaf and whose elements may differ.
+    """
 
     def __init__(
-        self, program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
+        self, program: FlatJaxpr, input_leaves: Sequence[int | None], names: Sequence[str]
     ) -> None:
         self.program = program
         self.names = names
-        self.leaf: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
-        self.uneven: set[int] = set()  # arrays that depend on no leaf and whose elements may differ
+        self.leaf: dict[int, int | None] = dict(zip(program.inputs, input_leaves, strict=True))
+        self.uneven: set[int] = set()
 
-    def fault(self, writes: Sequence[int | None]) -> str | None:
+    def fault(self, output_leaves: Sequence[int | None]) -> str | None:
+        """Return what is not elementwise, or None.
+
+        Args:
+          output_leaves: the only leaf that each output may depend on; None if it may depend on
+            none.
+        """
         for i in self.program.instructions:
-            if (fault := self.step(i)) is not None:
+            fault = self.step(i)
+            if fault is not None:
                 return fault
-        for ref, expected in zip(self.program.outputs, writes, strict=True):
+        for ref, expected in zip(self.program.outputs, output_leaves, strict=True):
             leaf = self.leaf.get(ref) if isinstance(ref, int) else None
             if leaf is not None and leaf != expected:
                 to = "a state shared by all leaves" if expected is None else self.names[expected]
@@ -333,36 +351,26 @@ class _Reader:
         return None
 
     def step(self, i: Instruction) -> str | None:
+        """Follow one equation; return what in it is not elementwise, or None."""
         name = i.eqn.primitive.name
         leaves = {self.leaf.get(ref) for ref in i.ins if isinstance(ref, int)} - {None}
         if len(leaves) > 1:
-            return (
-                f"{name} combines "
-                f"{' and '.join(sorted(self.names[r] for r in leaves if r is not None))}"
-            )
+            leaf_names = sorted(self.names[leaf] for leaf in leaves if leaf is not None)
+            return f"{name} combines {' and '.join(leaf_names)}"
         leaf = next(iter(leaves), None)
-        avals: list[Any] = [v.aval for v in i.eqn.outvars]
-        shapes = [a.shape for a in avals]
+        outvars: list[Any] = list(i.eqn.outvars)
         if leaf is None:
             # Scalars and constants. If one is an array, its elements must be equal, because the
-            # update of a part sees only some of them.
+            # update of a slice sees only some of them.
             even = name in POINTWISE | FILLS and not any(self.is_uneven(ref) for ref in i.ins)
-            for out, shape in zip(i.outs, shapes, strict=True):
+            for out, variable in zip(i.outs, outvars, strict=True):
                 self.leaf[out] = None
-                if shape and not even:
+                if variable.aval.shape and not even:
                     self.uneven.add(out)
             return None
         # The equation depends on exactly one leaf, and must act on each of its elements separately.
-        read_avals: list[Any] = [v.aval for v in i.eqn.invars]
-        operands = [a.shape for a in read_avals]
-        read_shapes = [
-            s
-            for ref, s in zip(i.ins, operands, strict=True)
-            if isinstance(ref, int) and self.leaf.get(ref) is not None
-        ]
-        fits = all(s == shapes[0] for s in read_shapes) and all(
-            s in ((), shapes[0]) for s in operands
-        )
+        shape = outvars[0].aval.shape
+        fits = all(self._fits(ref, v, shape) for ref, v in zip(i.ins, i.eqn.invars, strict=True))
         if name not in POINTWISE | FILLS or not fits or i.has_jaxpr:
             return f"{name} combines elements of {self.names[leaf]}"
         if any(self.is_uneven(ref) for ref in i.ins):
@@ -370,7 +378,15 @@ class _Reader:
         self.leaf.update(dict.fromkeys(i.outs, leaf))
         return None
 
-    def is_uneven(self, ref: Any) -> bool:
+    def _fits(self, ref: Ref, variable: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether an operand has the shape of the result, or is a scalar of no leaf."""
+        if variable.aval.shape == shape:
+            return True
+        is_of_leaf = isinstance(ref, int) and self.leaf.get(ref) is not None
+        return variable.aval.shape == () and not is_of_leaf
+
+    def is_uneven(self, ref: Ref) -> bool:
+        """Return whether an array depends on no leaf, and its elements may differ."""
         if isinstance(ref, Constant):
             value = np.asarray(ref.value)
             elements = np.frombuffer(value.tobytes(), np.uint8).reshape(value.size, value.itemsize)

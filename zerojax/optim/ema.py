@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.jaxprs import flatten
+from zerojax.jaxprs import Instruction, Ref, flatten
 from zerojax.state import Layout, OptStateMap
 from zerojax.trees import Params
 from zerojax.user_values import as_number
@@ -98,9 +98,10 @@ class Ema(optax.GradientTransformationExtraArgs):
                 # Computing 1 - decay^step directly would cancel.
                 rate = (decay - 1) / jnp.expm1(step.astype(jnp.float32) * log_decay)
             after = optax.apply_updates(params, updates)
-            return updates, EmaState(
-                jax.tree.map(lambda ema, w: ema + rate * (w - ema), state.ema_params, after), step
+            ema_params = jax.tree.map(
+                lambda ema, w: ema + rate * (w - ema), state.ema_params, after
             )
+            return updates, EmaState(ema_params, step)
 
         return super().__new__(cls, init, update)
 
@@ -109,11 +110,11 @@ def ema_leaves(opt_map: OptStateMap) -> dict[int, list[int]]:
     """Return {index of a parameter leaf: indices of the optimizer state leaves that average it}."""
     tree = jax.tree.structure(opt_map.abstract)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf=_is_ema)
-    found: dict[int, list[int]] = {}
+    averages: dict[int, list[int]] = {}
     for node in filter(_is_ema, nodes):
         for j in jax.tree.leaves(node.ema_params):
-            found.setdefault(opt_map.owner(j), []).append(j)
-    return found
+            averages.setdefault(opt_map.owner(j), []).append(j)
+    return averages
 
 
 def _is_ema(node: Any) -> bool:
@@ -135,26 +136,31 @@ def check_ema(layout: Layout) -> None:
     if not averages:
         return
     program = flatten(layout.update_jaxpr.jaxpr, layout.update_jaxpr.consts)
-    count = len(layout.leaves)
-    maker = {out: i for i in program.instructions for out in i.outs}
-    is_read = {slot for i in program.instructions for slot in i.reads}
+    updates = program.outputs[: len(layout.leaves)]
+    states = program.outputs[len(layout.leaves) :]
+    producers: dict[int, Instruction] = {}
+    read_slots: set[int] = set()
+    for i in program.instructions:
+        producers |= dict.fromkeys(i.outs, i)
+        read_slots.update(i.reads)
 
-    def is_averaged(ref: Any, ema: Any) -> bool:
+    def is_averaged(update: Ref, ema: Ref) -> bool:
         """Return whether an update was added to a weight, as far as the trace shows."""
-        if not isinstance(ref, int) or ref in is_read:
+        if not isinstance(update, int) or update in read_slots:
             return True
-        i = maker.get(ref)
+        i = producers.get(update)
         if i is None:
             return False
-        # An equation that is not entered, such as the cond of optax.MultiSteps, makes both. A gate
-        # either passes an update or blocks it.
-        return ema in i.outs or (
-            i.eqn.primitive.name == "select_n" and any(is_averaged(r, ema) for r in i.ins[1:])
-        )
+        # An equation that is not entered, such as the cond of optax.MultiSteps, makes both.
+        if ema in i.outs:
+            return True
+        # A gate either passes an update or blocks it.
+        is_gate = i.eqn.primitive.name == "select_n"
+        return is_gate and any(is_averaged(case, ema) for case in i.ins[1:])
 
-    for index, leaves in averages.items():
-        for j in leaves:
-            if not is_averaged(program.outputs[index], program.outputs[count + j]):
+    for index, state_leaves in averages.items():
+        for j in state_leaves:
+            if not is_averaged(updates[index], states[j]):
                 raise ValueError(
                     "zerojax.Ema does not see the final update of "
                     f"{layout.leaves[index].name}, because something changes the update "
@@ -173,12 +179,16 @@ def ema_of_each(layout: Layout) -> list[int]:
       ValueError: the optimizer has no `Ema`, or some leaf has no average or more than one.
     """
     averages = ema_leaves(layout.opt_map)
-    last = "use optax.chain(tx, zerojax.Ema(0.999))"
+    repair = "use optax.chain(tx, zerojax.Ema(0.999))"
     if not averages:
-        raise ValueError(f"this program's optimizer keeps no average of the weights: {last}")
+        raise ValueError(f"this program's optimizer keeps no average of the weights: {repair}")
+    state_leaves = []
     for index, leaf in enumerate(layout.leaves):
-        if len(found := averages.get(index, [])) != 1:
+        leaf_averages = averages.get(index, [])
+        if len(leaf_averages) != 1:
             raise ValueError(
-                f"the optimizer keeps {len(found)} averages of {leaf.name} instead of one: {last}"
+                f"the optimizer keeps {len(leaf_averages)} averages of {leaf.name} instead of one: "
+                f"{repair}"
             )
-    return [averages[index][0] for index in range(len(layout.leaves))]
+        state_leaves += leaf_averages
+    return state_leaves

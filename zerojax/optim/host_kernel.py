@@ -6,21 +6,32 @@ the kernel reads are sent to it as float32. Random bits would not survive that, 
 make them belong to the kernel too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import evaluate, flatten, read
+from zerojax.jaxprs import Instruction, Ref, evaluate, flatten, read
 from zerojax.optim.by_record import RecordUpdate
 
 Array = jax.Array
 
 
 class HostRule:
-    """The update of one leaf, split into scalars of the program and a kernel over elements."""
+    """The update of one leaf, split into scalars of the program and a kernel over elements.
+
+    Attributes:
+      states: indices of the state leaves that belong to the parameter leaf.
+      program: the traced rule, a function of (arrays, scalars).
+      num_arrays: number of the rule's arrays: gradient, weight, states.
+      before: equations of the program on the device.
+      elements: equations of the kernel.
+      sent: slots of the scalars that the program sends to the kernel.
+      fills: shapes of the arrays that are sent as one number, by slot.
+      kernel: the traced kernel, a function of (arrays, sent scalars in float32).
+    """
 
     def __init__(
         self, update: RecordUpdate, index: int, grad_dtype: Any, summed: int, casts: bool
@@ -34,81 +45,59 @@ class HostRule:
           summed: number of microbatches whose gradients are summed.
           casts: whether the kernel also makes the parameter in the compute dtype.
         """
-        layout = update.layout
-        leaf = update.layout.leaves[index]
         opt_map = update.layout.opt_map
-        config = layout.config
-        state = opt_map.leaves
+        shape = update.layout.leaves[index].record_shape
         self.states = opt_map.list_state_leaves((index,))
-        shape = leaf.record_shape
+        state_dtypes = [opt_map.leaves[j].dtype for j in self.states]
+        arrays = [
+            jax.ShapeDtypeStruct(shape, dtype) for dtype in (grad_dtype, jnp.float32, *state_dtypes)
+        ]
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
-        scalars = [*(state[j] for j in opt_map.shared), f32, f32, f32]
-        dtypes_of_arrays = (grad_dtype, jnp.float32, *(state[j].dtype for j in self.states))
-        arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes_of_arrays]
-
-        def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
-            grad, old, *before = arrays
-            *shared, loss, factor, scale = scalars
-            # The same order as in the update on the device (mean, loss scale, clipping), so that
-            # the numbers are the same.
-            grad = grad.astype(jnp.float32)
-            grad = grad / summed if summed > 1 else grad
-            grad = grad / scale if layout.abstract_state.loss_scale is not None else grad
-            grad = grad * factor if config.clip_norm is not None else grad
-            (new,), after, _ = update.elementwise((index,), (grad,), (old,), before, shared, loss)
-            return [new, *after, *([new.astype(leaf.dtype)] if casts else [])]
-
-        closed = jax.make_jaxpr(rule)(arrays, scalars)
+        scalars = [*(opt_map.leaves[j] for j in opt_map.shared), f32, f32, f32]
+        closed = jax.make_jaxpr(_build_rule(update, index, summed, casts))(arrays, scalars)
         self.program = flatten(closed.jaxpr, closed.consts)
         self.num_arrays = len(arrays)
+
         live = self.program.live(self.program.outputs)
-        # Scalars are sent as float32, which can hold a step count but not 32 random bits: the
-        # kernel makes random bits itself.
-        wide = [
-            out
-            for i in live
-            if any(v.aval.dtype == jnp.uint32 for v in i.eqn.outvars)  # pyright: ignore
-            for out in i.outs
-        ]
-        varies = self.program.reached([*self.program.inputs[: self.num_arrays], *wide])
+        array_slots = self.program.inputs[: self.num_arrays]
+        varies = self.program.reached([*array_slots, *_random_slots(live)])
         # The program computes an equation that no element reaches once, instead of once for every
         # element of every layer.
         self.elements = [i for i in live if not varies.isdisjoint(i.outs)]
         self.before = [i for i in live if varies.isdisjoint(i.outs)]
         # The program's scalars that the kernel reads; each is sent once.
-        reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
-        self.transfer = tuple(
+        reads: list[Ref] = []
+        for i in self.elements:
+            reads += i.ins
+        reads += self.program.outputs
+        self.sent = tuple(
             dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies)
         )
-        dtypes = {
-            slot: a.dtype
-            for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)
-        }
-        shapes: dict[int, Any] = {
-            out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)
-        }
+
+        avals: dict[int, Any] = dict(
+            zip(self.program.inputs[self.num_arrays :], scalars, strict=True)
+        )
         # An array whose elements are all equal is sent as one number, and the kernel broadcasts it.
-        self.fills = {
-            slot: shapes[slot].shape
-            for slot in self.transfer
-            if slot in shapes and shapes[slot].shape
-        }
-        abstract_values = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.transfer]
+        self.fills: dict[int, tuple[int, ...]] = {}
+        for i in self.before:
+            for slot, variable in zip(i.outs, i.eqn.outvars, strict=True):
+                avals[slot] = variable.aval
+                if slot in self.sent and avals[slot].shape:
+                    self.fills[slot] = avals[slot].shape
         # All scalars are sent as float32, and the kernel casts each back to its dtype in the rule.
-        kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.transfer]
+        dtypes = [avals[slot].dtype for slot in self.sent]
 
         def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:
-            slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
-            for slot, value, kind in zip(self.transfer, values, kinds, strict=True):
-                value = value.astype(kind)
+            slots: dict[int, Any] = dict(zip(array_slots, arrays, strict=True))
+            for slot, value, dtype in zip(self.sent, values, dtypes, strict=True):
+                value = value.astype(dtype)
                 if slot in self.fills:
-                    slots[slot] = jnp.broadcast_to(value, self.fills[slot])
-                else:
-                    slots[slot] = value
+                    value = jnp.broadcast_to(value, self.fills[slot])
+                slots[slot] = value
             evaluate(self.elements, slots)
             return [read(ref, slots) for ref in self.program.outputs]
 
-        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, abstract_values)
+        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, [f32] * len(self.sent))
 
     def scalars(self, values: Sequence[Array]) -> list[Array]:
         """Return the scalars that the program sends to the kernel, f32[] each.
@@ -120,10 +109,52 @@ class HostRule:
             zip(self.program.inputs[self.num_arrays :], values, strict=True)
         )
         evaluate(self.before, slots)
-        # An array that depends on no array is a broadcast scalar: its elements are equal.
-        return [
-            jnp.ravel(slots[slot])[0].astype(jnp.float32)
-            if jnp.size(slots[slot])
-            else jnp.float32(0)
-            for slot in self.transfer
-        ]
+        sent = []
+        for slot in self.sent:
+            if jnp.size(slots[slot]):
+                # An array that depends on no array is a broadcast scalar: its elements are equal.
+                sent.append(jnp.ravel(slots[slot])[0].astype(jnp.float32))
+            else:
+                sent.append(jnp.float32(0))
+        return sent
+
+
+def _build_rule(
+    update: RecordUpdate, index: int, summed: int, casts: bool
+) -> Callable[[list[Array], list[Array]], list[Array]]:
+    """Return the update of a leaf as a function of (arrays, scalars); see `HostRule`."""
+    layout = update.layout
+    leaf = layout.leaves[index]
+    clips = layout.config.clip_norm is not None
+    scales_loss = layout.abstract_state.loss_scale is not None
+
+    def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
+        grad, old, *states = arrays
+        *shared, loss, factor, scale = scalars
+        # The same order as in the update on the device (mean, loss scale, clipping), so that the
+        # numbers are the same.
+        grad = grad.astype(jnp.float32)
+        if summed > 1:
+            grad = grad / summed
+        if scales_loss:
+            grad = grad / scale
+        if clips:
+            grad = grad * factor
+        (new,), states, _ = update.elementwise((index,), (grad,), (old,), states, shared, loss)
+        cast = [new.astype(leaf.dtype)] if casts else []
+        return [new, *states, *cast]
+
+    return rule
+
+
+def _random_slots(instructions: Sequence[Instruction]) -> list[int]:
+    """Return the slots of 32-bit integers, such as random bits, which the kernel makes itself.
+
+    Scalars are sent as float32, which can hold a step count but not 32 random bits.
+    """
+    slots: list[int] = []
+    for i in instructions:
+        avals: list[Any] = [variable.aval for variable in i.eqn.outvars]
+        if any(aval.dtype == jnp.uint32 for aval in avals):
+            slots += i.outs
+    return slots

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from host_offload.calls import Calls
@@ -50,12 +51,10 @@ class HostState:
         self, records: StateRecords, *, stashes: bool, on_disk: Mapping[int, RecordSpec]
     ) -> None:
         """Find the arrays of the state that `records` describes; see the class for arguments."""
-        self.records, self.layout, self.mesh, self.config = (
-            records,
-            records.layout,
-            records.mesh,
-            records.layout.config,
-        )
+        self.records = records
+        self.layout = records.layout
+        self.mesh = records.mesh
+        self.config = records.layout.config
         self.stashes = stashes
         self.on_disk = on_disk
         self.order = (*self.layout.blocks, *self.layout.unstacked)
@@ -65,18 +64,13 @@ class HostState:
 
     def arrays(self, states: FlatState, index: int) -> list[Any]:
         """Return the arrays in host memory that a leaf's kernel works on."""
-        return [
-            a
-            for a in self._select(states.params, states.master, states.opt, index)
-            if not isinstance(a, OnDisk)
-        ]
+        leaves = self._select(states.params, states.master, states.opt, index)
+        return [leaf for leaf in leaves if not isinstance(leaf, OnDisk)]
 
     def specs(self, index: int) -> list[RecordSpec]:
         """Return the specs of all arrays that a leaf's kernel works on, in memory or on disk."""
-        records = self.records
-        return self._select(
-            records.params, records.master if self.layout.has_master else None, records.opt, index
-        )
+        master = self.records.master if self.layout.has_master else None
+        return self._select(self.records.params, master, self.records.opt, index)
 
     def _select(
         self, params: Sequence[Any], master: Sequence[Any] | None, opt: Sequence[Any], index: int
@@ -85,12 +79,15 @@ class HostState:
 
         The weight and the parameter are left out if they are stored on the device.
         """
+        selected = []
         if master is not None:
-            weight = master[index : index + 1]
-        else:
-            weight = params[index : index + 1] if self.params_away else []
-        cast = params[index : index + 1] if self.layout.has_master and self.params_away else []
-        return [*weight, *(opt[j] for j in self.layout.opt_map.list_state_leaves((index,))), *cast]
+            selected.append(master[index])
+        elif self.params_away:
+            selected.append(params[index])
+        selected += [opt[j] for j in self.layout.opt_map.list_state_leaves((index,))]
+        if self.layout.has_master and self.params_away:
+            selected.append(params[index])
+        return selected
 
     def operands(
         self, states: FlatState, leaf_ids: Sequence[int], pending: Pending | None
@@ -110,17 +107,17 @@ class HostState:
         if not self.hands_over:
             return arrays, specs
         for index in leaf_ids:
-            of_leaf = self.arrays(states, index)
-            of_leaf += [pending.grads[self.order.index(index)]] if pending is not None else []
-            arrays += of_leaf
-            specs += [self._partition(index)] * len(of_leaf)
+            leaf_arrays = self.arrays(states, index)
+            if pending is not None:
+                leaf_arrays.append(pending.grads[self.order.index(index)])
+            arrays += leaf_arrays
+            specs += [self._partition(index)] * len(leaf_arrays)
         return arrays, specs
 
     def shard_shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of a leaf's shard on one device, including all layers."""
-        return NamedSharding(self.mesh, self._partition(index)).shard_shape(
-            self.layout.leaves[index].shape
-        )
+        sharding = NamedSharding(self.mesh, self._partition(index))
+        return sharding.shard_shape(self.layout.leaves[index].shape)
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is passed to the kernels."""
@@ -128,9 +125,8 @@ class HostState:
 
     def _partition(self, index: int) -> PartitionSpec:
         """Return the partition spec of a full leaf, sharded like the optimizer state."""
-        return PartitionSpec(
-            *(None,) * self.layout.leaves[index].lead, *self.records.grads[index].spec
-        )
+        lead = self.layout.leaves[index].lead
+        return PartitionSpec(*(None,) * lead, *self.records.grads[index].spec)
 
 
 class HostBinding:
@@ -185,32 +181,34 @@ class HostBinding:
         return [] if self.state.hands_over else self._bind(state, positions, local)
 
     def _reserve(self, local: Sequence[int]) -> None:
+        """Reserve memory for gradients and new parameters; `local` are this process's devices."""
         layout = self.state.layout
         delayed = self.state.config.delayed_update
         stashes_in_memory = self.state.stashes and not self.state.on_disk
-        for leaf, index in enumerate(self.state.order):
+        for kernel, index in enumerate(self.state.order):
             shape = self.state.shard_shape(index)
             for device in local:
                 if not delayed and stashes_in_memory and index in layout.blocks:
-                    self.host.reserve(device, leaf, shape, self.state.grad_dtype(index))
+                    self.host.reserve(device, kernel, shape, self.state.grad_dtype(index))
                 if delayed and not self.state.params_away:
-                    self.host.reserve_new_params(device, leaf, shape, layout.leaves[index].dtype)
+                    self.host.reserve_new_params(device, kernel, shape, layout.leaves[index].dtype)
+
         pending = layout.abstract_state.pending
         if pending is None:
             return
         if not self._spare:
             self._spare = allocate_all(pending.grads)
         positions = {device: n for n, device in enumerate(self.state.mesh.devices.flat)}
-        for leaf, array in enumerate(self._spare):
+        for kernel, array in enumerate(self._spare):
             for shard in array.addressable_shards:
-                self.host.bind_stash(positions[shard.device], leaf, view(shard.data))
+                self.host.bind_stash(positions[shard.device], kernel, view(shard.data))
         if not self.state.params_away:
             return
         if not self._spare_params:
             self._spare_params = allocate_all(jax.tree.leaves(layout.abstract_state.params))
-        for leaf, index in enumerate(self.state.order):
+        for kernel, index in enumerate(self.state.order):
             for shard in self._spare_params[index].addressable_shards:
-                self.host.bind_new_params(positions[shard.device], leaf, view(shard.data))
+                self.host.bind_new_params(positions[shard.device], kernel, view(shard.data))
 
     def exchange(self, state: TrainState) -> TrainState:
         """Swap the two sets of arrays of a delayed update after a step, and return the new state.
@@ -226,10 +224,10 @@ class HostBinding:
         state = dataclasses.replace(state, pending=dataclasses.replace(state.pending, grads=grads))
         if not self.state.params_away:
             return state
-        old, tree = jax.tree.flatten(state.params)
-        made = self._spare_params
-        self._spare_params = old
-        return dataclasses.replace(state, params=jax.tree.unflatten(tree, made))
+        old_params, tree = jax.tree.flatten(state.params)
+        new_params = self._spare_params
+        self._spare_params = old_params
+        return dataclasses.replace(state, params=jax.tree.unflatten(tree, new_params))
 
     def release(self) -> None:
         """Drop the references to the state's memory."""
@@ -240,21 +238,23 @@ class HostBinding:
     def _bind(
         self, state: TrainState, positions: dict[Any, int], local: Sequence[int]
     ) -> list[int]:
+        """Bind the state's memory, and return the addresses of the arrays that kernels write."""
         states = self.state.records.flat(state)
         addresses = []
-        for leaf, index in enumerate(self.state.order):
-            arrays = self.state.arrays(states, index) + (
-                [state.pending.grads[leaf]] if state.pending is not None else []
-            )
-            shards = [
-                {positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays
-            ]
+        for kernel, index in enumerate(self.state.order):
+            arrays = self.state.arrays(states, index)
+            if state.pending is not None:
+                arrays.append(state.pending.grads[kernel])
+            views_by_array: list[dict[int, np.ndarray]] = []
+            for array in arrays:
+                shards = array.addressable_shards
+                views_by_array.append({positions[s.device]: view(s.data) for s in shards})
             for device in local:
                 # In the order that `arrays` and the kernels use: the pending gradient comes last.
-                views = [shard[device] for shard in shards]
+                views = [by_device[device] for by_device in views_by_array]
                 if state.pending is not None:  # kernels only read it
-                    self.host.bind_pending(device, leaf, views.pop())
-                self.host.bind(device, leaf, views)
+                    self.host.bind_pending(device, kernel, views.pop())
+                self.host.bind(device, kernel, views)
                 if state.pending is not None and self.state.params_away:
                     # The parameters, first or last in the list, are only read: new ones are made in
                     # other arrays.
@@ -285,6 +285,6 @@ class HostBinding:
         self._together.do(check)
 
 
-def find_rest(record: RecordSpec) -> Rest:
+def find_disk_record(record: RecordSpec) -> Rest:
     """Return where a leaf of the state is stored for the host update; None means host memory."""
     return None if record.disk_records is None else OnRecord(record.disk_records.kind, record.leaf)

@@ -32,7 +32,7 @@ from zerojax.sharding import local_elements, parse_axes, place
 from zerojax.state import FlatState, RecordSpec, StateRecords, read_layer, write_layer
 
 Array = jax.Array
-Move = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
+UpdateRows = Callable[[Array, list[Array]], tuple[Array, list[Array]]]
 """(gradient, [weight, *optimizer state]) of some rows -> (new float32 weight, new state)."""
 
 MOST_PIECES = 32
@@ -82,9 +82,9 @@ class Pieces:
 
     def shape(self, array: Any) -> tuple[int, ...]:
         """Return the shape of one piece of a split array: [V/K, ...]."""
-        lead = array.shape[: len(self._lead) - 1]
-        rest = array.shape[len(self._lead) :]
-        return (math.prod(lead) * rest[0], *rest[1:])
+        shards = array.shape[: len(self._lead) - 1]
+        rows, *row_shape = array.shape[len(self._lead) :]
+        return (math.prod(shards) * rows, *row_shape)
 
     def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
         """Return one piece of a split array, on the device.
@@ -141,25 +141,30 @@ def cut_leaf(records: StateRecords, index: int, most: int = MOST_PIECES) -> Piec
     layout = records.layout
     specs = records.opt_records((index,))
     param = records.params[index]
-    itemsizes = [
-        layout.opt_map.leaves[j].dtype.itemsize for j in layout.opt_map.list_state_leaves((index,))
-    ]
+    state_leaves = layout.opt_map.list_state_leaves((index,))
+    itemsizes = [layout.opt_map.leaves[j].dtype.itemsize for j in state_leaves]
     if layout.has_master:
         itemsizes = [4, *itemsizes]
     else:  # the parameter is the weight, so it is loaded
         specs = [*specs, param]
         itemsizes = [*itemsizes, leaf.dtype.itemsize]
-    loaded = [(r, itemsize) for r, itemsize in zip(specs, itemsizes, strict=True) if r.is_away]
-    on_disk = any(r.disk_records is not None for r in (param, *specs))
+
+    loaded: list[RecordSpec] = []
+    loaded_bytes: list[int] = []  # per device, of each loaded array
+    for spec, itemsize in zip(specs, itemsizes, strict=True):
+        if spec.is_away:
+            loaded.append(spec)
+            loaded_bytes.append(itemsize * local_elements(leaf.shape, spec.spec, spec.mesh))
+    on_disk = any(spec.disk_records is not None for spec in (param, *specs))
     if not records.both_ways or len(loaded) < 2 or on_disk or not leaf.shape:
         return None
-    splits = {parse_axes(r.spec[0]) for r, _ in loaded}
-    shards = math.prod(records.mesh.shape[axis] for axis in next(iter(splits)))
-    if len(splits) > 1 or leaf.shape[0] % shards:
+
+    row_axes = {parse_axes(spec.spec[0]) for spec in loaded}
+    shards = math.prod(records.mesh.shape[axis] for axis in next(iter(row_axes)))
+    if len(row_axes) > 1 or leaf.shape[0] % shards:
         return None
-    smallest = min(itemsize * local_elements(leaf.shape, r.spec, r.mesh) for r, itemsize in loaded)
     rows = leaf.shape[0] // shards
-    most = min(most, smallest // LEAST_BYTES)
+    most = min(most, min(loaded_bytes) // LEAST_BYTES)
     count = max((n for n in range(1, most + 1) if rows % n == 0), default=1)
     return Pieces(count, shards) if count > 1 else None
 
@@ -175,11 +180,11 @@ def dealt(sizes: Sequence[int], num_groups: int) -> list[list[int]]:
       For each group, the positions of its arrays in `sizes`.
     """
     groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
-    filled = [0] * len(groups)
+    group_bytes = [0] * len(groups)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        least = filled.index(min(filled))
-        groups[least].append(n)
-        filled[least] += sizes[n]
+        smallest = group_bytes.index(min(group_bytes))
+        groups[smallest].append(n)
+        group_bytes[smallest] += sizes[n]
     return groups
 
 
@@ -190,10 +195,12 @@ def _turns(sizes: Sequence[int]) -> list[list[int]]:
     """
 
     def sum_bytes(groups: list[list[int]]) -> int:
-        filled = [sum(sizes[n] for n in group) for group in groups]
-        return sum(max(up, down) for up, down in zip(filled, [*filled[1:], filled[0]], strict=True))
+        loads = [sum(sizes[n] for n in group) for group in groups]
+        stores = [*loads[1:], loads[0]]
+        return sum(map(max, loads, stores))
 
-    return min((dealt(sizes, num) for num in range(2, len(sizes) + 1)), key=sum_bytes)
+    choices = [dealt(sizes, num_groups) for num_groups in range(2, len(sizes) + 1)]
+    return min(choices, key=sum_bytes)
 
 
 class LateTick(Protocol):
@@ -302,55 +309,55 @@ class DuplexTransfer:
 
     def cross(self) -> DuplexResult:
         """Take all turns, one after the other, without overlapping computation."""
-        transferred = self.begin()
+        result = self.begin()
         for number in range(1, self.num_turns):
-            transferred = self.turn(number, jax.lax.optimization_barrier(transferred))
-        return transferred
+            result = self.turn(number, jax.lax.optimization_barrier(result))
+        return result
 
-    def turn(self, number: int, transferred: DuplexResult) -> DuplexResult:
+    def turn(self, number: int, result: DuplexResult) -> DuplexResult:
         """Start a turn. The loads and stores of the turns before it must be done."""
         record = self.record
         now = self.now
         up = self.groups[number]
         down = self.groups[(number + self.num_turns // 2) % self.num_turns]
-        loaded = record.load(transferred.states, up, now)
-        states = transferred.states
+        loaded = record.load(result.states, up, now)
+        states = result.states
         if now.stored is not None:
-            num = len(self.pending) if now.stores_pieces else record.num_own
-            states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
-        return DuplexResult(
-            states, transferred.loaded | loaded, self._start_stores(number, transferred.unstacked)
-        )
+            stop = len(self.pending) if now.stores_pieces else record.num_own
+            values = {n: self.pending[n] for n in down if n < stop}
+            states = record.store(states, now.stored, values)
+        unstacked = self._start_stores(number, result.unstacked)
+        return DuplexResult(states, result.loaded | loaded, unstacked)
 
     def _start_stores(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
         """Start a turn's share of the stores of unstacked leaves.
 
         XLA starts a store as late as its turn allows.
         """
-        each = [
-            (i, spec, a)
-            for i, some in self.unstacked.items()
-            for spec, a in zip(record_specs(self.record.records, (i,)), some, strict=True)
-        ]
         stored = {i: list(arrays) for i, arrays in stored.items()}
-        for n, (i, spec, value) in enumerate(each):
-            if n * self.num_turns // len(each) == number:
-                stored[i].append(spec.store(value))
+        num_arrays = sum(map(len, self.unstacked.values()))
+        n = 0  # number of the array among all arrays of unstacked leaves
+        for i, values in self.unstacked.items():
+            specs = record_specs(self.record.records, (i,))
+            for spec, value in zip(specs, values, strict=True):
+                if n * self.num_turns // num_arrays == number:
+                    stored[i].append(spec.store(value))
+                n += 1
         return stored
 
-    def finish_states(self, transferred: DuplexResult) -> FlatState:
+    def finish_states(self, result: DuplexResult) -> FlatState:
         """Return the state after all turns."""
-        return with_unstacked(self.record.records, transferred.states, transferred.unstacked)
+        return with_unstacked(self.record.records, result.states, result.unstacked)
 
-    def loaded(self, transferred: DuplexResult) -> tuple[list[Array], list[Array]]:
+    def loaded(self, result: DuplexResult) -> tuple[list[Array], list[Array]]:
         """Return the loaded arrays of the updated layer, and loaded parameters of a later layer."""
         record = self.record
-        arrays = [transferred.loaded[n] for n in sorted(transferred.loaded) if n < record.num_own]
+        arrays = [result.loaded[n] for n in sorted(result.loaded) if n < record.num_own]
         return arrays[: record.num_opt], arrays[record.num_opt :]
 
-    def loaded_piece(self, transferred: DuplexResult, leaf: int) -> list[Array]:
+    def loaded_piece(self, result: DuplexResult, leaf: int) -> list[Array]:
         """Return the loaded arrays of a piece: master (if any), optimizer state, parameter."""
-        return [transferred.loaded[n] for n in self.record.places[leaf] if n in transferred.loaded]
+        return [result.loaded[n] for n in self.record.positions[leaf] if n in result.loaded]
 
 
 class LateRecord:
@@ -368,7 +375,7 @@ class LateRecord:
       lowest: the layer whose tick updates piece 0.
       num_opt: number of the layer's masters and optimizer state arrays, which come first.
       num_own: number of arrays of the layer.
-      places: positions of each piece's arrays, by leaf index.
+      positions: positions of each piece's arrays, by leaf index.
     """
 
     def __init__(
@@ -386,34 +393,40 @@ class LateRecord:
         self._specs = record_specs(records, leaf_ids)
         self.num_opt = len(records.opt_records(leaf_ids))
         self.num_own = len(self._specs)
-        self.places = dict[int, range]()
+        self.positions = dict[int, range]()
         self._leaf_of = dict[int, int]()
         for i in self.pieces:
             specs = record_specs(records, (i,))
-            self.places[i] = range(len(self._specs), len(self._specs) + len(specs))
-            self._leaf_of |= dict.fromkeys(self.places[i], i)
+            self.positions[i] = range(len(self._specs), len(self._specs) + len(specs))
+            self._leaf_of |= dict.fromkeys(self.positions[i], i)
             self._specs += specs
 
-    def load(self, states: FlatState, places: Sequence[int], now: LateTick) -> dict[int, Array]:
-        """Return the arrays among `places` that a tick loads, on the device, by position."""
+    def load(self, states: FlatState, positions: Sequence[int], now: LateTick) -> dict[int, Array]:
+        """Return the arrays among `positions` that a tick loads, on the device, by position."""
         stacks = self._stacks(states)
         loaded = dict[int, Array]()
-        for n in places:
+        for n in positions:
             if n >= self.num_own:
-                i = self._leaf_of[n]
-                # A parameter that has a master is only stored, not loaded.
-                is_weight = states.master is None or n - self.places[i].start < len(
-                    self.records.opt_records((i,))
-                )
-                if now.loads_pieces and is_weight:
-                    loaded[n] = self.pieces[i].read(
-                        self._specs[n], stacks[n], self.piece(now.layer)
-                    )
+                if now.loads_pieces and self._is_loaded(n, states.master is not None):
+                    pieces = self.pieces[self._leaf_of[n]]
+                    piece = self.piece(now.layer)
+                    loaded[n] = pieces.read(self._specs[n], stacks[n], piece)
                 continue
             index = now.layer if n < self.num_opt else now.fetch
             if index is not None:
                 (loaded[n],) = read_layer([self._specs[n]], [stacks[n]], index)
         return loaded
+
+    def _is_loaded(self, position: int, has_master: bool) -> bool:
+        """Return whether a piece's array is loaded. A parameter that has a master is only stored.
+
+        Args:
+          position: position of the array in the record.
+          has_master: whether the leaf has a master.
+        """
+        i = self._leaf_of[position]
+        num_opt = len(self.records.opt_records((i,)))
+        return not has_master or position - self.positions[i].start < num_opt
 
     def store(self, states: FlatState, layer: Array, values: Mapping[int, Array]) -> FlatState:
         """Return the state with some arrays written for the tick of a layer.
@@ -426,32 +439,31 @@ class LateRecord:
         stacks = self._stacks(states)
         for n, value in values.items():
             if n >= self.num_own:
-                stacks[n] = self.pieces[self._leaf_of[n]].write(
-                    self._specs[n], stacks[n], self.piece(layer), value
-                )
+                pieces = self.pieces[self._leaf_of[n]]
+                piece = self.piece(layer)
+                stacks[n] = pieces.write(self._specs[n], stacks[n], piece, value)
             else:
                 (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
+
         params = list(states.params)
-        for i, stack in zip(
-            _away(self.records, self.leaf_ids), stacks[self.num_opt : self.num_own], strict=True
-        ):
+        away = _away(self.records, self.leaf_ids)
+        for i, stack in zip(away, stacks[self.num_opt : self.num_own], strict=True):
             params[i] = stack
-        states = self.records.replace(
-            dataclasses.replace(states, params=params), self.leaf_ids, stacks[: self.num_opt]
-        )
-        return with_unstacked(
-            self.records,
-            states,
-            {i: [stacks[n] for n in places] for i, places in self.places.items()},
-        )
+        states = dataclasses.replace(states, params=params)
+        states = self.records.replace(states, self.leaf_ids, stacks[: self.num_opt])
+        unstacked = {}
+        for i, positions in self.positions.items():
+            unstacked[i] = [stacks[n] for n in positions]
+        return with_unstacked(self.records, states, unstacked)
 
     def num_loaded(self, states: FlatState) -> int:
         """Return how many arrays a tick loads if it updates only pieces.
 
         A parameter that has a master is not loaded.
         """
-        unstacked = [len(self.records.opt_records((i,))) for i in self.pieces]
-        return sum(unstacked) if states.master is not None else len(self._specs)
+        if states.master is None:
+            return len(self._specs)
+        return sum(len(self.records.opt_records((i,))) for i in self.pieces)
 
     def piece(self, layer: Array) -> Array:
         """Return the number of the pieces that belong to the tick of a layer."""
@@ -460,16 +472,15 @@ class LateRecord:
     def empty(self, states: FlatState, lag: int) -> Pending:
         """Return zeros for the records of the last `lag` ticks that are not stored yet."""
         stacks = self._stacks(states)
-        found = list[Array]()
+        record = list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
             if n < self.num_own:
                 shape = stack.shape[1:]
             else:
                 shape = self.pieces[self._leaf_of[n]].shape(stack)
-            found.append(
-                jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding)
-            )
-        return [found] * lag
+            zeros = jnp.zeros(shape, stack.dtype)
+            record.append(jax.lax.with_sharding_constraint(zeros, spec.sharding))
+        return [record] * lag
 
     def drain(
         self, states: FlatState, number: int, layer: Array, pending: Pending
@@ -485,16 +496,17 @@ class LateRecord:
         Returns:
           The states, and the pending records with the next one to store first.
         """
-        oldest, *others = pending
+        oldest, *newer = pending
         # If there are fewer pieces than layers, the last layers have no piece.
         values = oldest if number >= self.lowest else oldest[: self.num_own]
-        return self.store(states, layer, dict(enumerate(values))), [*others, oldest]
+        return self.store(states, layer, dict(enumerate(values))), [*newer, oldest]
 
     def _stacks(self, states: FlatState) -> list[Any]:
-        of_pieces = [
-            stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))
-        ]
-        return [*record_stacks(self.records, states, self.leaf_ids), *of_pieces]
+        """Return the stacks of the record's arrays, by position."""
+        stacks = record_stacks(self.records, states, self.leaf_ids)
+        for i in self.pieces:
+            stacks += record_stacks(self.records, states, (i,))
+        return stacks
 
 
 def record_specs(records: StateRecords, leaf_ids: Sequence[int]) -> list[RecordSpec]:
@@ -557,21 +569,21 @@ def kept_for_later(
     Parameters stored on the device are written to the state right away.
     """
     params = [records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
-    if not any(
-        records.params[i].is_away for i in leaf_ids
-    ):  # on the device they are written in place
+    if not _away(records, leaf_ids):
+        # On the device they are written in place.
         states = records.write_params(states, leaf_ids, layer, params)
         params = []
-    return states, [*(weights if states.master is not None else ()), *opt, *params]
+    masters = [] if states.master is None else weights
+    return states, [*masters, *opt, *params]
 
 
 def update_piece(
     record: "LateRecord",
     transfer: "DuplexTransfer",
-    transferred: "DuplexResult",
+    result: "DuplexResult",
     index: int,
     grad: Array,
-    move: Move,
+    update_rows: UpdateRows,
     states: FlatState,
 ) -> tuple[FlatState, list[Array]]:
     """Update a tick's piece of an unstacked leaf.
@@ -579,10 +591,10 @@ def update_piece(
     Args:
       record: arrays that the tick loads.
       transfer: the tick's loads and stores; all turns have been taken.
-      transferred: arrays that the turns loaded.
+      result: arrays that the turns loaded.
       index: index of the leaf.
       grad: gradient of the leaf, as `Pieces.split` returns it.
-      move: the optimizer's update of some rows.
+      update_rows: the optimizer's update of some rows.
       states: all leaves of the state.
 
     Returns:
@@ -591,21 +603,20 @@ def update_piece(
     records = record.records
     pieces = record.pieces[index]
     piece = record.piece(transfer.now.layer)
-    loaded = transfer.loaded_piece(transferred, index)
+    loaded = transfer.loaded_piece(result, index)
     spec = records.params[index]
     num_opt = len(records.opt_records((index,)))
-    has_master = states.master is not None
-    if not has_master:  # the parameter is the weight
+    if states.master is None:  # the parameter is the weight
         weight = loaded[num_opt] if spec.is_away else pieces.read(spec, states.params[index], piece)
         loaded = [weight, *loaded[:num_opt]]
-    weight, opt = move(pieces.read(records.grads[index], grad, piece), loaded)
-    updated = [*([weight] if has_master else []), *opt]
+    weight, opt = update_rows(pieces.read(records.grads[index], grad, piece), loaded)
+    to_store = opt if states.master is None else [weight, *opt]
     param = records.cast(index, weight)
     if spec.is_away:
-        return states, [*updated, param]
+        return states, [*to_store, param]
     params = list(states.params)  # on the device it is written in place
     params[index] = pieces.write(spec, params[index], piece, param)
-    return dataclasses.replace(states, params=params), updated
+    return dataclasses.replace(states, params=params), to_store
 
 
 def update_in_pieces(
@@ -613,7 +624,7 @@ def update_in_pieces(
     states: FlatState,
     index: int,
     grad: Array,
-    move: Move,
+    update_rows: UpdateRows,
     pieces: Pieces,
     begin: Array,
 ) -> tuple[FlatState, Array]:
@@ -624,7 +635,7 @@ def update_in_pieces(
       states: all leaves of the state.
       index: index of the leaf.
       grad: gradient of the leaf, sharded like its optimizer state.
-      move: the optimizer's update of some rows.
+      update_rows: the optimizer's update of some rows.
       pieces: how the leaf is cut.
       begin: i32[] zero, known when this update may begin.
 
@@ -634,16 +645,17 @@ def update_in_pieces(
     record = LateRecord(records, (), {index: pieces})
     grads = pieces.split(grad)
     cut = _alone(records, with_pieces(records, states, record.pieces, Pieces.split), index)
-    room = record.empty(cut, 1)
-    num_groups = len(_turns([a.size * a.dtype.itemsize for a in room[0][: record.num_loaded(cut)]]))
+    pending = record.empty(cut, 1)
+    sizes = [a.size * a.dtype.itemsize for a in pending[0][: record.num_loaded(cut)]]
+    num_groups = len(_turns(sizes))
 
     def tick(piece: Array, carry: Any, stored: bool = True) -> Any:
         states, pending, begin = carry
         now = _PieceTick(piece, piece - 1 if stored else None)
         transfer = DuplexTransfer(record, num_groups, now, pending, states)
-        transferred = transfer.cross()
+        result = transfer.cross()
         states, updated = update_piece(
-            record, transfer, transferred, index, grads, move, transfer.finish_states(transferred)
+            record, transfer, result, index, grads, update_rows, transfer.finish_states(result)
         )
         return states, [*pending[1:], updated], begin
 
@@ -651,7 +663,7 @@ def update_in_pieces(
         states, pending, begin = carry
         return *record.drain(states, pieces.count - 1, piece, pending), begin
 
-    carry = one_trip(0, partial(tick, stored=False), (cut, room, begin), records.mesh)
+    carry = one_trip(0, partial(tick, stored=False), (cut, pending, begin), records.mesh)
     carry = run_loop(1, pieces.count, tick, carry, records.mesh)
     cut, _, begin = one_trip(pieces.count - 1, drain, carry, records.mesh)
     cut = with_pieces(records, cut, record.pieces, Pieces.join)
@@ -663,14 +675,13 @@ def update_in_pieces(
 def _alone(records: StateRecords, states: FlatState, index: int) -> FlatState:
     """Return the state with only one unstacked leaf: a loop should carry only what it changes."""
 
-    def only(leaves: Sequence[Any], kept: Sequence[int]) -> list[Any]:
-        return [leaf if i in kept else None for i, leaf in enumerate(leaves)]
+    def only(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        return [leaf if i in indices else None for i, leaf in enumerate(leaves)]
 
-    master = None if states.master is None else only(states.master, [index])
     return FlatState(
-        only(states.params, [index]),
-        master,
-        only(states.opt, records.opt_map.list_state_leaves((index,))),
+        params=only(states.params, [index]),
+        master=None if states.master is None else only(states.master, [index]),
+        opt=only(states.opt, records.opt_map.list_state_leaves((index,))),
     )
 
 

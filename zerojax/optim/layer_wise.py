@@ -47,7 +47,7 @@ from zerojax.optim.leaf_rule import (
 )
 from zerojax.sharding import STAGES, Spec, named, parse_axes
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
-from zerojax.trees import OptState, Params
+from zerojax.trees import Grads, OptState, Params
 
 logger = logging.getLogger("zerojax")
 
@@ -77,14 +77,14 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
       rule: the rule for each leaf of a layer.
       move: how values reach the devices that hold full leaves; None leaves them where they are.
     """
-    there = Stay() if move is None else move
+    if move is None:
+        move = Stay()
 
     def update(
-        updates: Any, state: Any, params: Params = None, *, value: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
-        return rule.update_tree(
-            updates, state, params, jnp.float32(0) if value is None else value, there
-        )
+        updates: Grads, state: OptState, params: Params = None, *, value: Any = None, **_: Any
+    ) -> tuple[Grads, OptState]:
+        loss = jnp.float32(0) if value is None else value
+        return rule.update_tree(updates, state, params, loss, move)
 
     tx = LayerTransformation(rule.init_tree, update)
     tx.owners = rule.owners
@@ -118,9 +118,10 @@ def by_layer(
         that it would treat stacks differently than layers; or it reads the shapes of several leaves
         at the same time; or it works only on single layers, and combines leaves.
     """
-    is_elementwise = not isinstance(on_stacks, ValueError) and _is_elementwise(
-        on_stacks[1], on_stacks[0], params
-    )
+    is_elementwise = False
+    if not isinstance(on_stacks, ValueError):
+        opt_state, update = on_stacks
+        is_elementwise = _is_elementwise(update, opt_state, params)
     if is_elementwise and not any(stacked):
         return tx
     layer = one_layer(params, stacked)
@@ -128,17 +129,17 @@ def by_layer(
         layer_state, traced = init_opt_state_shape(tx, layer)
     except ValueError:  # it works only on stacks, or not at all
         return tx
-    of_layer = without_branches(traced)
+    layer_update = without_branches(traced)
     found = Differences()
     if any(stacked) and not isinstance(on_stacks, ValueError):
-        found = differences(
-            _traced(tx, params, *on_stacks), _traced(tx, layer, layer_state, traced), stacked
-        )
-    rule = elementwise_rule(tx, params, stacked, layer_state, of_layer)
+        over_stacks = _traced(tx, params, *on_stacks)
+        over_layer = _traced(tx, layer, layer_state, traced)
+        found = differences(over_stacks, over_layer, stacked)
+    rule = elementwise_rule(tx, params, stacked, layer_state, layer_update)
     if isinstance(rule, ElementwiseUpdate):
         _check_reads_one_leaf(found, params, stacked)
         return tx if is_elementwise and not found else elementwise_transformation(tx, rule)
-    by_leaf = leaf_rule(tx, params, stacked, layer_state, of_layer)
+    by_leaf = leaf_rule(tx, params, stacked, layer_state, layer_update)
     if not isinstance(by_leaf, str):
         _check_reads_one_leaf(found, params, stacked)
         return layer_transformation(by_leaf)
@@ -153,12 +154,12 @@ def by_layer(
 
 
 def _traced(
-    tx: optax.GradientTransformation, params: Params, state: Any, update: jex.ClosedJaxpr
+    tx: optax.GradientTransformation, params: Params, state: OptState, update: jex.ClosedJaxpr
 ) -> Traced:
+    """Return an optimizer traced over `params`, from its state and traced update over them."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    owners = tuple(
-        owner_by_path(path, paths) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]
-    )
+    state_paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    owners = tuple(owner_by_path(path, paths) for path in state_paths)
     # With a conditional over the full tree, every leaf would differ if one does.
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
@@ -170,19 +171,18 @@ def _check_reads_one_leaf(found: Differences, params: Params, stacked: Sequence[
     unstacked leaf has the same shape in both, so its update differs only if the shapes of other
     leaves enter.
     """
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    crossed = [
-        jax.tree_util.keystr(paths[i][0])
-        for i in (*found.rules, *found.constants)
-        if not stacked[i]
-    ]
-    if not crossed and not found.shared:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    names = []
+    for i in (*found.rules, *found.constants):
+        if not stacked[i]:
+            names.append(jax.tree_util.keystr(leaves[i][0]))
+    names += [f"the optimizer's state {path}" for path in found.shared]
+    if not names:
         return
-    shared = [f"the optimizer's state {path}" for path in found.shared]
     raise ValueError(
         "the optimizer reads the shapes of other leaves, such as the number of all parameters: it "
         "computes different values over stacks of layers [L, ...] and over one layer for "
-        f"{_listed([*crossed, *shared])}; compute the number beforehand and pass it to the "
+        f"{_listed(names)}; compute the number beforehand and pass it to the "
         "optimizer as a Python number"
     )
 
@@ -194,19 +194,20 @@ def _report_differences(
 
     If only constants differ, log a warning instead.
     """
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
     has_rules = bool(found.rules or found.shared_rules)
-    named = [
-        f"{jax.tree_util.keystr(paths[i][0])} {paths[i][1].shape}, "
-        f"one layer {paths[i][1].shape[1:]}"
-        for i in (found.rules if has_rules else found.constants)
-        if stacked[i]
-    ]
+    leaf_ids = found.rules if has_rules else found.constants
     shared = found.shared_rules if has_rules else found.shared_constants
-    named += [f"the optimizer's state {path}" for path in shared]
-    if not named:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    names = []
+    for i in leaf_ids:
+        path, leaf = leaves[i]
+        if stacked[i]:
+            name = jax.tree_util.keystr(path)
+            names.append(f"{name} {leaf.shape}, one layer {leaf.shape[1:]}")
+    names += [f"the optimizer's state {path}" for path in shared]
+    if not names:
         return
-    shown = _listed(named)
+    shown = _listed(names)
     if has_rules:
         raise ValueError(
             f"the optimizer decides from shapes and combines layers or leaves ({fault}), so it "
@@ -259,10 +260,10 @@ def why_not_by_leaf(
     """
     layer = one_layer(params, stacked)
     try:
-        layer_state, of_layer = init_opt_state_shape(tx, layer)
+        layer_state, layer_update = init_opt_state_shape(tx, layer)
     except ValueError as error:
         return f"it fails on one layer: {error}"
-    rule = leaf_rule(tx, params, stacked, layer_state, without_branches(of_layer))
+    rule = leaf_rule(tx, params, stacked, layer_state, without_branches(layer_update))
     return rule if isinstance(rule, str) else None
 
 
@@ -309,16 +310,18 @@ class _ByLayers:
         if not leaf.is_stacked or not any(spec):
             return value
         axes = _axes(spec)
-        layers = value.shape[0]
-        devices = math.prod(self.mesh.shape[a] for a in axes)
-        rows = -(-layers // devices) * devices
-        # Padded with copies and not with zeros, for which a rule might compute NaN.
-        copies = [value] * (rows // layers) + ([value[: rows % layers]] if rows % layers else [])
-        value = jnp.concatenate(copies) if rows > layers else value
-        at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
-        return _turned(
-            value, self.mesh, _path((None, *at), axes) if at else [_front(axes, value.ndim)]
-        )
+        num_layers = value.shape[0]
+        num_devices = math.prod(self.mesh.shape[axis] for axis in axes)
+        num_rows = -(-num_layers // num_devices) * num_devices
+        if num_rows > num_layers:
+            # Padded with copies and not with zeros, for which a rule might compute NaN.
+            copies = [value] * (num_rows // num_layers)
+            if num_rows % num_layers:
+                copies.append(value[: num_rows % num_layers])
+            value = jnp.concatenate(copies)
+        layer_spec = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
+        path = _path((None, *layer_spec), axes) if layer_spec else [_front(axes, value.ndim)]
+        return _reshard(value, self.mesh, path)
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[L_fsdp, D, F] as y[L, D_fsdp, F], without the padding."""
@@ -327,11 +330,9 @@ class _ByLayers:
         if not leaf.is_stacked or not any(spec):
             return value
         axes = _axes(spec)
-        at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
-        value = _turned(
-            value, self.mesh, _path((None, *at), axes)[::-1] if at else [(None,) * value.ndim]
-        )
-        return value[: like.shape[0]]
+        layer_spec = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
+        path = _path((None, *layer_spec), axes)[::-1] if layer_spec else [(None,) * value.ndim]
+        return _reshard(value, self.mesh, path)[: like.shape[0]]
 
     def _spec(self, index: int) -> Spec:
         return self.layout.leaves[index].spec.sharded
@@ -351,18 +352,20 @@ class Gathered:
         leaf = self.layout.leaves[index]
         if not any(spec):
             return value
-        at = _spec_like(spec, leaf.record_shape, value.shape)
+        shards = _spec_like(spec, leaf.record_shape, value.shape)
+        gathered = (None,) * value.ndim
         # Both ends are constrained: otherwise XLA might gather the inputs of the value, which are
         # larger.
-        return _turned(value, self.mesh, [*([at] if at else []), (None,) * value.ndim])
+        return _reshard(value, self.mesh, [shards, gathered] if shards else [gathered])
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[D, F] of parameter leaf `index` as y[D_fsdp, F]."""
         del like
         spec = self._spec(index)
         leaf = self.layout.leaves[index]
-        at = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
-        return _turned(value, self.mesh, [(None,) * value.ndim, *([at] if at else [])])
+        shards = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
+        gathered = (None,) * value.ndim
+        return _reshard(value, self.mesh, [gathered, shards] if shards else [gathered])
 
     def _spec(self, index: int) -> Spec:
         leaf = self.layout.leaves[index]
@@ -372,10 +375,13 @@ class Gathered:
 
 def _axes(spec: Spec) -> list[str]:
     """Return the mesh axes of a spec, in order."""
-    return [axis for entry in spec for axis in parse_axes(entry)]
+    axes: list[str] = []
+    for entry in spec:
+        axes += parse_axes(entry)
+    return axes
 
 
-def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec | None:
+def _spec_like(spec: Spec, shape: Sequence[int], value_shape: Sequence[int]) -> Spec | None:
     """Return the spec of a value whose elements are a leaf's elements in the leaf's order, or None.
 
     The value's shape may differ from the leaf's shape only in dims of size 1.
@@ -383,20 +389,17 @@ def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec |
     Args:
       spec: spec of the leaf.
       shape: shape of the leaf.
-      value: shape of the value.
+      value_shape: shape of the value.
     """
-    entries = [entry for entry, n in zip(spec, shape, strict=True) if n != 1]
-    places = [d for d, n in enumerate(value) if n != 1]
-    if [value[d] for d in places] != [n for n in shape if n != 1]:
+    if [n for n in value_shape if n != 1] != [n for n in shape if n != 1]:
         return None
-    at: list[Any] = [None] * len(value)
-    for d, entry in zip(places, entries, strict=True):
-        at[d] = entry
-    return tuple(at)
+    entries = iter([entry for entry, n in zip(spec, shape, strict=True) if n != 1])
+    return tuple(None if n == 1 else next(entries) for n in value_shape)
 
 
 def _front(axes: Sequence[str], ndim: int) -> Spec:
-    return (tuple(axes) if len(axes) > 1 else axes[0], *(None,) * (ndim - 1))
+    """Return the spec that splits dim 0 by all of `axes`."""
+    return (_spec_entry(axes), *(None,) * (ndim - 1))
 
 
 def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
@@ -406,20 +409,26 @@ def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
     same time, XLA might gather the stack instead.
     """
     path = [spec]
-    here = list(spec)
-    moved: list[str] = []
     # The last axis of a dim moves first, so that the remaining axes still split that dim.
+    moved: list[str] = []
     for axis in reversed(axes):
-        moved = [*moved, axis]
-        for d, entry in enumerate(here[1:], 1):
-            rest = tuple(a for a in parse_axes(entry) if a != axis)
-            here[d] = rest[0] if len(rest) == 1 else (rest or None)
-        here[0] = tuple(moved) if len(moved) > 1 else moved[0]
-        path.append(tuple(here))
+        moved.append(axis)
+        dims = [
+            _spec_entry([name for name in parse_axes(entry) if name not in moved])
+            for entry in spec[1:]
+        ]
+        path.append((_spec_entry(moved), *dims))
     return path
 
 
-def _turned(value: Array, mesh: Mesh, path: Sequence[Spec]) -> Array:
+def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Return the mesh axes that split a dim as an entry of a spec."""
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def _reshard(value: Array, mesh: Mesh, path: Sequence[Spec]) -> Array:
     """Move a value through a sequence of shardings."""
     for spec in path:
         value = jax.lax.with_sharding_constraint(value, named(mesh, spec))

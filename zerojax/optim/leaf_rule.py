@@ -27,7 +27,7 @@ sums.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -46,7 +46,7 @@ from zerojax.jaxprs import (
     list_regions,
     read,
 )
-from zerojax.trees import Grads, Params
+from zerojax.trees import Grads, OptState, Params
 
 Array = jax.Array
 Slots = dict[int, Any]
@@ -103,16 +103,17 @@ class _Phases:
       before: equations that run on shards.
       middle: equations that run on the full leaf.
       after: equations that run on shards and depend on the middle's results.
-      there: slots that the middle reads and does not compute.
-      back: slots that the middle computes and that are read after it or are results.
+      entering: slots that the middle reads and does not compute; they are gathered.
+      leaving: slots that the middle computes and that are read after it or are results; they are
+        sharded again.
       outputs: the results.
     """
 
     before: tuple[Instruction, ...]
     middle: tuple[Instruction, ...]
     after: tuple[Instruction, ...]
-    there: tuple[int, ...]
-    back: tuple[int, ...]
+    entering: tuple[int, ...]
+    leaving: tuple[int, ...]
     outputs: tuple[Ref, ...]
 
 
@@ -164,21 +165,22 @@ class LeafRule:
           runs on shards.
         """
         phases = self._phases[index]
-        shapes = self._shapes
-        there, back = (
-            sum(math.prod(shapes[slot]) for slot in slots) for slots in (phases.there, phases.back)
-        )
-        return there, back
+        gathered = sum(math.prod(self._shapes[slot]) for slot in phases.entering)
+        sent_back = sum(math.prod(self._shapes[slot]) for slot in phases.leaving)
+        return gathered, sent_back
 
     @functools.cached_property
     def _shapes(self) -> dict[int, tuple[int, ...]]:
+        """The shapes of all inputs of the update except the loss, and of all results, by slot."""
         layer = one_layer(self.params, self.stacked)
-        # The shapes of all inputs except the loss, and of each equation's results.
-        given = [tuple(a.shape) for a in jax.tree.leaves((layer, self.layer_state, layer))]
-        shapes = dict(zip(self.update.inputs, given, strict=False))
+        inputs = jax.tree.leaves((layer, self.layer_state, layer))
+        shapes: dict[int, tuple[int, ...]] = {}
+        for slot, array in zip(self.update.inputs[:-1], inputs, strict=True):
+            shapes[slot] = tuple(array.shape)
         for i in self.update.instructions:
-            avals: list[Any] = [v.aval for v in i.eqn.outvars]
-            shapes.update(zip(i.outs, (a.shape for a in avals), strict=True))
+            outvars: list[Any] = list(i.eqn.outvars)
+            for slot, variable in zip(i.outs, outvars, strict=True):
+                shapes[slot] = variable.aval.shape
         return shapes
 
     def list_state_leaves(self, index: int) -> tuple[int, ...]:
@@ -197,8 +199,8 @@ class LeafRule:
         """
         program = self.init
         outputs = [program.outputs[j] for j in self.list_state_leaves(index)]
-        given = {program.inputs[index]: weight}
-        return _run(program.live(outputs), given, {}, outputs, layers)
+        inputs = {program.inputs[index]: weight}
+        return _run(program.live(outputs), inputs, {}, outputs, layers)
 
     def first_shared(self) -> list[Array]:
         """Return the state that all leaves share, before the first step."""
@@ -212,11 +214,10 @@ class LeafRule:
           shared: the state that all leaves share, before the step.
           loss: f32[], the loss of the step.
         """
-        state = self._inputs(1)
-        slots = {state[j]: value for j, value in zip(self.shared, shared, strict=True)} | {
-            self.update.inputs[-1]: loss
-        }
-        evaluate(self._of_no_leaf, slots)
+        _, state_slots, _ = self._input_slots
+        slots = {state_slots[j]: value for j, value in zip(self.shared, shared, strict=True)}
+        slots[self.update.inputs[-1]] = loss
+        evaluate(self._leafless, slots)
         return slots
 
     def shared_after(self, shared: Sequence[Array], loss: Array) -> list[Array]:
@@ -227,10 +228,8 @@ class LeafRule:
           loss: f32[], the loss of the step.
         """
         slots = self.scalars(shared, loss)
-        return [
-            jnp.asarray(read(self.update.outputs[len(self.stacked) + j], slots))
-            for j in self.shared
-        ]
+        state_outputs = self.update.outputs[len(self.stacked) :]
+        return [jnp.asarray(read(state_outputs[j], slots)) for j in self.shared]
 
     def update_leaf(
         self,
@@ -254,72 +253,70 @@ class LeafRule:
           move: how values reach the devices that hold full leaves.
         """
         phases = self._phases[index]
-        at_grads, at_states, at_params = (self._inputs(k) for k in range(3))
-        values = {at_grads[index]: grad, at_params[index]: weight}
-        values |= {
-            at_states[j]: value
-            for j, value in zip(self.list_state_leaves(index), states, strict=True)
-        }
+        grad_slots, state_slots, param_slots = self._input_slots
+        values = {grad_slots[index]: grad, param_slots[index]: weight}
+        for j, state in zip(self.list_state_leaves(index), states, strict=True):
+            values[state_slots[j]] = state
         values = _advance(phases.before, values, scalars, layers)
         if phases.middle:
-            there = {slot: move.whole(index, values[slot]) for slot in phases.there}
+            gathered = {slot: move.whole(index, values[slot]) for slot in phases.entering}
             # The gathered values may have more layers than the stack, because of padding.
-            rows = layers if layers is None else next(iter(there.values())).shape[0]
-            made = _run(phases.middle, there, scalars, phases.back, rows)
-            values |= {
-                slot: move.shard(index, value, weight)
-                for slot, value in zip(phases.back, made, strict=True)
-            }
+            num_rows = layers if layers is None else next(iter(gathered.values())).shape[0]
+            results = _run(phases.middle, gathered, scalars, phases.leaving, num_rows)
+            for slot, value in zip(phases.leaving, results, strict=True):
+                values[slot] = move.shard(index, value, weight)
             values = _advance(phases.after, values, scalars, layers)
-        update, *after = _run((), values, scalars, phases.outputs, layers)
-        return update, after
+        update, *states_after = _run((), values, scalars, phases.outputs, layers)
+        return update, states_after
 
     @functools.cached_property
-    def _of_no_leaf(self) -> tuple[Instruction, ...]:
+    def _leafless(self) -> tuple[Instruction, ...]:
+        """The equations of the update whose results depend on no leaf."""
         live = self.update.live(self.update.outputs)
         return tuple(i for i in live if self.leaf_of.get(i.outs[0]) is None)
 
-    def _inputs(self, place: int) -> tuple[int, ...]:
-        """Return the slots of the gradients (0), the state (1) or the parameters (2)."""
-        leaves = len(self.stacked)
-        states = len(self.owners)
-        start = (0, leaves, leaves + states)[place]
-        return self.update.inputs[start : start + (states if place == 1 else leaves)]
+    @functools.cached_property
+    def _input_slots(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The slots of the gradients, of the state, and of the parameters."""
+        num_leaves = len(self.stacked)
+        first_param = num_leaves + len(self.owners)
+        inputs = self.update.inputs
+        return inputs[:num_leaves], inputs[num_leaves:first_param], inputs[first_param:-1]
 
     @functools.cached_property
     def _phases(self) -> tuple[_Phases, ...]:
-        num = len(self.stacked)
-        own = {i: [] for i in range(len(self.stacked))}
+        """The equations of each leaf's update."""
+        num_leaves = len(self.stacked)
+        instructions: list[list[Instruction]] = [[] for _ in range(num_leaves)]
         for i in self.update.live(self.update.outputs):
-            if (leaf := self.leaf_of.get(i.outs[0])) is not None:
-                own[leaf].append(i)
-        outputs = [
-            (
-                self.update.outputs[i],
-                *(self.update.outputs[num + j] for j in self.list_state_leaves(i)),
-            )
-            for i in range(num)
-        ]
-        return tuple(_divided(own[i], out, self.leaf_of) for i, out in enumerate(outputs))
+            leaf = self.leaf_of.get(i.outs[0])
+            if leaf is not None:
+                instructions[leaf].append(i)
+        updates = self.update.outputs[:num_leaves]
+        state_outputs = self.update.outputs[num_leaves:]
+        phases = []
+        for leaf in range(num_leaves):
+            states = [state_outputs[j] for j in self.list_state_leaves(leaf)]
+            phases.append(_divided(instructions[leaf], [updates[leaf], *states], self.leaf_of))
+        return tuple(phases)
 
     # --- the whole tree ---------------------------------------------------------------------------
 
-    def init_tree(self, params: Params) -> Any:
+    def init_tree(self, params: Params) -> OptState:
         """Return the initial state of the full tree; the state of a stack has a layer dim."""
         leaves: list[Any] = [None] * len(self.owners)
-        for i, (weight, stacked) in enumerate(
-            zip(jax.tree.leaves(params), self.stacked, strict=True)
-        ):
-            own = self.first_states(i, weight, weight.shape[0] if stacked else None)
-            for j, value in zip(self.list_state_leaves(i), own, strict=True):
+        for i, weight in enumerate(jax.tree.leaves(params)):
+            layers = weight.shape[0] if self.stacked[i] else None
+            states = self.first_states(i, weight, layers)
+            for j, value in zip(self.list_state_leaves(i), states, strict=True):
                 leaves[j] = value
         for j, value in zip(self.shared, self.first_shared(), strict=True):
             leaves[j] = value
         return jax.tree.unflatten(jax.tree.structure(self.layer_state), leaves)
 
     def update_tree(
-        self, grads: Grads, state: Any, params: Params, loss: Array, move: Move
-    ) -> tuple[Any, Any]:
+        self, grads: Grads, state: OptState, params: Params, loss: Array, move: Move
+    ) -> tuple[Grads, OptState]:
         """Return the updates of the full tree, and the state after them.
 
         Args:
@@ -329,28 +326,23 @@ class LeafRule:
           loss: f32[], the loss of the step.
           move: how values reach the devices that hold full leaves.
         """
-        before = jax.tree.leaves(state)
-        (weights, tree) = jax.tree.flatten(params)
+        before, state_tree = jax.tree.flatten(state)
+        weights, tree = jax.tree.flatten(params)
         shared = [before[j] for j in self.shared]
         scalars = self.scalars(shared, loss)
         updates = []
         after = list(before)
-        for i, (grad, weight, stacked) in enumerate(
-            zip(jax.tree.leaves(grads), weights, self.stacked, strict=True)
-        ):
-            own = self.list_state_leaves(i)
-            layers = weight.shape[0] if stacked else None
-            update, states = self.update_leaf(
-                i, grad, weight, [before[j] for j in own], scalars, layers, move
-            )
+        for i, (grad, weight) in enumerate(zip(jax.tree.leaves(grads), weights, strict=True)):
+            state_leaves = self.list_state_leaves(i)
+            states = [before[j] for j in state_leaves]
+            layers = weight.shape[0] if self.stacked[i] else None
+            update, states = self.update_leaf(i, grad, weight, states, scalars, layers, move)
             updates.append(update)
-            for j, value in zip(own, states, strict=True):
+            for j, value in zip(state_leaves, states, strict=True):
                 after[j] = value
         for j, value in zip(self.shared, self.shared_after(shared, loss), strict=True):
             after[j] = value
-        return jax.tree.unflatten(tree, updates), jax.tree.unflatten(
-            jax.tree.structure(state), after
-        )
+        return jax.tree.unflatten(tree, updates), jax.tree.unflatten(state_tree, after)
 
     def update_part(
         self,
@@ -376,27 +368,27 @@ class LeafRule:
         Returns:
           New parameters and new states.
         """
-        owned = [j for j, owner in enumerate(self.owners) if owner in leaf_ids]
-        before = dict(zip(owned, states, strict=True))
-        after = {}
+        mirrors = [j for j, owner in enumerate(self.owners) if owner in leaf_ids]
+        before = dict(zip(mirrors, states, strict=True))
+        after: dict[int, Array] = {}
         weights = []
         scalars = self.scalars(shared, loss)
-        for i, grad, weight in zip(leaf_ids, grads, params, strict=True):
-            own = self.list_state_leaves(i)
-            update, new = self.update_leaf(
-                i, grad, weight, [before[j] for j in own], scalars, None, move
+        for n, i in enumerate(leaf_ids):
+            state_leaves = self.list_state_leaves(i)
+            leaf_states = [before[j] for j in state_leaves]
+            update, leaf_states = self.update_leaf(
+                i, grads[n], params[n], leaf_states, scalars, None, move
             )
-            weights.append(optax.apply_updates(weight, update))
-            after.update(zip(own, new, strict=True))
-        return weights, [after[j] for j in owned]
+            weights.append(optax.apply_updates(params[n], update))
+            after.update(zip(state_leaves, leaf_states, strict=True))
+        return weights, [after[j] for j in mirrors]
 
     def init_part(self, leaf_ids: Sequence[int], weights: Sequence[Array]) -> list[Array]:
         """Return the initial states of one record, in the order of the state."""
         after: dict[int, Array] = {}
         for i, weight in zip(leaf_ids, weights, strict=True):
-            after.update(
-                zip(self.list_state_leaves(i), self.first_states(i, weight, None), strict=True)
-            )
+            states = self.first_states(i, weight, None)
+            after.update(zip(self.list_state_leaves(i), states, strict=True))
         return [after[j] for j in sorted(after)]
 
 
@@ -404,10 +396,11 @@ def _advance(
     instructions: Sequence[Instruction], values: Slots, scalars: Slots, layers: int | None
 ) -> Slots:
     """Return `values` together with all results of the equations."""
-    wanted = [slot for i in instructions for slot in i.outs]
-    return values | dict(
-        zip(wanted, _run(instructions, values, scalars, wanted, layers), strict=True)
-    )
+    wanted: list[int] = []
+    for i in instructions:
+        wanted += i.outs
+    results = _run(instructions, values, scalars, wanted, layers)
+    return values | dict(zip(wanted, results, strict=True))
 
 
 def _run(
@@ -422,56 +415,102 @@ def _run(
     With the vmap, results that do not depend on the layer have a layer dim too.
     """
 
-    def one(given: Sequence[Array]) -> list[Array]:
-        slots = scalars | dict(zip(values, given, strict=True))
+    def run_layer(arrays: Sequence[Array]) -> list[Array]:
+        slots = scalars | dict(zip(values, arrays, strict=True))
         evaluate(instructions, slots)
         return [jnp.asarray(read(ref, slots)) for ref in wanted]
 
     arrays = list(values.values())
-    return one(arrays) if layers is None else jax.vmap(one, axis_size=layers)(arrays)
+    if layers is None:
+        return run_layer(arrays)
+    return jax.vmap(run_layer, axis_size=layers)(arrays)
 
 
 def _divided(
-    own: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mapping[int, int | None]
+    instructions: Sequence[Instruction], outputs: Sequence[Ref], leaf_of: Mapping[int, int | None]
 ) -> _Phases:
-    """Divide the equations behind a leaf's results into those before, in and after the middle."""
-    made_by = {slot: n for n, i in enumerate(own) for slot in i.outs}
-    inputs = [[made_by[slot] for slot in i.reads if slot in made_by] for i in own]
-    behind, ahead = _around({n for n, i in enumerate(own) if not _runs_on_shards(i)}, inputs)
+    """Divide the equations behind a leaf's results into those before, in and after the middle.
+
+    Args:
+      instructions: the equations whose results depend on the leaf, in order.
+      outputs: the leaf's results: its update, then its state.
+      leaf_of: the leaf on which each slot depends, if any.
+    """
+    producers: dict[int, int] = {}
+    for n, i in enumerate(instructions):
+        producers |= dict.fromkeys(i.outs, n)
+    inputs = [[producers[slot] for slot in i.reads if slot in producers] for i in instructions]
+    results = {ref for ref in outputs if isinstance(ref, int)}
+    downstream, middle = _find_middle(instructions, inputs, results)
+
+    before: list[Instruction] = []
+    inside: list[Instruction] = []
+    after: list[Instruction] = []
+    for n, i in enumerate(instructions):
+        if n in middle:
+            inside.append(i)
+        elif n in downstream:
+            after.append(i)
+        else:
+            before.append(i)
+
+    inside_slots: set[int] = set()
+    read_inside: dict[int, None] = {}  # in order, without duplicates
+    for i in inside:
+        inside_slots.update(i.outs)
+        read_inside |= dict.fromkeys(i.reads)
+    read_later = set(results)
+    for i in after:
+        read_later.update(i.reads)
+    entering = [
+        slot for slot in read_inside if slot not in inside_slots and leaf_of.get(slot) is not None
+    ]
+    leaving: list[int] = []
+    for i in inside:
+        leaving += [slot for slot in i.outs if slot in read_later]
+    return _Phases(
+        before=tuple(before),
+        middle=tuple(inside),
+        after=tuple(after),
+        entering=tuple(entering),
+        leaving=tuple(leaving),
+        outputs=tuple(outputs),
+    )
+
+
+def _find_middle(
+    instructions: Sequence[Instruction], inputs: Sequence[Sequence[int]], results: set[int]
+) -> tuple[set[int], set[int]]:
+    """Return the equations that run in or after the middle, and the middle's equations.
+
+    Args:
+      instructions: the equations whose results depend on the leaf, in order.
+      inputs: for each equation, the numbers of the equations whose results it reads.
+      results: slots of the leaf's results.
+    """
+    names = [i.eqn.primitive.name for i in instructions]
+    not_on_shards = {n for n, i in enumerate(instructions) if not _runs_on_shards(i)}
+    downstream, upstream = _around(not_on_shards, inputs)
     # Values that enter or leave the middle have the leaf's dims in the leaf's order, so a transpose
     # on the way to a product also belongs to the middle.
-    needs_whole = {n for n in behind | ahead if own[n].eqn.primitive.name == "transpose"} | (
-        behind & ahead
-    )
-    behind, ahead = _around(needs_whole, inputs)
-    middle = behind & ahead
+    transposes = {n for n in downstream | upstream if names[n] == "transpose"}
+    downstream, upstream = _around(transposes | (downstream & upstream), inputs)
+    middle = downstream & upstream
+
     # Equations that only move elements join the middle on either side, so that the values that
     # enter or leave it have the leaf's shape if possible.
-    for n, i in enumerate(own):
-        if i.eqn.primitive.name in _MOVES and not middle.isdisjoint(inputs[n]):
+    for n, name in enumerate(names):
+        if name in _MOVES and not middle.isdisjoint(inputs[n]):
             middle.add(n)
-    results = {ref for ref in outputs if isinstance(ref, int)}
     readers: dict[int, set[int]] = {}
-    for n, producers in enumerate(inputs):
-        for producer in producers:
+    for n, equations in enumerate(inputs):
+        for producer in equations:
             readers.setdefault(producer, set()).add(n)
-    for n in reversed(range(len(own))):
-        moves = own[n].eqn.primitive.name in _MOVES and results.isdisjoint(own[n].outs)
-        if moves and readers.get(n, set()) and readers[n] <= middle:
+    for n in reversed(range(len(instructions))):
+        only_moves = names[n] in _MOVES and results.isdisjoint(instructions[n].outs)
+        if only_moves and readers.get(n, set()) and readers[n] <= middle:
             middle.add(n)
-    before = tuple(i for n, i in enumerate(own) if n not in middle and n not in behind)
-    inside = tuple(i for n, i in enumerate(own) if n in middle)
-    after = tuple(i for n, i in enumerate(own) if n not in middle and n in behind)
-    of_middle = {slot for i in inside for slot in i.outs}
-    there = dict.fromkeys(
-        slot
-        for i in inside
-        for slot in i.reads
-        if slot not in of_middle and leaf_of.get(slot) is not None
-    )  # in order, without duplicates
-    later = {slot for i in after for slot in i.reads} | results
-    back = [slot for i in inside for slot in i.outs if slot in later]
-    return _Phases(before, inside, after, tuple(there), tuple(back), tuple(outputs))
+    return downstream, middle
 
 
 def _around(equations: set[int], inputs: Sequence[Sequence[int]]) -> tuple[set[int], set[int]]:
@@ -481,26 +520,27 @@ def _around(equations: set[int], inputs: Sequence[Sequence[int]]) -> tuple[set[i
       equations: numbers of the equations in the set.
       inputs: for each equation, the numbers of the equations whose results it reads.
     """
-    behind = set(equations)
-    ahead = set(equations)
-    for n, before in enumerate(inputs):
-        if not behind.isdisjoint(before):
-            behind.add(n)
+    downstream = set(equations)
+    upstream = set(equations)
+    for n, producers in enumerate(inputs):
+        if not downstream.isdisjoint(producers):
+            downstream.add(n)
     for n in reversed(range(len(inputs))):
-        if n in ahead:
-            ahead.update(inputs[n])
-    return behind, ahead
+        if n in upstream:
+            upstream.update(inputs[n])
+    return downstream, upstream
 
 
 def _runs_on_shards(i: Instruction) -> bool:
+    """Return whether an equation can run on shards of the leaf."""
     name = i.eqn.primitive.name
     if i.has_jaxpr or name not in _LOCAL:
         return False
     if name != "reshape":
         return True
-    avals: list[Any] = [i.eqn.invars[0].aval, i.eqn.outvars[0].aval]
-    before, after = ([n for n in aval.shape if n != 1] for aval in avals)
-    return before == after
+    before: Any = i.eqn.invars[0].aval
+    after: Any = i.eqn.outvars[0].aval
+    return [n for n in before.shape if n != 1] == [n for n in after.shape if n != 1]
 
 
 def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -522,9 +562,8 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         for i in program.instructions:
             regions = list_regions(i.eqn) if i.eqn.primitive.name == "cond" else []
             branches = [region.flatten() for region in regions]
-            if not branches or not all(
-                _runs_on_shards(one) for branch in branches for one in branch.instructions
-            ):
+            on_shards = [all(map(_runs_on_shards, branch.instructions)) for branch in branches]
+            if not branches or not all(on_shards):
                 evaluate([i], slots)
                 continue
             index, *operands = (read(ref, slots) for ref in i.ins)
@@ -537,29 +576,28 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             slots.update(zip(i.outs, chosen, strict=True))
         return program.results(slots)
 
-    return jax.make_jaxpr(run)(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
-    )
+    args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    return jax.make_jaxpr(run)(*args)
 
 
 # --- the proof ------------------------------------------------------------------------------------
 
 
-def one_layer(params: Params, stacked: Sequence[bool]) -> Any:
+def one_layer(params: Params, stacked: Sequence[bool]) -> Params:
     """Return the abstract tree of one layer: stacks lose their layer dim."""
     leaves, tree = jax.tree.flatten(params)
-    ones = [
-        jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype)
-        for a, s in zip(leaves, stacked, strict=True)
-    ]
-    return jax.tree.unflatten(tree, ones)
+    layer_leaves = []
+    for leaf, is_stacked in zip(leaves, stacked, strict=True):
+        shape = leaf.shape[1:] if is_stacked else leaf.shape
+        layer_leaves.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return jax.tree.unflatten(tree, layer_leaves)
 
 
 def leaf_rule(
     tx: optax.GradientTransformation,
     params: Params,
     stacked: Sequence[bool],
-    state: Any,
+    state: OptState,
     closed: jex.ClosedJaxpr,
 ) -> LeafRule | str:
     """Return an optimizer as a rule for each leaf of a layer, or the reason why that is impossible.
@@ -574,47 +612,42 @@ def leaf_rule(
     """
     layer = one_layer(params, stacked)
     update = flatten(closed.jaxpr, closed.consts)
-    init = jax.make_jaxpr(tx.init)(layer)
-    first = flatten(init.jaxpr, init.consts)
+    traced_init = jax.make_jaxpr(tx.init)(layer)
+    init = flatten(traced_init.jaxpr, traced_init.consts)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layer)[0]]
     names = [jax.tree_util.keystr(path) for path in paths]
     state_paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     owners = [owner_by_path(path, paths) for path in state_paths]
-    every = range(len(paths))
+    leaf_ids = range(len(paths))
     while True:
-        leaf_of, random, fault = _follow(update, [*every, *owners, *every, None], names)
-        if fault is not None:
-            return fault
-        ends = [leaf_of.get(ref) if isinstance(ref, int) else None for ref in update.outputs]
+        after_update = _follow(update, [*leaf_ids, *owners, *leaf_ids, None], names)
+        if after_update.fault is not None:
+            return after_update.fault
+        state_leaves = after_update.output_leaves(update)[len(paths) :]
         found = {
-            j: leaf
-            for j, leaf in enumerate(ends[len(paths) :])
-            if leaf is not None and owners[j] is None
+            j: leaf for j, leaf in enumerate(state_leaves) if leaf is not None and owners[j] is None
         }
         if not found:
             break
         # A state leaf computed from one parameter leaf belongs to it. The next iteration then
         # follows what reads the state leaf.
         owners = [found.get(j, owner) for j, owner in enumerate(owners)]
-    begins = _follow(first, list(every), names)
-    if begins[2] is not None:
-        return begins[2]
-    starts = [begins[0].get(ref) if isinstance(ref, int) else None for ref in first.outputs]
-    pairs = [*zip(ends, [*every, *owners], strict=True), *zip(starts, owners, strict=True)]
-    for leaf, expected in pairs:
-        if leaf is not None and leaf != expected:
-            to = "a state shared by all leaves" if expected is None else names[expected]
-            return f"{names[leaf]} enters the update of {to}"
-    results = [
-        (ref, owner, random) for ref, owner in zip(update.outputs, [*every, *owners], strict=True)
-    ]
-    results += [(ref, owner, begins[1]) for ref, owner in zip(first.outputs, owners, strict=True)]
-    for ref, owner, drawn in results:
-        if owner is not None and stacked[owner] and isinstance(ref, int) and ref in drawn:
-            return (
-                f"it draws random numbers for {names[owner]}, which would be the same in all layers"
-            )
-    return LeafRule(params, tuple(stacked), state, tuple(owners), first, update, leaf_of)
+    after_init = _follow(init, list(leaf_ids), names)
+    if after_init.fault is not None:
+        return after_init.fault
+
+    fault = after_update.wrong_output(update, [*leaf_ids, *owners], names)
+    fault = fault or after_init.wrong_output(init, owners, names)
+    if fault is not None:
+        return fault
+    drawn = after_update.random_output(update, [*leaf_ids, *owners], stacked)
+    if drawn is None:
+        drawn = after_init.random_output(init, owners, stacked)
+    if drawn is not None:
+        return f"it draws random numbers for {names[drawn]}, which would be the same in all layers"
+    return LeafRule(
+        params, tuple(stacked), state, tuple(owners), init, update, after_update.leaf_of
+    )
 
 
 def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
@@ -623,31 +656,72 @@ def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> i
     Optax builds states so that a state leaf's path ends with its parameter's path. If several
     parameter paths match, the longest is used.
     """
-    index = {p: i for i, p in enumerate(params)}
-    return next((index[path[start:]] for start in range(len(path)) if path[start:] in index), None)
+    indices = {param_path: i for i, param_path in enumerate(params)}
+    for start in range(len(path)):
+        if path[start:] in indices:
+            return indices[path[start:]]
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dependences:
+    """What each value of a traced function depends on.
+
+    Attributes:
+      leaf_of: the leaf that each slot depends on; None or missing if it depends on none.
+      random: slots that random numbers reach.
+      fault: the first equation that combines leaves, or None. The equations after it were not
+        followed.
+    """
+
+    leaf_of: dict[int, int | None]
+    random: set[int]
+    fault: str | None
+
+    def output_leaves(self, program: FlatJaxpr) -> list[int | None]:
+        """Return the leaf that each output depends on, or None."""
+        return [self.leaf_of.get(ref) if isinstance(ref, int) else None for ref in program.outputs]
+
+    def wrong_output(
+        self, program: FlatJaxpr, owners: Sequence[int | None], names: Sequence[str]
+    ) -> str | None:
+        """Return which output depends on another leaf than its owner, or None."""
+        for leaf, owner in zip(self.output_leaves(program), owners, strict=True):
+            if leaf is not None and leaf != owner:
+                target = "a state shared by all leaves" if owner is None else names[owner]
+                return f"{names[leaf]} enters the update of {target}"
+        return None
+
+    def random_output(
+        self, program: FlatJaxpr, owners: Sequence[int | None], stacked: Sequence[bool]
+    ) -> int | None:
+        """Return the first stacked owner of an output that random numbers reach, or None."""
+        for ref, owner in zip(program.outputs, owners, strict=True):
+            is_random = isinstance(ref, int) and ref in self.random
+            if is_random and owner is not None and stacked[owner]:
+                return owner
+        return None
 
 
 def _follow(
-    program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]
-) -> tuple[dict[int, int | None], set[int], str | None]:
+    program: FlatJaxpr, input_leaves: Sequence[int | None], names: Sequence[str]
+) -> _Dependences:
     """Follow which leaf each slot depends on, and which slots random numbers reach.
 
-    Returns:
-      The leaf of each slot, the slots reached by random numbers, and the first equation that
-      combines leaves, or None.
+    Args:
+      program: the traced function.
+      input_leaves: the leaf of each input, or None.
+      names: names of the leaves.
     """
-    leaf_of: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
+    leaf_of: dict[int, int | None] = dict(zip(program.inputs, input_leaves, strict=True))
     random: set[int] = set()
     for i in program.instructions:
-        leaves = _leaves(leaf_of.get(slot) for slot in i.reads)
+        leaves = {leaf_of.get(slot) for slot in i.reads} - {None}
         if len(leaves) > 1:
-            of = " and ".join(sorted(names[leaf] for leaf in leaves))
-            return leaf_of, random, f"{i.eqn.primitive.name} combines {of}"
+            leaf_names = sorted(names[leaf] for leaf in leaves if leaf is not None)
+            fault = f"{i.eqn.primitive.name} combines {' and '.join(leaf_names)}"
+            return _Dependences(leaf_of, random, fault)
         leaf_of.update(dict.fromkeys(i.outs, next(iter(leaves), None)))
         if i.eqn.primitive.name in _RANDOM or not random.isdisjoint(i.reads):
             random.update(i.outs)
-    return leaf_of, random, None
-
-
-def _leaves(of: Iterable[int | None]) -> set[int]:
-    return {leaf for leaf in of if leaf is not None}
+    return _Dependences(leaf_of, random, None)

@@ -40,7 +40,7 @@ import optax
 
 from zerojax.jaxprs import trace
 from zerojax.state import OptimizerError, map_opt_state
-from zerojax.trees import Params
+from zerojax.trees import Grads, Params
 
 HIGH = 0xFFFF0000
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
@@ -91,56 +91,72 @@ def keep_in_bfloat16(
         return RoundedState(jnp.int32(0), jax.tree.unflatten(tree, leaves))
 
     def update(
-        updates: Any, state: Any, params: Params = None, **extra: Any
-    ) -> tuple[Any, RoundedState]:
+        updates: Grads, state: Any, params: Params = None, **extra: Any
+    ) -> tuple[Grads, RoundedState]:
         owners = _narrowed(tx, updates if params is None else params)
         grads = jax.tree.leaves(updates)
-        (before, tree) = jax.tree.flatten(state.inner)
-        widened = [a.astype(jnp.float32) if j in owners else a for j, a in enumerate(before)]
+        before, tree = jax.tree.flatten(state.inner)
+        for j in owners:
+            before[j] = before[j].astype(jnp.float32)
         updates, inner = optax.with_extra_args_support(tx).update(
-            updates, jax.tree.unflatten(tree, widened), params, **extra
+            updates, jax.tree.unflatten(tree, before), params, **extra
         )
         after = jax.tree.leaves(inner)
-        # A leaf's moments are rounded together: one hash per element provides the random bits of
-        # all of them.
-        of_owner: dict[int, list[int]] = {}
+        moments_by_leaf: dict[int, list[int]] = {}
         for j, owner in owners.items():
-            of_owner.setdefault(owner, []).append(j)
-        for owner, mirrors in of_owner.items():
+            moments_by_leaf.setdefault(owner, []).append(j)
+        for owner, moments in moments_by_leaf.items():
+            values = [after[j] for j in moments]
             if nearest:
-                bits = [None] * len(mirrors)
+                rounded = [value.astype(jnp.bfloat16) for value in values]
             else:
-                bits = random_bits(state.step, grads[owner], [widened[j] for j in mirrors])
-            for j, r in zip(mirrors, bits, strict=True):
-                if r is None:
-                    after[j] = after[j].astype(jnp.bfloat16)
-                else:
-                    after[j] = round_stochastically(after[j], r)
+                previous = [before[j] for j in moments]
+                rounded = _round_together(state.step, grads[owner], previous, values)
+            for j, value in zip(moments, rounded, strict=True):
+                after[j] = value
         return updates, RoundedState(state.step + 1, jax.tree.unflatten(tree, after))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _round_together(
+    step: jax.Array,
+    grad: jax.Array,
+    before: Sequence[jax.Array],
+    after: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Return the moments of one leaf, rounded stochastically to bfloat16.
+
+    One hash per element provides the random bits of all of them.
+
+    Args:
+      step: i32[], number of the update.
+      grad: gradient of the leaf.
+      before: the moments before the update, in float32.
+      after: the moments after the update, in float32.
+    """
+    bits = random_bits(step, grad, before)
+    return [round_stochastically(value, r) for value, r in zip(after, bits, strict=True)]
 
 
 def _narrowed(tx: optax.GradientTransformation, params: Params) -> dict[int, int]:
     """Return {index of a state leaf to store in bfloat16: index of the parameter it mirrors}."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
     program, state = trace(tx.init, abstract)
-    of_params = set(program.inputs)
-    for i in program.instructions:
-        of_params.update(
-            i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ()
-        )
     # A leaf that depends on the values of parameters holds the optimizer's own weights: it stays
     # float32.
-    of_moments = [not (isinstance(out, int) and out in of_params) for out in program.outputs]
+    depends_on_params = set(program.inputs)
+    for i in program.instructions:
+        if any(isinstance(ref, int) and ref in depends_on_params for ref in i.ins):
+            depends_on_params.update(i.outs)
     opt_map = map_opt_state(state, abstract)
-    return {
-        j: owner
-        for j, (leaf, owner, is_moment) in enumerate(
-            zip(opt_map.leaves, opt_map.owners, of_moments, strict=True)
-        )
-        if owner is not None and is_moment and leaf.dtype == jnp.float32
-    }
+    narrowed = {}
+    for j, out in enumerate(program.outputs):
+        owner = opt_map.owners[j]
+        is_weight = isinstance(out, int) and out in depends_on_params
+        if owner is not None and not is_weight and opt_map.leaves[j].dtype == jnp.float32:
+            narrowed[j] = owner
+    return narrowed
 
 
 def round_stochastically(x: jax.Array, r: jax.Array) -> jax.Array:
@@ -159,10 +175,11 @@ def round_stochastically(x: jax.Array, r: jax.Array) -> jax.Array:
     """
     bits = _bits(x)
     # Cutting off the low half leaves a bfloat16 value, so the cast at the end does not round.
-    up, down = (
-        jax.lax.bitcast_convert_type(b & jnp.uint32(HIGH), jnp.float32) for b in (bits + r, bits)
-    )
-    return jnp.where(jnp.isfinite(x), jnp.where(jnp.isfinite(up), up, down), x).astype(jnp.bfloat16)
+    up = jax.lax.bitcast_convert_type((bits + r) & jnp.uint32(HIGH), jnp.float32)
+    down = jax.lax.bitcast_convert_type(bits & jnp.uint32(HIGH), jnp.float32)
+    is_finite = jnp.isfinite(x)
+    rounded = jnp.where(jnp.isfinite(up), up, down)
+    return jnp.where(is_finite, rounded, x).astype(jnp.bfloat16)
 
 
 def random_bits(step: jax.Array, grad: jax.Array, moments: Sequence[jax.Array]) -> list[jax.Array]:
@@ -183,7 +200,8 @@ def random_bits(step: jax.Array, grad: jax.Array, moments: Sequence[jax.Array]) 
     state = _mix((step.astype(jnp.uint32) + jnp.uint32(1)) * jnp.uint32(GOLDEN))
     for n in range(0, len(pieces), 2):
         word = pieces[n] & jnp.uint32(HIGH)
-        word = word | (pieces[n + 1] >> 16) if n + 1 < len(pieces) else word
+        if n + 1 < len(pieces):
+            word = word | (pieces[n + 1] >> 16)
         state = _mix(state ^ word)
     # A state of 32 bits serves two moments.
     halves: list[jax.Array] = []

@@ -20,7 +20,7 @@ device computes other layers, and the disk reads ahead:
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +44,7 @@ from host_offload.host_update import (
 )
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
-from zerojax.optim.host_state import HostBinding, HostState, find_rest
+from zerojax.optim.host_state import HostBinding, HostState, find_disk_record
 from zerojax.optim.whole_tree import Update, clip_factor, finish, measure_grads
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
 from zerojax.trees import Grads
@@ -52,9 +52,28 @@ from zerojax.trees import Grads
 Array = jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """What a callback receives, in addition to the device's position and the token.
+
+    Attributes:
+      numbers: i32[] each, such as the layer and whether to update it.
+      memory: arrays in host memory and their specs, or None.
+      scalars: f32[n], the scalars of the kernels, or None.
+      arrays: gradients and float32 weights, sharded as `records` specify.
+      records: one spec for each of `arrays`.
+    """
+
+    numbers: Sequence[Array] = ()
+    memory: tuple[list[Array], list[PartitionSpec]] | None = None
+    scalars: Array | None = None
+    arrays: Sequence[Array] = ()
+    records: Sequence[RecordSpec] = ()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Handed:
+class InFlightLayers:
     """Layers whose gradients were sent and whose parameters were not fetched yet, oldest first.
 
     Attributes:
@@ -65,7 +84,7 @@ class Handed:
     layers: Array
     goes: Array
 
-    def then(self, layer: Array, go: Array) -> "Handed":
+    def then(self, layer: Array, go: Array) -> "InFlightLayers":
         """Return a copy without the oldest layer and with one more layer.
 
         Args:
@@ -73,7 +92,7 @@ class Handed:
           go: bool[], whether the layer is updated.
         """
         layers = jnp.concatenate([self.layers[1:], layer[None].astype(jnp.int32)])
-        return Handed(layers, jnp.concatenate([self.goes[1:], go[None]]))
+        return InFlightLayers(layers, jnp.concatenate([self.goes[1:], go[None]]))
 
 
 class HostUpdate:
@@ -124,103 +143,109 @@ class HostUpdate:
         ]
         # One vector holds the scalars of all kernels: each reads its own slice.
         start = 0
-        leaves = []
+        kernels = []
         for rule, index in zip(self.rules, order, strict=True):
-            scalars = slice(start, start + len(rule.transfer))
+            scalars = slice(start, start + len(rule.sent))
             start = scalars.stop
-            leaves.append(self._leaf(rule, index, scalars))
+            kernels.append(self._build_kernel(rule, index, scalars))
         disk = self.layout.disk
         self.host = HostLeaves(
-            leaves,
+            kernels,
             find_link(self.mesh.devices.flat[0].platform),
             None if disk is None else disk.swap,
         )
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
-        self._step, self._delayed = HostStep(self.host), DelayedStep(self.host, self._ranges())
+        self._step = HostStep(self.host)
+        self._delayed = DelayedStep(self.host, self._ranges())
         # On a CPU, callbacks receive all arrays in host memory and update them immediately.
         self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
         if not self.state.hands_over:
             self.binding.queued = QueuedStep(
-                self.host, self.parts(), list(self.mesh.devices.flat), driver
+                self.host, self.leaf_groups(), list(self.mesh.devices.flat), driver
             )
 
-    def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
-        weight_on_device = self.needs_weights
+    def _build_kernel(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
+        """Return the kernel of a leaf; `scalars` is its slice of the vector of all scalars."""
         delayed = self.config.delayed_update
-        states = len(rule.states)
-        in_place = self.layout.has_master or not (weight_on_device or delayed)
-        # An aliased result is written over its operand. A weight has its own result if it is stored
-        # on the device, or if the device still reads it while a delayed update runs. The inputs are
-        # gradient, weight, states, then scalars; the outputs are weight, states, then the cast
-        # weight.
-        aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
-        arrays = [True] * (2 + states) + [False] * len(rule.transfer)
+        num_states = len(rule.states)
+        # The inputs are gradient, weight, states, then scalars; the outputs are weight, states,
+        # then the cast weight. An aliased result is written over its operand.
+        aliases = [(1 + k, 2 + k) for k in range(num_states)]
+        # A weight has its own result if it is stored on the device, or if the device still reads it
+        # while a delayed update runs.
+        if self.layout.has_master or not (self.needs_weights or delayed):
+            aliases.append((0, 1))
+        is_array = [True] * (2 + num_states) + [False] * len(rule.sent)
         stash = self.on_disk.get(index)
         return LeafKernel(
-            kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
+            kernel=build_kernel(rule.kernel, aliases, arrays=is_array),
             scalars=scalars,
-            arrays=tuple(find_rest(record) for record in self.state.specs(index)),
-            num_states=states,
+            arrays=tuple(find_disk_record(record) for record in self.state.specs(index)),
+            num_states=num_states,
             stacked=index in self.layout.blocks,
-            weight_on_device=weight_on_device,
+            weight_on_device=self.needs_weights,
             casts=self.layout.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
-            grad=None if stash is None else find_rest(stash),
+            grad=None if stash is None else find_disk_record(stash),
         )
 
-    def parts(self) -> list[LeafGroup]:
+    def leaf_groups(self) -> list[LeafGroup]:
         """Return the groups of leaves transferred together on a GPU; empty on a mesh of CPUs."""
         if self.state.hands_over:
             return []
         delayed = self.config.delayed_update
-        num_scalars = max(1, sum(len(rule.transfer) for rule in self.rules))
-        specs = [LeafGroup(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
-        for leaf_ids in (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked):
-            if not leaf_ids:
-                continue
+        num_scalars = max(1, sum(len(rule.sent) for rule in self.rules))
+        groups: list[LeafGroup] = []
+        if delayed:
+            groups.append(LeafGroup(range(0), (), (), (), num_scalars, stacked=False))
+        for leaf_ids in self._kernel_leaves():
             stacked = leaf_ids[0] in self.layout.blocks
-            shapes = [self.state.shard_shape(i)[int(stacked) :] for i in leaf_ids]
-            kinds = [
-                (self.state.grad_dtype(i), jnp.float32, self.layout.leaves[i].dtype)
-                for i in leaf_ids
-            ]
-            grads, weights, params = (
-                tuple(
-                    (shape, np.dtype(dtypes[n]))
-                    for shape, dtypes in zip(shapes, kinds, strict=True)
-                )
-                for n in range(3)
-            )
+            grads: list[tuple[tuple[int, ...], np.dtype]] = []
+            weights: list[tuple[tuple[int, ...], np.dtype]] = []
+            params: list[tuple[tuple[int, ...], np.dtype]] = []
+            for i in leaf_ids:
+                shape = self.state.shard_shape(i)[int(stacked) :]
+                grads.append((shape, np.dtype(self.state.grad_dtype(i))))
+                weights.append((shape, np.dtype(jnp.float32)))
+                params.append((shape, np.dtype(self.layout.leaves[i].dtype)))
             first = self._first(leaf_ids)
             stashes = delayed or (stacked and self.stashes)
-            spec = LeafGroup(
+            group = LeafGroup(
                 leaves=range(first, first + len(leaf_ids)),
-                grads=() if stashes else grads,
-                weights=weights if self.needs_weights else (),
-                params=() if self.params_away else params,
+                grads=() if stashes else tuple(grads),
+                weights=tuple(weights) if self.needs_weights else (),
+                params=() if self.params_away else tuple(params),
                 num_scalars=num_scalars,
                 stacked=stacked,
             )
-            specs += [] if delayed else [spec]
+            if not delayed:
+                groups.append(group)
             if stashes:
-                up = spec.params if delayed and stacked else ()
-                specs.append(
-                    dataclasses.replace(
-                        spec, grads=grads, weights=(), params=up, num_scalars=0, stashes=True
-                    )
+                stash = dataclasses.replace(
+                    group,
+                    grads=tuple(grads),
+                    weights=(),
+                    params=group.params if delayed and stacked else (),
+                    num_scalars=0,
+                    stashes=True,
                 )
-        return specs
+                groups.append(stash)
+        return groups
+
+    def _kernel_leaves(self) -> list[tuple[int, ...]]:
+        """Return the leaves whose kernels are consecutive: of each stack, then unstacked leaves."""
+        leaf_ids = [*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked]
+        return [indices for indices in leaf_ids if indices]
 
     def _ranges(self) -> list[range]:
         """Return the numbers of the kernels of each stack, then of the unstacked leaves."""
-        parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.unstacked)
-        return [
-            range(self._first(leaf_ids), self._first(leaf_ids) + len(leaf_ids))
-            for leaf_ids in parts
-            if leaf_ids
-        ]
+        ranges = []
+        for leaf_ids in self._kernel_leaves():
+            first = self._first(leaf_ids)
+            ranges.append(range(first, first + len(leaf_ids)))
+        return ranges
 
     def close(self) -> None:
         """Stop the workers, and drop all references to memory.
@@ -231,14 +256,14 @@ class HostUpdate:
             self.binding.queued.close()
         self.binding.release()
 
-    def nothing_handed(self) -> dict[int, Handed]:
+    def none_in_flight(self) -> dict[int, InFlightLayers]:
         """Return the initial loop carry for delayed results: {first leaf of a stack: no layers}.
 
         The mapping is empty if results are not delayed.
         """
         if not self.lag:
             return {}
-        none = Handed(jnp.zeros(self.lag, jnp.int32), jnp.zeros(self.lag, bool))
+        none = InFlightLayers(jnp.zeros(self.lag, jnp.int32), jnp.zeros(self.lag, bool))
         return {stack.blocks[0]: none for stack in self.layout.stacks if stack.blocks}
 
     def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
@@ -250,7 +275,9 @@ class HostUpdate:
           factor: f32[], the clipping factor.
           scale: f32[], the loss scale.
         """
-        values = [v for rule in self.rules for v in rule.scalars([*shared, loss, factor, scale])]
+        values: list[Array] = []
+        for rule in self.rules:
+            values += rule.scalars([*shared, loss, factor, scale])
         return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
     def stash(
@@ -275,7 +302,8 @@ class HostUpdate:
             )
         else:
             callback = functools.partial(self._step.stash, first=self._first(leaf_ids))
-        return self._call(callback, (), [layer], None, None, grads, records, token)[1]
+        inputs = _Inputs(numbers=[layer], arrays=grads, records=records)
+        return self._call(callback, (), inputs, token)[1]
 
     def _first(self, leaf_ids: Sequence[int]) -> int:
         """Return the number of the first kernel of some leaves; their kernels are consecutive."""
@@ -291,8 +319,8 @@ class HostUpdate:
         go: Array,
         scalars: Array,
         token: Array,
-        handed: Mapping[int, Handed],
-    ) -> tuple[FlatState, Array, dict[int, Handed]]:
+        in_flight: Mapping[int, InFlightLayers],
+    ) -> tuple[FlatState, Array, dict[int, InFlightLayers]]:
         """Update one layer.
 
         If `lag` is not 0, the layer's parameters on the device are written `lag` layers later, or
@@ -308,21 +336,21 @@ class HostUpdate:
           go: bool[], whether to update.
           scalars: vector returned by `scalars`.
           token: i32[devices], orders the callbacks of a device.
-          handed: layers in flight, from `nothing_handed` or from the previous call.
+          in_flight: layers in flight, from `none_in_flight` or from the previous call.
 
         Returns:
           The states, the next token, and the layers in flight.
         """
-        handed = dict(handed)
+        in_flight = dict(in_flight)
         if not leaf_ids:
-            return states, token, handed
+            return states, token, in_flight
         new, token = self._update(states, leaf_ids, layer, grads, old, go, scalars, token)
         if self.lag:
-            before = handed[leaf_ids[0]]
-            handed[leaf_ids[0]] = before.then(layer, go)
+            before = in_flight[leaf_ids[0]]
+            in_flight[leaf_ids[0]] = before.then(layer, go)
             layer = before.layers[0]
             go = before.goes[0]
-        return self._write_layer(states, leaf_ids, layer, new, go), token, handed
+        return self._write_layer(states, leaf_ids, layer, new, go), token, in_flight
 
     def _write_layer(
         self,
@@ -335,9 +363,10 @@ class HostUpdate:
         """Write the parameters of one layer that callbacks made, if any."""
         params = list(states.params)
         for i, value in zip(leaf_ids, new, strict=False):
-            before = self.records.params[i].read(params[i], layer)
+            record = self.records.params[i]
+            before = record.read(params[i], layer)
             # Without an update, the callback has not written to its result.
-            params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
+            params[i] = record.write(params[i], layer, jnp.where(go, value, before))
         return FlatState(params, states.master, states.opt)
 
     def start(self, states: FlatState, pending: Pending, token: Array) -> Array:
@@ -354,14 +383,13 @@ class HostUpdate:
         scalars = self.scalars(pending.shared, *pending.scalars)
         ready = pending.ready.astype(jnp.int32)
         if self.binding.queued is not None:
-            where = [ready, jnp.int32(0)]
-            return self._call(
-                self.binding.queued.start, (), where, None, scalars, (), (), token, small=True
-            )[1]
-        memory = self.state.operands(states, self.state.order, pending)
-        return self._call(
-            self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True
-        )[1]
+            callback = self.binding.queued.start
+            inputs = _Inputs(numbers=[ready, jnp.int32(0)], scalars=scalars)
+        else:
+            callback = self._delayed.start
+            memory = self.state.operands(states, self.state.order, pending)
+            inputs = _Inputs(numbers=[ready], memory=memory, scalars=scalars)
+        return self._call(callback, (), inputs, token)[1]
 
     def stash_unstacked(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the unstacked leaves in host memory, and return the next token.
@@ -396,21 +424,14 @@ class HostUpdate:
         if not leaf_ids:
             return params, token
         stacked = self.layout.leaves[leaf_ids[0]].is_stacked
+        kernels = {"first": self._first(leaf_ids), "count": len(leaf_ids)}
         if self.binding.queued is not None:
             site = CallbackSite(self.calls, "install")
-            callback = functools.partial(
-                self.binding.queued.install,
-                first=self._first(leaf_ids),
-                count=len(leaf_ids),
-                site=site,
-            )
+            callback = functools.partial(self.binding.queued.install, **kernels, site=site)
         else:
-            callback = functools.partial(
-                self._delayed.install, first=self._first(leaf_ids), count=len(leaf_ids)
-            )
-        new, token = self._call(
-            callback, tuple(leaf_ids), [layer], None, None, (), (), token, small=False
-        )
+            callback = functools.partial(self._delayed.install, **kernels)
+        inputs = _Inputs(numbers=[layer])
+        new, token = self._call(callback, leaf_ids, inputs, token, returns_params=True)
         for i, value in zip(leaf_ids, new, strict=True):
             record = self.records.params[i]
             before = record.read(params[i], layer) if stacked else params[i]
@@ -428,9 +449,9 @@ class HostUpdate:
           token: i32[devices], from the previous callback.
         """
         if self.binding.queued is not None:
-            return self._call(self.binding.queued.finish, (), [], None, None, (), (), token)[1]
+            return self._call(self.binding.queued.finish, (), _Inputs(), token)[1]
         memory = self.state.operands(states, self.state.order, pending)
-        return self._call(self._delayed.finish, (), [], memory, None, (), (), token)[1]
+        return self._call(self._delayed.finish, (), _Inputs(memory=memory), token)[1]
 
     def update_unstacked(
         self,
@@ -439,7 +460,7 @@ class HostUpdate:
         go: Array,
         scalars: Array,
         token: Array,
-        handed: Mapping[int, Handed],
+        in_flight: Mapping[int, InFlightLayers],
     ) -> tuple[FlatState, Array]:
         """Update every unstacked leaf, and fetch the parameters of all layers still in flight.
 
@@ -451,28 +472,30 @@ class HostUpdate:
           go: bool[], whether to update.
           scalars: vector returned by `scalars`.
           token: i32[devices], orders the callbacks of a device.
-          handed: layers in flight, from the last `update_layer`.
+          in_flight: layers in flight, from the last `update_layer`.
 
         Returns:
           The states, and the next token.
         """
         unstacked = self.layout.unstacked
-        old = [states.params[i] for i in unstacked] if self.needs_weights else []
-        # Each device passes on the shard that it updates: below stage 3 it has the unsharded
-        # weight.
-        old = [
-            jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding)
-            for v, i in zip(old, unstacked, strict=False)
-        ]
+        old = []
+        if self.needs_weights:
+            # Each device passes on the shard that it updates: below stage 3 it has the unsharded
+            # weight.
+            for i in unstacked:
+                sharding = self.records.grads[i].sharding
+                old.append(jax.lax.with_sharding_constraint(states.params[i], sharding))
         new, token = self._update(states, unstacked, jnp.int32(0), grads, old, go, scalars, token)
         for stack in self.layout.stacks:
-            if handed and stack.blocks:
-                last = handed[stack.blocks[0]]
-                for n in range(self.lag):
-                    of_layer, token = self._take(stack.blocks, token)
-                    states = self._write_layer(
-                        states, stack.blocks, last.layers[n], of_layer, last.goes[n]
-                    )
+            blocks = stack.blocks
+            if not (in_flight and blocks):
+                continue
+            last = in_flight[blocks[0]]
+            for n in range(self.lag):
+                layer_params, token = self._take(blocks, token)
+                states = self._write_layer(
+                    states, blocks, last.layers[n], layer_params, last.goes[n]
+                )
         if self.lag and unstacked:
             new, token = self._take(unstacked, token)
         params = list(states.params)
@@ -481,11 +504,12 @@ class HostUpdate:
         return FlatState(params, states.master, states.opt), token
 
     def _take(self, leaf_ids: Sequence[int], token: Array) -> tuple[list[Array], Array]:
-        """Fetch the results of the oldest update of a part that was not fetched yet."""
+        """Fetch the results of some leaves' oldest update that was not fetched yet."""
         assert self.binding.queued is not None
         callback = functools.partial(self.binding.queued.take, first=self._first(leaf_ids))
-        results = () if self.params_away else tuple(leaf_ids)
-        return self._call(callback, results, [jnp.int32(0)], None, None, (), (), token, small=False)
+        results = () if self.params_away else leaf_ids
+        inputs = _Inputs(numbers=[jnp.int32(0)])
+        return self._call(callback, results, inputs, token, returns_params=True)
 
     def _update(
         self,
@@ -498,123 +522,112 @@ class HostUpdate:
         scalars: Array,
         token: Array,
     ) -> tuple[list[Array], Array]:
+        """Update some leaves, of one layer if they are stacked.
+
+        Returns:
+          The new parameters, as far as the callback returns them, and the next token.
+        """
         if not leaf_ids:
             return [], token
         records = [self.records.grads[i] for i in leaf_ids]
-        results = () if self.params_away else tuple(leaf_ids)
-        where = [layer, go.astype(jnp.int32)]
-        operands = [*grads, *old]
+        results = () if self.params_away else leaf_ids
+        first = self._first(leaf_ids)
+        inputs = _Inputs(
+            numbers=[layer, go.astype(jnp.int32)],
+            scalars=scalars,
+            arrays=[*grads, *old],
+            records=records * (bool(grads) + bool(old)),
+        )
         if self.lag:
             assert self.binding.queued is not None
-            queued = functools.partial(self.binding.queued.update, first=self._first(leaf_ids))
-            # A separate call fetches the results of unstacked leaves.
-            results = results if leaf_ids[0] in self.layout.blocks else ()
-            of_operands = records * (bool(grads) + bool(old))
-            return self._call(
-                queued, results, where, None, scalars, operands, of_operands, token, small=False
+            callback = functools.partial(self.binding.queued.update, first=first)
+            if leaf_ids[0] not in self.layout.blocks:
+                # A separate call fetches the results of unstacked leaves.
+                results = ()
+        else:
+            callback = functools.partial(
+                self._step.update, first=first, count=len(leaf_ids), stashed=not grads
             )
-        callback = functools.partial(
-            self._step.update, first=self._first(leaf_ids), count=len(leaf_ids), stashed=not grads
-        )
-        memory = self.state.operands(states, leaf_ids, None)
-        return self._call(
-            callback,
-            results,
-            where,
-            memory,
-            scalars,
-            operands,
-            records * (bool(grads) + bool(old)),
-            token,
-        )
+            memory = self.state.operands(states, leaf_ids, None)
+            inputs = dataclasses.replace(inputs, memory=memory)
+        return self._call(callback, results, inputs, token, returns_params=True)
 
     def _call(
         self,
-        callback: Any,
+        callback: Callable[..., None],
         results: Sequence[int],
-        where: Sequence[Array],
-        memory: tuple[list[Array], list[PartitionSpec]] | None,
-        scalars: Array | None,
-        operands: Sequence[Array],
-        records: Sequence[RecordSpec],
+        inputs: _Inputs,
         token: Array,
         *,
-        small: bool | None = None,
+        returns_params: bool = False,
     ) -> tuple[list[Array], Array]:
         """Call back on every device, with its own shards.
 
         Args:
-          callback: function of (context, out, where, token, memory if any, scalars if any,
-            *operands).
+          callback: function of (context, out, numbers, token, memory if any, scalars if any,
+            *arrays). Its numbers are the device's position in the mesh, `inputs.numbers`, and the
+            number of the state.
           results: indices of the parameter leaves whose shards it returns in the compute dtype, of
             one layer if stacked, else of the full leaf.
-          where: i32[] each, sent after the device's position in the mesh and before the token.
-          memory: arrays in host memory and their specs, or None.
-          scalars: f32[n], or None.
-          operands: arrays, sharded as `records` specify.
-          records: one spec for each operand.
+          inputs: what the callback receives.
           token: i32[devices], from the previous callback.
-          small: whether the callback returns only a token; None means if it gets no scalars.
+          returns_params: whether the callback returns the parameters of `results`, of which there
+            may be none, and a token; otherwise it returns only a token.
 
         Returns:
           The results, and the next token.
         """
-        every = PartitionSpec(self.mesh.axis_names)
-        # For a stack of layers, the callback returns one layer.
-        abstract_results = [
-            jax.ShapeDtypeStruct(
-                self.state.shard_shape(i)[int(i in self.layout.blocks) :],
-                self.layout.leaves[i].dtype,
-            )
-            for i in results
-        ]
-        after = jax.ShapeDtypeStruct((1,), jnp.int32)
-        only_token = scalars is None if small is None else small
-        arrays, specs = memory or ([], [])
+        per_device = PartitionSpec(self.mesh.axis_names)
+        out = jax.ShapeDtypeStruct((1,), jnp.int32)  # the next token
+        if returns_params:
+            out = ([self._abstract_result(i) for i in results], out)
+        memory, memory_specs = inputs.memory or ([], [])
 
-        def local(
+        def call(
             position: Array,
             token: Array,
-            where: Array,
-            arrays: Any,
-            scalars: Any,
-            operands: list[Array],
-        ) -> Any:
-            where = jnp.concatenate(
-                [position, where, token]
-            )  # i32[n + 2]; the token holds the state's number
-            out = after if only_token else (abstract_results, after)
-            extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
+            numbers: Array,
+            memory: list[Array],
+            scalars: Array | None,
+            arrays: list[Array],
+        ) -> tuple[list[Array], Array]:
+            numbers = jnp.concatenate([position, numbers, token])  # i32[n + 2]
+            operands: list[Any] = [] if inputs.memory is None else [memory]
+            if scalars is not None:
+                operands.append(scalars)
             # Not io_callback, which hangs with several CPU devices if an operand has 128 KB or
             # more. The side effect is the update of host memory: no result shows it, and XLA must
             # not drop or merge the calls.
-            outs = buffer_callback(callback, out, has_side_effect=True)(
-                where, token, *extra, *operands
-            )
-            return ([], outs) if only_token else outs
+            call_back = buffer_callback(callback, out, has_side_effect=True)
+            outs = call_back(numbers, token, *operands, *arrays)
+            return outs if returns_params else ([], outs)
 
         # Inside shard_map, so that each device calls back once, with its own shards.
-        island = jax.shard_map(
-            local,
+        call_on_shards = jax.shard_map(
+            call,
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=(
-                every,
-                every,
+                per_device,
+                per_device,
                 PartitionSpec(),
-                specs,
+                memory_specs,
                 PartitionSpec(),
-                [PartitionSpec(*r.spec) for r in records],
+                [PartitionSpec(*record.spec) for record in inputs.records],
             ),
-            out_specs=([PartitionSpec(*self.records.grads[i].spec) for i in results], every),
+            out_specs=([PartitionSpec(*self.records.grads[i].spec) for i in results], per_device),
             check_vma=False,
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
-        # Not jnp.stack: `zerojax.program.call_order` recognizes the layers by these concatenations.
-        if where:
-            told = jnp.concatenate([value[None].astype(jnp.int32) for value in where])
-        else:
-            told = jnp.zeros(0, jnp.int32)
-        return island(positions, token, told, arrays, scalars, list(operands))
+        numbers = _as_vector(inputs.numbers)
+        return call_on_shards(
+            positions, token, numbers, memory, inputs.scalars, list(inputs.arrays)
+        )
+
+    def _abstract_result(self, index: int) -> jax.ShapeDtypeStruct:
+        """Return the shape of the parameter shard that a callback returns: one layer of a stack."""
+        lead = int(index in self.layout.blocks)
+        shape = self.state.shard_shape(index)[lead:]
+        return jax.ShapeDtypeStruct(shape, self.layout.leaves[index].dtype)
 
     def first_token(self, state: TrainState) -> Array:
         """Return the token before a step's first callback, i32[devices].
@@ -626,27 +639,37 @@ class HostUpdate:
         return tokens[0] if tokens else jnp.zeros(self.mesh.size, jnp.int32)
 
 
+def _as_vector(numbers: Sequence[Array]) -> Array:
+    """Return numbers, i32[] each, as one array."""
+    if not numbers:
+        return jnp.zeros(0, jnp.int32)
+    # Not jnp.stack: `zerojax.program.call_order` recognizes the layers by these concatenations.
+    return jnp.concatenate([number[None].astype(jnp.int32) for number in numbers])
+
+
 def update_on_host(host: HostUpdate) -> Update:
     """Return the update of a resident step whose optimizer runs on the host."""
 
-    def update(
-        state: TrainState, value: Array, grads: Grads
-    ) -> tuple[TrainState, dict[str, Array]]:
+    def update(state: TrainState, loss: Array, grads: Grads) -> tuple[TrainState, dict[str, Array]]:
         config = host.config
         records = host.records
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         measured = measure_grads(config, state, grads, host.record_update.unused)
-        norm = measured.norm
         ok = measured.finite
-        factor = clip_factor(norm, config.clip_norm)
+        factor = clip_factor(measured.norm, config.clip_norm)
         states = records.flat(state)
-        scalars = host.scalars(records.list_shared(states), value, factor, scale)
-        grads = [
-            g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))
-        ]  # exact: cast up before
-        states, _ = host.update_unstacked(states, grads, ok, scalars, host.first_token(state), {})
-        states = records.with_shared(states, host.record_update.shared(states, value, ok))
-        return finish(state, *records.trees(state, states), value, norm, ok, config.loss_scaling)
+        scalars = host.scalars(records.list_shared(states), loss, factor, scale)
+        # Exact: the gradients were cast up before.
+        leaf_grads = [
+            grad.astype(host.state.grad_dtype(i)) for i, grad in enumerate(jax.tree.leaves(grads))
+        ]
+        token = host.first_token(state)
+        states, _ = host.update_unstacked(states, leaf_grads, ok, scalars, token, {})
+        states = records.with_shared(states, host.record_update.shared(states, loss, ok))
+        params, master, opt_state = records.trees(state, states)
+        return finish(
+            state, params, master, opt_state, loss, measured.norm, ok, config.loss_scaling
+        )
 
     return update

@@ -26,6 +26,7 @@ import optax
 
 from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, Ref, evaluate, flatten
 from zerojax.state import Layout, is_stored
+from zerojax.trees import OptState
 
 LEARNING_RATE = "learning_rate"
 _SAME = frozenset(
@@ -61,14 +62,15 @@ class LearningRates:
         """Names of the metrics."""
         return (*self.held, *self.scheduled)
 
-    def __call__(self, before: Any, after: Any) -> dict[str, jax.Array]:
+    def __call__(self, before: OptState, after: OptState) -> dict[str, jax.Array]:
         """Return the metrics, f32[] each.
 
         Args:
           before: the optimizer's state before the step.
           after: the optimizer's state after the step.
         """
-        old, new = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (before, after))
+        old = jax.tree.leaves(before, is_leaf=is_stored)
+        new = jax.tree.leaves(after, is_leaf=is_stored)
         values: dict[str, Any] = {name: new[j] for name, j in self.held.items()}
         for name, rate in self.scheduled.items():
             slots = {rate.start: old[rate.count]}
@@ -85,11 +87,9 @@ def learning_rates(layout: Layout) -> LearningRates:
     """
     tree = jax.tree.structure(layout.opt_map.abstract)
     indices = jax.tree.unflatten(tree, range(tree.num_leaves))
-    found: dict[str, list[int | _Scheduled | None]] = {}
+    rates: dict[str, list[int | _Scheduled]] = {}
     program: FlatJaxpr | None = None
-    nodes: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(indices, is_leaf=_has_rate)[
-        0
-    ]
+    nodes: Any = jax.tree_util.tree_flatten_with_path(indices, is_leaf=_has_rate)[0]
     for path, node in nodes:
         if not _has_rate(node):
             continue
@@ -99,15 +99,22 @@ def learning_rates(layout: Layout) -> LearningRates:
         else:
             index = node.hyperparams[LEARNING_RATE]
             rate = index if layout.opt_map.leaves[index].shape == () else None
-        found.setdefault("/".join([LEARNING_RATE, *_labels(path)]), []).append(rate)
-    # A schedule that is not a learning rate, such as a weight decay schedule, gives None. If a name
-    # has two rates, neither is reported.
-    rates = {name: [r for r in of_name if r is not None] for name, of_name in found.items()}
-    one = {name: of_name[0] for name, of_name in rates.items() if len(of_name) == 1}
-    return LearningRates(
-        {name: rate for name, rate in one.items() if isinstance(rate, int)},
-        {name: rate for name, rate in one.items() if isinstance(rate, _Scheduled)},
-    )
+        # A schedule that is not a learning rate, such as a weight decay schedule, gives None.
+        if rate is not None:
+            name = "/".join([LEARNING_RATE, *_labels(path)])
+            rates.setdefault(name, []).append(rate)
+    held: dict[str, int] = {}
+    scheduled: dict[str, _Scheduled] = {}
+    for name, rates_of_name in rates.items():
+        # If a name has two rates, neither is reported.
+        if len(rates_of_name) > 1:
+            continue
+        (rate,) = rates_of_name
+        if isinstance(rate, _Scheduled):
+            scheduled[name] = rate
+        else:
+            held[name] = rate
+    return LearningRates(held, scheduled)
 
 
 def _has_rate(node: Any) -> bool:
@@ -120,12 +127,11 @@ def _has_rate(node: Any) -> bool:
 
 def _labels(path: tuple[Any, ...]) -> list[str]:
     """Return the labels of `optax.partition` along the path to a node of its state."""
-    pairs = itertools.pairwise(path)
-    return [
-        str(label.key)
-        for key, label in pairs
-        if getattr(key, "name", None) == "inner_states" and hasattr(label, "key")
-    ]
+    labels = []
+    for key, label in itertools.pairwise(path):
+        if getattr(key, "name", None) == "inner_states" and hasattr(label, "key"):
+            labels.append(str(label.key))
+    return labels
 
 
 def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | None:
@@ -141,44 +147,47 @@ def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | N
     start = program.inputs[num_params + count]
     others = program.reached(slot for slot in program.inputs if slot != start)
     scalars = program.reached([start]) - others
-    maker = {out: i for i in program.instructions for out in i.outs}
+    producers: dict[int, Instruction] = {}
+    for i in program.instructions:
+        producers |= dict.fromkeys(i.outs, i)
 
-    def origin(ref: Ref | None) -> Ref | None:
-        while isinstance(ref, int) and ref in maker and maker[ref].eqn.primitive.name in _SAME:
-            ref = maker[ref].ins[0]
+    def find_origin(ref: Ref | None) -> Ref | None:
+        """Return the value that equations which change no number pass on as `ref`."""
+        while isinstance(ref, int) and ref in producers:
+            i = producers[ref]
+            if i.eqn.primitive.name not in _SAME:
+                break
+            ref = i.ins[0]
         return ref
 
-    kept = {
-        ref for ref in program.outputs[num_params : num_params + num_states] if isinstance(ref, int)
-    }
+    states_after = program.outputs[num_params : num_params + num_states]
     values: set[Ref | None] = set()
     for i in program.instructions:
         for ref in i.reads:
             # Here the scalar meets values that do not follow from this count alone: the gradients.
-            if ref in scalars and not others.isdisjoint(i.outs):
-                values.add(
-                    _negated(origin(ref), maker)
-                    if i.eqn.primitive.name == "mul" and ref not in kept
-                    else None
-                )
-    if (
-        len(values) != 1
-        or not isinstance(value := origin(values.pop()), int)
-        or value not in scalars
-    ):
+            if ref not in scalars or others.isdisjoint(i.outs):
+                continue
+            if i.eqn.primitive.name == "mul" and ref not in states_after:
+                values.add(_negated(find_origin(ref), producers))
+            else:
+                values.add(None)
+    if len(values) != 1:
+        return None
+    value = find_origin(values.pop())
+    if not isinstance(value, int) or value not in scalars:
         return None
     return _Scheduled(count, start, program.live([value]), value)
 
 
-def _negated(ref: Ref | None, maker: Mapping[int, Instruction]) -> Ref | None:
+def _negated(ref: Ref | None, producers: Mapping[int, Instruction]) -> Ref | None:
     """Return x if a value is -x, else None."""
-    if not isinstance(ref, int) or ref not in maker:
+    if not isinstance(ref, int) or ref not in producers:
         return None
-    i = maker[ref]
+    i = producers[ref]
     if i.eqn.primitive.name == "neg":
         return i.ins[0]
     if i.eqn.primitive.name == "mul":
-        for one, other in (i.ins, i.ins[::-1]):
-            if isinstance(one, Constant) and np.ndim(one.value) == 0 and one.value == -1:
-                return other
+        for factor, value in (i.ins, i.ins[::-1]):
+            if isinstance(factor, Constant) and np.ndim(factor.value) == 0 and factor.value == -1:
+                return value
     return None

@@ -35,14 +35,14 @@ def unused_grads(update: jex.ClosedJaxpr, num_grads: int) -> frozenset[int]:
     is_known = [False] * len(state)
     while True:
         used = {ref for ref in wanted if isinstance(ref, int)}
-        used.update(slot for i in program.live(wanted) for slot in i.reads)
+        for i in program.live(wanted):
+            used.update(i.reads)
         # A used state leaf was computed by the previous step, so its inputs are used as well.
-        found = [n for n, slot in enumerate(state) if slot in used and not is_known[n]]
-        if not found:
-            return frozenset(
-                n for n, slot in enumerate(program.inputs[:num_grads]) if slot not in used
-            )
-        for n in found:
+        used_states = [n for n, slot in enumerate(state) if slot in used and not is_known[n]]
+        if not used_states:
+            grads = program.inputs[:num_grads]
+            return frozenset(n for n, slot in enumerate(grads) if slot not in used)
+        for n in used_states:
             is_known[n] = True
             wanted.append(after[n])
 

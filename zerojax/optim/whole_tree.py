@@ -28,7 +28,7 @@ from zerojax.optim.layer_wise import shared_out
 from zerojax.optim.unused import unused_grads, used
 from zerojax.precision import LossScaling, update_loss_scale
 from zerojax.sharding import STAGES
-from zerojax.state import Layout, TrainState, call_update
+from zerojax.state import Layout, Pending, TrainState, call_update
 from zerojax.trees import Grads, OptState, Params
 
 Values = TypeVar("Values")
@@ -94,39 +94,36 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     config = layout.config
     stage = STAGES[layout.config.stage]
     apply = _build_update(tx, layout)
-    grads_at = layout.param_shardings(stage.opt_state)
+    grad_shardings = layout.param_shardings(stage.opt_state)
     unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(
-        state: TrainState, value: jax.Array, grads: Grads
+        state: TrainState, loss: jax.Array, grads: Grads
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         measured = measure_grads(config, state, grads, unused)
         old = state.params if state.master is None else state.master
         # Parameters without masters are unsharded below stage 3: each device updates its own shard
         # of them.
-        old = jax.lax.with_sharding_constraint(old, grads_at)
+        old = jax.lax.with_sharding_constraint(old, grad_shardings)
 
-        def move(before: tuple[Any, Any]) -> tuple[Any, Any]:
+        def update_weights(before: tuple[Params, OptState]) -> tuple[Params, OptState]:
             weights, opt_state = before
             scaled = jax.tree.map(measured.scaled, grads)
-            updates, opt_state = apply(scaled, opt_state, weights, value)
+            updates, opt_state = apply(scaled, opt_state, weights, loss)
             return optax.apply_updates(weights, updates), opt_state
 
         master, opt_state = update_if(
-            measured.finite, move, (old, state.opt_state), layout.platform
+            measured.finite, update_weights, (old, state.opt_state), layout.platform
         )
         params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, state.params)
-        params = jax.lax.with_sharding_constraint(
-            params, grads_at
-        )  # the cast comes before the gather of stages 1 and 2
-        if state.master is None:
-            master = None
+        # The cast comes before the gather of stages 1 and 2.
+        params = jax.lax.with_sharding_constraint(params, grad_shardings)
         return finish(
             state,
             params,
-            master,
+            None if state.master is None else master,
             opt_state,
-            value,
+            loss,
             measured.norm,
             measured.finite,
             config.loss_scaling,
@@ -137,7 +134,7 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
 
 def _build_update(
     tx: optax.GradientTransformation, layout: Layout
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Grads, OptState]]:
     """Return `apply(grads, opt_state, weights, loss) -> (updates, opt_state)`.
 
     The optimizer was traced over the same shapes when the layout was built. That trace is reused
@@ -148,7 +145,9 @@ def _build_update(
         return partial(call_update, tx)
     run = jex.jaxpr_as_fun(layout.update_jaxpr)
 
-    def apply(grads: Grads, opt_state: OptState, weights: Any, loss: jax.Array) -> tuple[Any, Any]:
+    def apply(
+        grads: Grads, opt_state: OptState, weights: Params, loss: jax.Array
+    ) -> tuple[Grads, OptState]:
         leaves = run(*jax.tree.leaves((grads, opt_state, weights, loss)))
         tree = jax.tree.structure((grads, opt_state))
         return jax.tree.unflatten(tree, leaves)
@@ -198,7 +197,8 @@ def measure_grads(
     """
     # Unscale, compute the norm, clip, in this order: `clip_norm` bounds the true gradient, and the
     # metric shows the unclipped norm.
-    leaves = used(jax.tree.leaves(grads), range(len(jax.tree.leaves(grads))), unused)
+    all_leaves = jax.tree.leaves(grads)
+    leaves = used(all_leaves, range(len(all_leaves)), unused)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     if scale is not None:
         leaves = [g / scale for g in leaves]
@@ -210,13 +210,13 @@ def measure_grads(
 def finish(
     state: TrainState,
     params: Params,
-    master: Any,
+    master: Params,
     opt_state: OptState,
-    value: jax.Array,
+    loss: jax.Array,
     norm: jax.Array,
     finite: jax.Array,
     scaling: LossScaling,
-    pending: Any = None,
+    pending: Pending | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Return the state after a step, with counters and loss scale advanced, and the step's metrics.
 
@@ -225,25 +225,27 @@ def finish(
       params: the parameters after the step.
       master: the float32 masters after the step, or None.
       opt_state: the optimizer state after the step.
-      value: f32[], the loss.
+      loss: f32[], the loss.
       norm: f32[], global norm of the gradients.
       finite: bool[], whether the step updated the weights.
       scaling: configuration of dynamic loss scaling.
       pending: pending gradients of a delayed update, or None.
     """
     skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+    step = state.step + 1
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        loss_scale = update_loss_scale(scaling, loss_scale, finite)
     after = TrainState(
-        step=state.step + 1,
+        step=step,
         skipped=skipped,
         key=state.key,
         params=params,
         master=master,
         opt_state=opt_state,
-        loss_scale=None
-        if state.loss_scale is None
-        else update_loss_scale(scaling, state.loss_scale, finite),
+        loss_scale=loss_scale,
         pending=pending,
         frozen=state.frozen,
         model_state=state.model_state,
     )
-    return after, step_metrics(value, norm, finite, skipped, state.loss_scale)
+    return after, step_metrics(loss, norm, finite, skipped, state.loss_scale)

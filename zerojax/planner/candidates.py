@@ -117,27 +117,43 @@ class Space:
         """Return the choices of a field, the plainest first."""
         if name in self.fixed:
             return [self.fixed[name]]
-        layered = self.workload.is_layered
-        several = self.grid.fsdp > 1
-        host = [tier for tier in TIERS if tier in self.tiers]
-        found: dict[str, list[Any]] = {
-            "stage": [3, 2, 1, 0] if several else [3],
-            "params": host if layered else ["device"],
-            "grads": host if layered else ["device"],
-            "opt_state": host,
-            "activations": ["save", "everything", "selective", "remat", *host[1:]]
-            if layered
-            else ["save", "everything", "remat"],
-            "update": [None, "in_backward"] if layered and self._may_update_in_backward else [None],
+        choices = (self._plain_choices() | self._layered_choices())[name]
+        allowed = self.allowed.get(name)
+        return [choice for choice in choices if allowed is None or choice in allowed]
+
+    def _plain_choices(self) -> dict[str, list[Any]]:
+        """Return the choices of each field for a plain Model, the plainest first."""
+        return {
+            "stage": [3, 2, 1, 0] if self.grid.fsdp > 1 else [3],
+            "params": ["device"],
+            "grads": ["device"],
+            "opt_state": self._ordered_tiers(),
+            "activations": ["save", "everything", "remat"],
+            "update": [None],
             "update_on": ["device", "host"] if self.workload.host_update else ["device"],
-            FRACTION: [0.0, MOST_FRACTION] if layered else [0.0],
+            FRACTION: [0.0],
             "prefetch_distance": [1, 2, 4],
-            "gather_ahead": [False, True] if layered and several else [False],
+            "gather_ahead": [False],
             "num_microbatches": self._microbatches(),
             "moments": ["float32", "bfloat16"] if self.rounds_moments else ["float32"],
         }
-        allowed = self.allowed.get(name)
-        return [choice for choice in found[name] if allowed is None or choice in allowed]
+
+    def _layered_choices(self) -> dict[str, list[Any]]:
+        """Return the choices of fields that have more of them if the layers are known."""
+        if not self.workload.is_layered:
+            return {}
+        tiers = self._ordered_tiers()
+        return {
+            "params": tiers,
+            "grads": tiers,
+            "activations": ["save", "everything", "selective", "remat", *tiers[1:]],
+            "update": [None, "in_backward"] if self._may_update_in_backward else [None],
+            FRACTION: [0.0, MOST_FRACTION],
+            "gather_ahead": [False, True] if self.grid.fsdp > 1 else [False],
+        }
+
+    def _ordered_tiers(self) -> list[str]:
+        return [tier for tier in TIERS if tier in self.tiers]
 
     @property
     def _may_update_in_backward(self) -> bool:
@@ -146,63 +162,52 @@ class Space:
 
     def _microbatches(self) -> list[int]:
         rows = self.workload.rows
-        return [
-            n
-            for n in (2**k for k in range(20))
-            if n <= min(rows, _MOST_MICROBATCHES) and rows % n == 0
-        ]
+        powers = [2**k for k in range(20)]
+        return [n for n in powers if n <= min(rows, _MOST_MICROBATCHES) and rows % n == 0]
 
     def __iter__(self) -> Iterator[Candidate]:
         """Yield every candidate whose fields do not contradict each other, with its bound."""
         bound = Bound(self)
-        for stage, params, grads, opt_state in itertools.product(
-            *map(self.choices, ("stage", "params", "grads", "opt_state"))
-        ):
-            if params != "device" and stage != 3:
+        for first in self._first_fields():
+            first_with_names = [first]
+            if first["activations"] == CHECKPOINTED:
+                first_with_names += [first | named_fields(option) for option in self.options]
+            for fields in itertools.chain.from_iterable(map(self._details, first_with_names)):
+                may_tile = untiled_setting(self.view(fields)) is None
+                for tiles in self.tiles if may_tile else self.tiles[:1]:
+                    seconds = bound.seconds(fields)
+                    yield Candidate(seconds, complexity(fields, tiles), fields, tiles)
+
+    def _first_fields(self) -> Iterator[dict[str, Any]]:
+        """Yield the combinations of stage, tiers, update and activations."""
+        names = ("stage", "params", "grads", "opt_state", "update", "activations")
+        for chosen in itertools.product(*map(self.choices, names)):
+            fields: dict[str, Any] = dict(zip(names, chosen, strict=True))
+            if fields["params"] != "device" and fields["stage"] != 3:
                 continue
-            for update, activations in itertools.product(
-                self.choices("update"), self.choices("activations")
-            ):
-                # Gradients are never stored if layers are updated immediately.
-                if update == "in_backward" and grads != "device" and "grads" not in self.fixed:
-                    continue
-                first = {
-                    "stage": stage,
-                    "params": params,
-                    "grads": grads,
-                    "opt_state": opt_state,
-                    "update": update,
-                    "activations": activations,
-                }
-                named = [
-                    first | named_fields(option)
-                    for option in self.options
-                    if activations == CHECKPOINTED
-                ]
-                for fields in itertools.chain.from_iterable(map(self._details, [first, *named])):
-                    for tiles in (
-                        self.tiles if untiled_setting(self.view(fields)) is None else self.tiles[:1]
-                    ):
-                        yield Candidate(
-                            bound.seconds(fields), complexity(fields, tiles), fields, tiles
-                        )
+            # Gradients are never stored if layers are updated immediately.
+            is_unstored = fields["update"] == "in_backward" and fields["grads"] != "device"
+            if is_unstored and "grads" not in self.fixed:
+                continue
+            yield fields
 
     def _details(self, first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield `first` extended by all combinations of the remaining fields."""
-        stage = first["stage"]
-        opt_state = first["opt_state"]
-        of_layers = first["activations"] in _STEPS or bool(first.get("offloaded_names"))
-        is_away = of_layers or {first["params"], first["grads"], opt_state} != {"device"}
+        opt_state_away = first["opt_state"] != "device"
+        activations_away = first["activations"] in _STEPS or bool(first.get("offloaded_names"))
+        params_away = {first["params"], first["grads"]} != {"device"}
+        is_away = activations_away or params_away or opt_state_away
         names = (FRACTION, "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
-        for on in self._choices_if(opt_state != "device", "update_on"):
+        for update_on in self._choices_if(opt_state_away, "update_on"):
             choices = (
-                self._choices_if(opt_state != "device" and on == "device", names[0]),
-                self._choices_if(is_away, names[1]),
-                self._choices_if(stage == 3, names[2]),
-                *map(self.choices, names[3:]),
+                self._choices_if(opt_state_away and update_on == "device", FRACTION),
+                self._choices_if(is_away, "prefetch_distance"),
+                self._choices_if(first["stage"] == 3, "gather_ahead"),
+                self.choices("num_microbatches"),
+                self.choices("moments"),
             )
             for chosen in itertools.product(*choices):
-                yield {**first, "update_on": on} | dict(zip(names, chosen, strict=True))
+                yield {**first, "update_on": update_on, **dict(zip(names, chosen, strict=True))}
 
     def _choices_if(self, matters: bool, name: str) -> list[Any]:
         """Return the choices of a field, or only the plainest if other fields make it meaningless.
@@ -212,7 +217,8 @@ class Space:
         return self.choices(name) if matters else self.choices(name)[:1]
 
     @functools.cached_property
-    def _given(self) -> dict[str, Any]:
+    def _fixed_view(self) -> dict[str, Any]:
+        """All fields of `ZeroConfig`, with fixed values or defaults."""
         return {**_DEFAULT_FIELDS, **self.fixed}
 
     def view(self, fields: Mapping[str, Any]) -> ZeroConfig:
@@ -220,7 +226,7 @@ class Space:
 
         The result has the attributes that the rules in `zerojax.config` read.
         """
-        return cast(ZeroConfig, _Fields({**self._given, **fields}))
+        return cast(ZeroConfig, _Fields({**self._fixed_view, **fields}))
 
     def streams(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a candidate's step is streamed."""
@@ -252,8 +258,12 @@ class Space:
 
 def named_fields(option: LayerOption) -> dict[str, Any]:
     """Return the config fields that apply an option to all layers."""
-    kept = "pinned_host" if option.input_offloaded else CHECKPOINTED
-    return {"activations": kept, "saved_names": option.keep, "offloaded_names": option.offload}
+    activations = "pinned_host" if option.input_offloaded else CHECKPOINTED
+    return {
+        "activations": activations,
+        "saved_names": option.keep,
+        "offloaded_names": option.offload,
+    }
 
 
 def complexity(fields: Mapping[str, Any], tiles: int = 1) -> float:
@@ -269,6 +279,15 @@ def complexity(fields: Mapping[str, Any], tiles: int = 1) -> float:
     return total + (tiles > 1) + 2.0 * _has_names(fields)
 
 
+class _Moved(NamedTuple):
+    """Bytes that a device moves per step in each lane of a wire."""
+
+    up: float
+    down: float
+    read: float
+    write: float
+
+
 class Bound:
     """Lower bounds of a candidate's seconds and bytes."""
 
@@ -280,12 +299,12 @@ class Bound:
         precision = space.fixed.get("precision", "fp32")
         self.master = 4 if PRECISIONS[precision].has_master else 0
         self.itemsize = 2 if self.master else 4
-        self.blocks = float(work.elements - work.unstacked_elements)
+        self.layer_elements = float(work.elements - work.unstacked_elements)
         self.unstacked_seconds = work.embed + work.head + work.embed_backward
         self.forward = sum(s.num_layers * s.forward for s in work.stacks)
         self.backward = {m: sum(s.num_layers * s.backward[m] for s in work.stacks) for m in MODES}
-        self.x = sum(s.num_layers * s.x_bytes for s in work.stacks)
-        self.kept = {m: sum(s.num_layers * s.kept[m] for s in work.stacks) for m in MODES}
+        self.x_bytes = sum(s.num_layers * s.x_bytes for s in work.stacks)
+        self.kept_bytes = {m: sum(s.num_layers * s.kept[m] for s in work.stacks) for m in MODES}
         self.options = {tuple(named_fields(option).values()): option for option in space.options}
 
     def _option(self, fields: Mapping[str, Any]) -> LayerOption | None:
@@ -300,23 +319,25 @@ class Bound:
         It counts parameters, optimizer state and saved activations.
         """
         work = self.space.workload
-        row = STAGES[fields["stage"]]
+        sharded = STAGES[fields["stage"]]
         n = self.space.grid.fsdp
-        kept = fields["activations"]
+        params = work.elements * self.itemsize / (n if sharded.params else 1)
+        moved_elements = work.elements * (1 - fields[FRACTION]) / (n if sharded.opt_state else 1)
         least: dict[str, float] = dict.fromkeys(TIERS, 0.0)
-        least[fields["params"]] += work.elements * self.itemsize / (n if row.params else 1)
-        moved = (
-            work.elements * (1 - fields["opt_state_device_fraction"]) / (n if row.opt_state else 1)
-        )
-        least[fields["opt_state"]] += moved * self._state(fields)
+        least[fields["params"]] += params
+        least[fields["opt_state"]] += moved_elements * self._opt_state_bytes(fields)
+
+        activations = fields["activations"]
         if option := self._option(fields):
             least["device"] += work.num_layers * option.device_bytes
             least["pinned_host"] += work.num_layers * option.host_bytes
-        elif isinstance(kept, str) and not self.space.fixed.get("offloaded_names"):
+        elif isinstance(activations, str) and not self.space.fixed.get("offloaded_names"):
             count = 1 if self.space.streams(fields) else fields["num_microbatches"]
-            away = self.x if kept not in MODES else 0
-            least["device"] += (self.kept[kept if kept in MODES else CHECKPOINTED] - away) / count
-            least[kept if away else "device"] += away / count
+            if activations in MODES:
+                least["device"] += self.kept_bytes[activations] / count
+            else:
+                least["device"] += (self.kept_bytes[CHECKPOINTED] - self.x_bytes) / count
+                least[activations if self.x_bytes else "device"] += self.x_bytes / count
         return least
 
     def part_bytes(self, fields: Mapping[str, Any]) -> tuple[float, float]:
@@ -325,87 +346,105 @@ class Bound:
         A part is a sixteenth of all layers. A fraction covers full layers and is rounded down, so
         it can take up to the second number of bytes less than its parts.
         """
-        share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].opt_state else 1.0
-        of_one = share * self._state(fields)
-        return self.blocks * of_one / PARTS, sum(
-            stack.elements for stack in self.space.workload.stacks
-        ) * of_one
+        share = self._opt_state_share(fields)
+        per_parameter = share * self._opt_state_bytes(fields)
+        part = self.layer_elements * per_parameter / PARTS
+        elements = sum(stack.elements for stack in self.space.workload.stacks)
+        return part, elements * per_parameter
 
-    def _state(self, fields: Mapping[str, Any]) -> float:
+    def _opt_state_share(self, fields: Mapping[str, Any]) -> float:
+        """Return the fraction of the optimizer state that one device stores."""
+        return 1 / self.space.grid.fsdp if STAGES[fields["stage"]].opt_state else 1.0
+
+    def _opt_state_bytes(self, fields: Mapping[str, Any]) -> float:
         """Return the bytes of masters and moments per parameter."""
-        return self.master + self.space.workload.moment_bytes * (
-            0.5 if fields["moments"] == "bfloat16" else 1.0
-        )
+        factor = 0.5 if fields["moments"] == "bfloat16" else 1.0
+        return self.master + self.space.workload.moment_bytes * factor
 
     def seconds(self, fields: Mapping[str, Any]) -> float:
         """Return the seconds that no schedule can beat."""
-        space = self.space
-        work = self.space.workload
-        n = space.grid.fsdp
-        row = STAGES[fields["stage"]]
-        kept = fields["activations"]
-        mode = kept if kept in MODES else CHECKPOINTED
         option = self._option(fields)
-        # Fixed segments mix modes, so the least of all modes is the only bound.
-        backward = self.backward[mode] if isinstance(kept, str) else min(self.backward.values())
+        compute = self._compute_seconds(fields, option)
+        moved = self._moved(fields, option)
+        up = moved.up / self._rate("link_up")
+        down = moved.down / self._rate("link_down")
+        disk = max(
+            moved.read / self._rate("disk_read"),
+            moved.write / self._rate("disk_write"),
+            (moved.read + moved.write) / self._rate("disk_both"),
+        )
+        disk *= self.space.machine.devices_per_node  # they share the disk
+        if self.space.shares_cores:
+            return max(compute + up + down, disk)
+        link = (moved.up + moved.down) / self._rate("link_both")
+        return max(compute, up, down, link, disk)
+
+    def _compute_seconds(self, fields: Mapping[str, Any], option: LayerOption | None) -> float:
+        """Return the seconds of compute, and of the gathers that it waits for."""
+        space = self.space
+        work = space.workload
+        n = space.grid.fsdp
+        activations = fields["activations"]
         if option is not None:
             backward = self.backward["save"] + work.num_layers * option.seconds
+        elif isinstance(activations, str):
+            backward = self.backward[activations if activations in MODES else CHECKPOINTED]
+        else:
+            # Fixed segments mix modes, so the least of all modes is the only bound.
+            backward = min(self.backward.values())
         compute = self.unstacked_seconds + self.forward + backward
-        share = 1 / n if row.opt_state else 1.0
+        if fields["update_on"] != "host":
+            compute += work.elements * self._opt_state_share(fields) * work.update
+        if STAGES[fields["stage"]].params and not fields["gather_ahead"] and n > 1:
+            times = 1 if space.streams(fields) else fields["num_microbatches"]
+            gathered = 2 * times * self.layer_elements * self.itemsize
+            compute += gathered * (n - 1) / n / self._network()
+        return compute
+
+    def _moved(self, fields: Mapping[str, Any], option: LayerOption | None) -> _Moved:
+        """Return the bytes of layers that must move over the link and to and from the disk."""
+        activations = fields["activations"]
         on_host = fields["update_on"] == "host"
-        compute += 0.0 if on_host else work.elements * share * work.update
-        if row.params and not fields["gather_ahead"] and n > 1:
-            times = fields["num_microbatches"] if not space.streams(fields) else 1
-            compute += 2 * times * self.blocks * self.itemsize * (n - 1) / n / self._network()
-        state = self.blocks * share * self._state(fields)
-        params = self.blocks * self.itemsize * (1 / n if row.params else 1.0)
-        up = down = read = write = 0.0
+        up = 0.0
+        down = 0.0
+        read = 0.0
+        write = 0.0
         if fields["params"] != "device":
-            up = up + 2 * params
-            down = down + (0.0 if on_host else params)
-            if fields["params"] == "nvme":
-                read = read + 2 * params
-                write = write + params
-        if fields["opt_state"] != "device":
-            moved = state * (1 - fields["opt_state_device_fraction"])
+            share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].params else 1.0
+            params = self.layer_elements * self.itemsize * share
+            up += 2 * params
             if not on_host:
-                up = up + moved
-                down = down + moved
+                down += params
+            if fields["params"] == "nvme":
+                read += 2 * params
+                write += params
+        if fields["opt_state"] != "device":
+            opt_state = self.layer_elements * self._opt_state_share(fields)
+            opt_state = opt_state * self._opt_state_bytes(fields) * (1 - fields[FRACTION])
+            if not on_host:
+                up += opt_state
+                down += opt_state
             if fields["opt_state"] == "nvme":
-                read = read + moved
-                write = write + moved
+                read += opt_state
+                write += opt_state
         if option is not None:
-            up = up + work.num_layers * option.host_bytes
-            down = down + work.num_layers * option.host_bytes
-        elif isinstance(kept, str) and kept not in MODES:
-            up = up + self.x
-            down = down + self.x
-            if kept == "nvme":
-                read = read + self.x
-                write = write + self.x
-        link_up = self._rate("link_up")
-        link_down = self._rate("link_down")
-        share_of_disk = space.machine.devices_per_node
-        disk = (
-            max(
-                read / self._rate("disk_read"),
-                write / self._rate("disk_write"),
-                (read + write) / self._rate("disk_both"),
-            )
-            * share_of_disk
-        )
-        if space.shares_cores:
-            return max(compute + up / link_up + down / link_down, disk)
-        return max(
-            compute, up / link_up, down / link_down, (up + down) / self._rate("link_both"), disk
-        )
+            offloaded = self.space.workload.num_layers * option.host_bytes
+            up += offloaded
+            down += offloaded
+        elif isinstance(activations, str) and activations not in MODES:
+            up += self.x_bytes
+            down += self.x_bytes
+            if activations == "nvme":
+                read += self.x_bytes
+                write += self.x_bytes
+        return _Moved(up, down, read, write)
 
     def _rate(self, name: str) -> float:
         return self.figures.get(name, float("inf"))
 
     def _network(self) -> float:
-        within = self.space.grid.devices <= self.space.machine.devices_per_node
-        return self._rate("network_in_node" if within else "network_between_nodes")
+        fits_node = self.space.grid.devices <= self.space.machine.devices_per_node
+        return self._rate("network_in_node" if fits_node else "network_between_nodes")
 
 
 def _has_names(fields: Mapping[str, Any]) -> bool:

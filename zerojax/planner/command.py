@@ -38,30 +38,32 @@ def run_plan(options: argparse.Namespace) -> None:
     for path in (options.json, options.html):
         _check_file(path)
     try:
-        made = _plan(options)
-        text = str(made) if not options.compare else f"{made}\n\n{_comparison(options, made)}"
+        chosen = _plan(options)
+        text = str(chosen)
+        if options.compare:
+            text += f"\n\n{_comparison(options, chosen)}"
     except ValueError as error:
         if "has no figure for" not in str(error):
             raise
         raise ValueError(f"{error}. On the command line, use --set FIGURE=VALUE.") from error
     if options.json:
-        _write(options.json, made.to_json())
+        _write(options.json, chosen.to_json())
     if options.html:
-        _write(options.html, made.html())
+        _write(options.html, chosen.html())
     print(text)
 
 
 def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     machine = _machine(options)
-    given = _once("--fix", [_field(text) for text in options.fix]) | fixed
-    if options.precision and "precision" in given:
+    fields = _once("--fix", [_field(text) for text in options.fix]) | fixed
+    if options.precision and "precision" in fields:
         raise ValueError(
-            f"--precision {options.precision} and --fix precision={given['precision']}: "
+            f"--precision {options.precision} and --fix precision={fields['precision']}: "
             "give only one of them"
         )
     precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
-    groups, left = divmod(machine.devices, options.tensor)
-    if left or not groups:
+    groups, remainder = divmod(machine.devices, options.tensor)
+    if remainder or not groups:
         raise ValueError(
             f"--tensor {options.tensor} does not divide the {machine.devices} devices "
             f"of {machine.name}"
@@ -83,7 +85,7 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
         sizes,
         mesh=mesh,
         machine=machine,
-        fixed={"precision": precision, **given},
+        fixed={"precision": precision, **fields},
         min_disk_days=options.min_disk_days,
         rounds_moments=options.round_moments,
         validate=options.validate and not fixed,
@@ -92,15 +94,15 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine, with the figures given by `--set`."""
-    found = named_machine(
+    machine = named_machine(
         options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node
     )
     for name, value in _once("--set", [_figure(text) for text in options.set]).items():
         top, _, dtype = name.partition(".")
-        found = dataclasses.replace(
-            found, **{top: {**getattr(found, top), dtype: value} if dtype else value}
-        )
-    return found
+        if dtype:
+            value = {**getattr(machine, top), dtype: value}
+        machine = dataclasses.replace(machine, **{top: value})
+    return machine
 
 
 def _figure(text: str) -> tuple[str, float]:
@@ -123,19 +125,19 @@ def _figure(text: str) -> tuple[str, float]:
     return name, int(figure) if figure == int(figure) and "." not in name else figure
 
 
-def _once(option: str, given: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(option: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the names and values of a repeated option.
 
     Raises:
       ValueError: a name is given twice.
     """
-    names = [name for name, _ in given]
+    names = [name for name, _ in pairs]
     if twice := [name for name in names if names.count(name) > 1]:
-        values = " and ".join(str(value) for name, value in given if name == twice[0])
+        values = " and ".join(str(value) for name, value in pairs if name == twice[0])
         raise ValueError(
             f"{option} {twice[0]} is given more than once, as {values}: one value is needed"
         )
-    return dict(given)
+    return dict(pairs)
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -169,10 +171,10 @@ def _field(text: str) -> tuple[str, Any]:
         raise ValueError(f"--fix {name}: the value is nested too deeply: {value[:60]}..") from error
 
 
-def _comparison(options: argparse.Namespace, made: Plan) -> str:
+def _comparison(options: argparse.Namespace, chosen: Plan) -> str:
     """Return a table of the fastest plan for each stage and for each optimizer state tier."""
     rows = [f"{'fixed':<28} {'s a step':>10} {'of the plan':>12}  config"]
-    asked = [{"stage": n} for n in range(4)] if made.grid.fsdp > 1 else []
+    asked = [{"stage": n} for n in range(4)] if chosen.grid.fsdp > 1 else []
     asked += [{"opt_state": tier} for tier in ("device", "pinned_host", "nvme")]
     for fixed in asked:
         name = ", ".join(f"{k}={v}" for k, v in fixed.items())
@@ -186,7 +188,7 @@ def _comparison(options: argparse.Namespace, made: Plan) -> str:
         }
         config = ", ".join(f"{k}={v!r}" for k, v in shown.items())
         rows.append(
-            f"{name:<28} {other.seconds:>10.4g} {other.seconds / made.seconds:>12.2f}  {config}"
+            f"{name:<28} {other.seconds:>10.4g} {other.seconds / chosen.seconds:>12.2f}  {config}"
         )
     return "\n".join(rows)
 

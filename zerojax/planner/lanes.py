@@ -99,17 +99,17 @@ class Box:
     def name(self) -> str:
         """Labels and layers of the box, as text."""
         first, last = self.layers
-        layers = f" {first}" if first == last else f" {first} to {last}"
+        labels = "; ".join(self.labels)
         if first < 0:
-            layers = ""
-        return "; ".join(self.labels) + layers
+            return labels
+        return f"{labels} {first}" if first == last else f"{labels} {first} to {last}"
 
 
 def parse_kinds(label: str) -> tuple[str, ...]:
     """Return the kinds that a label's work moves or computes: keys of `KINDS`, or other kinds."""
-    first, _, rest = label.partition(" ")
-    if first in _MOVES:
-        return tuple(_UNSTACKED if kind == "unstacked" else kind for kind in rest.split(", "))
+    verb, _, kinds = label.partition(" ")
+    if verb in _MOVES:
+        return tuple(_UNSTACKED if kind == "unstacked" else kind for kind in kinds.split(", "))
     return (_WORK.get(label, _UNSTACKED),)
 
 
@@ -245,15 +245,15 @@ def _narrow_boxes(boxes: Sequence[Box], scale: float) -> list[str]:
     """Return one element per colour for narrow boxes."""
     outlines = collections.defaultdict[str, list[str]](list)
     labels = collections.defaultdict[str, dict[str, None]](dict)
-    for one in boxes:
-        x = LEFT + one.start * scale
-        width = one.seconds * scale
-        stripe = TALL / len(one.kinds)
-        for i, kind in enumerate(one.kinds):
+    for narrow in boxes:
+        x = LEFT + narrow.start * scale
+        width = narrow.seconds * scale
+        stripe = TALL / len(narrow.kinds)
+        for i, kind in enumerate(narrow.kinds):
             outlines[kind].append(
                 f"M{x:.6g} {i * stripe:.4g}h{width:.4g}v{stripe:.4g}h-{width:.4g}z"
             )
-            labels[kind].update(dict.fromkeys(one.labels))
+            labels[kind].update(dict.fromkeys(narrow.labels))
     about = {
         kind: html.escape(f"{boxes[0].lane}: {'; '.join(names)}") for kind, names in labels.items()
     }

@@ -60,7 +60,16 @@ from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import MIN_GAIN, SEARCHED, Space
 from zerojax.planner.plans import Plan, PlanError, RunnerUp, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
-from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, compute_limits
+from zerojax.planner.search import (
+    DAYS,
+    USABLE,
+    Exact,
+    Found,
+    Limits,
+    Search,
+    SearchStats,
+    compute_limits,
+)
 from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
@@ -69,7 +78,7 @@ from zerojax.trees import Batch
 from zerojax.user_values import as_integer, as_number
 
 _TILES = (1, 2, 4, 8, 16, 32)
-_TOLD = 5
+_NUM_RUNNERS_UP = 5
 BOTH_ASSUMED = "assumed: simultaneous reads and writes share the lower of disk_read and disk_write"
 _MOST_COMPILED = 5
 _MOST_TRIED = 8
@@ -125,7 +134,7 @@ def plan(
       ValueError: fields are unknown or contradict each other, the batch does not divide evenly, or
         the machine lacks a figure.
     """
-    with _told_once():
+    with _log_once():
         if axes is not None and not isinstance(mesh, Mesh):
             raise ValueError(
                 f"axes={axes!r} names the axes of a jax.sharding.Mesh, but mesh is {mesh!r}"
@@ -138,16 +147,16 @@ def plan(
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
+def _log_once() -> Iterator[None]:
     """Log each warning only once, since a plan lays out the same model for many configs."""
-    told = set[str]()
+    logged = set[str]()
     logger = logging.getLogger("zerojax")
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        known = text in told
-        told.add(text)
-        return not known
+        is_first = text not in logged
+        logged.add(text)
+        return is_first
 
     logger.addFilter(is_new)
     try:
@@ -221,7 +230,7 @@ class Planner:
         self.min_disk_days = as_number(min_disk_days)
         # Fraction of the device's usable memory that a plan may fill; below 1 after a compiled plan
         # took more than it counted.
-        self.less = 1.0
+        self.usable_fraction = 1.0
         _ = self.limits  # raises an error if figures are missing
         self.workload = self._workload()
         self._check_fixed()
@@ -244,17 +253,13 @@ class Planner:
                 f"the model has {self.model.num_layers:,} layers: the planner supports at most "
                 f"{MOST_LAYERS:,}"
             )
-        wrong = [
-            name
-            for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch))
-            if value is None
-        ]
-        if wrong or not isinstance(mesh, Mesh):
-            if wrong:
-                shown = f"lacks {', '.join(wrong)}"
-            else:
-                shown = f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
-            raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {shown}")
+        arguments = {"tx": self.tx, "mesh": mesh, "batch": self.batch}
+        missing = [name for name, value in arguments.items() if value is None]
+        if missing or not isinstance(mesh, Mesh):
+            fault = f"mesh is {mesh!r}, which is not a jax.sharding.Mesh"
+            if missing:
+                fault = f"lacks {', '.join(missing)}"
+            raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {fault}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise ValueError(
@@ -301,8 +306,9 @@ class Planner:
         """
         if self.mesh is None or self.mesh.size == machine.devices:
             return machine
-        each = min(machine.devices_per_node, self.mesh.size)
-        return dataclasses.replace(machine, devices_per_node=each, nodes=-(-self.mesh.size // each))
+        per_node = min(machine.devices_per_node, self.mesh.size)
+        nodes = -(-self.mesh.size // per_node)
+        return dataclasses.replace(machine, devices_per_node=per_node, nodes=nodes)
 
     def _grid(self, mesh: Any) -> Grid:
         if self.mesh is not None:
@@ -322,12 +328,12 @@ class Planner:
                 f"mesh {axes}: {wrong[0]!r} is not a number of devices, an integer of at least 1"
             )
         axes = {axis: int(n) for axis, n in axes.items()}
-        others = math.prod(n for axis, n in axes.items() if axis != "fsdp")
-        if devices % others:
+        outside_fsdp = math.prod(n for axis, n in axes.items() if axis != "fsdp")
+        if devices % outside_fsdp:
             raise ValueError(
                 f"mesh {axes} does not divide the {devices} devices of {self.machine.name}"
             )
-        grid = Grid(**{"fsdp": devices // others, **axes})
+        grid = Grid(**{"fsdp": devices // outside_fsdp, **axes})
         if grid.devices != devices:
             raise ValueError(
                 f"mesh {axes} has {grid.devices} devices, but {self.machine.name} has {devices}"
@@ -363,17 +369,16 @@ class Planner:
                 f"{[n for n in range(1, work.rows + 1) if work.rows % n == 0][:16]}"
             )
         segments = config.activations if isinstance(config.activations, tuple) else ()
-        if (
-            segments
-            and (count := sum(segment.num_layers for segment in segments)) != work.num_layers
-        ):
+        count = sum(segment.num_layers for segment in segments)
+        if segments and count != work.num_layers:
             raise ValueError(
                 f"the segments of activations have {count} layers, but the model has "
                 f"{work.num_layers}"
             )
         known = {value.name for stack in work.stacks for value in stack.values}
-        named = [config, *segments]
-        names = {name for each in named for name in (*each.saved_names, *each.offloaded_names)}
+        names = set[str]()
+        for choice in (config, *segments):
+            names.update(choice.saved_names, choice.offloaded_names)
         if self.is_sizes and (missing := sorted(names - known)):
             raise ValueError(
                 f"saved_names and offloaded_names contain unknown names {missing}: "
@@ -384,26 +389,26 @@ class Planner:
     def limits(self) -> Limits:
         """Bytes that one device may use, and the required life of the disk."""
         limits = compute_limits(self.machine, self.shares_cores, self.min_disk_days)
-        return dataclasses.replace(limits, device=self.less * limits.device)
+        return dataclasses.replace(limits, device=self.usable_fraction * limits.device)
 
     # --- the search -------------------------------------------------------------------------------
 
     def plan(self, validate: bool) -> Plan:
         """Search, and return the plan; with `validate`, one whose compiled program fits."""
-        made = self._plan()
+        plan = self._plan()
         if not validate:
-            return made
+            return plan
         most = self.machine.need("device_bytes")
         compiled = None
         for _ in range(_MOST_COMPILED):
-            compiled = validated(made, self.model, self.tx, self.mesh, self.batch)
-            made = dataclasses.replace(made, validated=compiled)
+            compiled = validated(plan, self.model, self.tx, self.mesh, self.batch)
+            plan = dataclasses.replace(plan, validated=compiled)
             if compiled.device_bytes <= most:
-                return made
+                return plan
             # The program takes more than was counted, so the next plan may use less memory.
-            self._note(f"{_named(_chosen(made.config))} was left out: {compiled}")
-            self.less *= min(0.98, 0.98 * most / compiled.device_bytes)
-            made = self._plan()
+            self._note(f"{_named(_chosen(plan.config))} was left out: {compiled}")
+            self.usable_fraction *= min(0.98, 0.98 * most / compiled.device_bytes)
+            plan = self._plan()
         assert compiled is not None
         raise PlanError(
             f"no compiled step fits {self.machine.name}: {compiled}, of {format_bytes(most)}",
@@ -417,22 +422,21 @@ class Planner:
         best = search.settle()
         if best is None:
             raise self.error(search)
-        self._tell_of_moments(best)
-        return self.made(search, best)
+        self._note_moments(best)
+        return self.build_plan(search, best)
 
-    def _tell_of_moments(self, best: Found) -> None:
+    def _note_moments(self, best: Found) -> None:
         """Note if bfloat16 moments would be faster.
 
         They round what is trained, so they are not chosen unless requested.
         """
         if self.rounds_moments or "moments" in self.fixed or best.config.opt_state == "device":
             return
-        rounded = Search(
-            dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}),
-            self.limits,
-        )
-        rounded.run(below=best.seconds * (1 - MIN_GAIN))
-        if rounded.found and rounded.found[0].seconds < best.seconds * (1 - MIN_GAIN):
+        space = dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"})
+        rounded = Search(space, self.limits)
+        limit = best.seconds * (1 - MIN_GAIN)
+        rounded.run(below=limit)
+        if rounded.found and rounded.found[0].seconds < limit:
             self._note(
                 f"with moments='bfloat16', which rounds the optimizer's moments, a step is "
                 f"predicted to take {rounded.found[0].seconds:.4g} s; "
@@ -456,13 +460,11 @@ class Planner:
             self._note("update_on='host' is not considered: the machine lacks host_kernel")
         if not self.is_sizes:
             allowed |= self._capable(tiers, allowed, fixed)
-        searched = {name: value for name, value in fixed.items() if name in SEARCHED}
-        others = {name: value for name, value in fixed.items() if name not in SEARCHED}
         space = Space(
             workload=self.workload,
             grid=self.grid,
             machine=self.machine,
-            fixed=others | searched,
+            fixed=dict(fixed),
             tiers=tiers,
             tiles=self.tiles if self.is_sizes else (1,),
             allowed=allowed,
@@ -520,28 +522,30 @@ class Planner:
 
         They are found by building one program for each choice.
         """
-        tries = {
-            "opt_state": [{"opt_state": tier} for tier in tiers],
-            "update": [{"update": None}, {"update": "in_backward"}],
-            "update_on": [{}, {"opt_state": "pinned_host", "update_on": "host"}],
-            "params": [{"params": tier} for tier in tiers],
+        # For each field, the fields with which a program of each choice is built.
+        tries: dict[str, dict[Any, dict[str, Any]]] = {
+            "opt_state": {tier: {"opt_state": tier} for tier in tiers},
+            "update": {None: {"update": None}, "in_backward": {"update": "in_backward"}},
+            "update_on": {
+                "device": {},
+                "host": {"opt_state": "pinned_host", "update_on": "host"},
+            },
+            "params": {tier: {"params": tier} for tier in tiers},
         }
         if not self.workload.is_layered:
-            tries = {name: tries[name] for name in ("opt_state",)}
-        found: dict[str, list[Any]] = {}
-        for name, options in tries.items():
-            if name in fixed or name in allowed:
-                continue
-            default = {"update_on": "device"}
-            found[name] = [
-                o.get(name, default.get(name)) for o in options if self._builds(o, fixed)
-            ]
+            tries = {"opt_state": tries["opt_state"]}
+        supported: dict[str, list[Any]] = {}
+        for name, choices in tries.items():
+            if name not in fixed and name not in allowed:
+                supported[name] = [
+                    choice for choice, fields in choices.items() if self._builds(fields, fixed)
+                ]
         if self.workload.is_layered and "activations" not in fixed:
             # A layer whose tiles are stored off the device cannot use activations="everything".
-            away = {"params": found["params"][-1]} if "params" in found else {}
+            away = {"params": supported["params"][-1]} if "params" in supported else {}
             if not self._builds({"activations": "everything", **away}, fixed):
-                found["activations"] = ["save", "selective", "remat", *tiers[1:]]
-        return found
+                supported["activations"] = ["save", "selective", "remat", *tiers[1:]]
+        return supported
 
     def _builds(self, fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
         """Return whether a program can be built with some fields."""
@@ -598,21 +602,13 @@ class Planner:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def made(self, search: Search, best: Found) -> Plan:
+    def build_plan(self, search: Search, best: Found) -> Plan:
         """Return the plan for the config that a search settled on."""
-        tally = search.tally
         work = self.workload
         of_best = best.estimate
-        moved = best.estimate.moved
-        per = self.machine.devices_per_node
-        others = [f for f in search.found if f is not best][:_TOLD]
-        text = (
-            f"{tally.candidates:,} configs, {tally.estimated:,} estimated, "
-            f"{tally.walked:,} walked through"
-            + (f", {tally.exact} built" if tally.exact else "")
-            + f" in {tally.seconds:.1f} s"
-            + (f"; layers by {tally.solver}" if tally.solver else "")
-        )
+        moved = of_best.moved
+        devices_per_node = self.machine.devices_per_node
+        runners_up = [found for found in search.found if found is not best]
         bytes_by_tier = of_best.bytes if best.exact is None else best.exact.bytes
         read = moved["read"]
         written = moved["write"]
@@ -628,9 +624,7 @@ class Planner:
             machine=self.machine,
             tiles=of_best.tiles,
             peak_bytes=best.peak_bytes,
-            bytes={
-                tier: {kind: n for kind, n in bytes_by_tier[tier].items() if n} for tier in TIERS
-            },
+            bytes={tier: _nonzero(bytes_by_tier[tier]) for tier in TIERS},
             capacity={
                 "device": self.limits.device,
                 "pinned_host": self.limits.pinned_host,
@@ -642,20 +636,23 @@ class Planner:
             flops=work.flops,
             hardware_flops=self._hardware_flops(best),
             link_bytes={"up": moved["up"], "down": moved["down"]},
-            disk_bytes={"read": read * per, "write": written * per},
+            disk_bytes={"read": read * devices_per_node, "write": written * devices_per_node},
             collectives=of_best.collectives,
-            beaten=tuple(RunnerUp(seconds=f.seconds, fields=_chosen(f.config)) for f in others),
+            beaten=tuple(
+                RunnerUp(seconds=found.seconds, fields=_chosen(found.config))
+                for found in runners_up[:_NUM_RUNNERS_UP]
+            ),
             notes=tuple(self.notes),
             source=work.source,
-            search=text,
+            search=_describe_search(search.tally),
         )
 
     def _hardware_flops(self, found: Found) -> float:
         """Return the FLOPs of a step including recomputation, in proportion to its seconds."""
         work = self.workload
-        forward = sum(s.num_layers * s.forward for s in work.stacks)
-        again = max(0.0, found.estimate.again)
-        return work.flops + work.forward_flops * (again / forward if forward else 0.0)
+        forward = sum(stack.num_layers * stack.forward for stack in work.stacks)
+        recomputed = max(0.0, found.estimate.again)
+        return work.flops + work.forward_flops * (recomputed / forward if forward else 0.0)
 
     def error(self, search: Search) -> PlanError:
         """Return the error that nothing fits: what is missing, and the nearest change that fits."""
@@ -675,7 +672,10 @@ class Planner:
             text = f"nothing fits {self.machine.name}: {what_lacks(worst)}"
         notes = [note for note in self.notes if note.startswith(("pinned_host", "nvme"))]
         repairs = Repairs(
-            tries=self._tried, machine=self.machine, fixed=self.fixed, filled=USABLE * self.less
+            tries=self._tried,
+            machine=self.machine,
+            fixed=self.fixed,
+            filled=USABLE * self.usable_fraction,
         )
         return PlanError(
             f"{text}, with the config that comes nearest ({_named(_chosen(nearest.config))}). "
@@ -710,6 +710,24 @@ class Planner:
         )
         search.run()
         return search, search.settle()
+
+
+def _describe_search(stats: SearchStats) -> str:
+    """Return how many configs a search examined, and how."""
+    text = (
+        f"{stats.candidates:,} configs, {stats.estimated:,} estimated, "
+        f"{stats.walked:,} walked through"
+    )
+    if stats.exact:
+        text += f", {stats.exact} built"
+    text += f" in {stats.seconds:.1f} s"
+    if stats.solver:
+        text += f"; layers by {stats.solver}"
+    return text
+
+
+def _nonzero(kinds: Mapping[str, int]) -> dict[str, int]:
+    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
 
 
 def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
@@ -750,16 +768,15 @@ def _with_both(machine: Machine) -> Machine:
 def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
     """Return the tiers that fixed fields name, and host memory if they offload layer values."""
     named = {fixed.get(name) for name in ("params", "grads", "opt_state", "frozen")}
-    chosen = fixed.get("activations")
-    segments = chosen if isinstance(chosen, tuple) else ()
-    named |= {
-        chosen if isinstance(chosen, str) else None,
-        *(segment.activations for segment in segments),
-    }
-    offloads = bool(fixed.get("offloaded_names")) or any(
-        segment.offloaded_names for segment in segments
-    )
-    return {tier for tier in TIERS[1:] if tier in named} | ({"pinned_host"} if offloads else set())
+    offloads = bool(fixed.get("offloaded_names"))
+    activations = fixed.get("activations")
+    if isinstance(activations, str):
+        named.add(activations)
+    for segment in activations if isinstance(activations, tuple) else ():
+        named.add(segment.activations)
+        offloads = offloads or bool(segment.offloaded_names)
+    tiers = {tier for tier in TIERS[1:] if tier in named}
+    return tiers | {"pinned_host"} if offloads else tiers
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:

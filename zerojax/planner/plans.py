@@ -236,7 +236,7 @@ class Plan:
             }
             for lane in LANES
         }
-        found = {
+        document = {
             "config": {name: _plain(value) for name, value in self.fields.items()},
             "model": self.name,
             "mesh": self.grid._asdict(),
@@ -268,7 +268,7 @@ class Plan:
             "search": self.search,
             "validated": None if self.validated is None else dataclasses.asdict(self.validated),
         }
-        return json.dumps(found, indent=2)
+        return json.dumps(document, indent=2)
 
     def __str__(self) -> str:
         """Return the plan as text."""

@@ -11,7 +11,7 @@ may come nearest and lack something else. So missing figures accumulate until a 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerojax.machines import Machine, format_bytes
@@ -58,22 +58,22 @@ class Repairs:
 
     def nearest(self, search: Search) -> str:
         """Return what to change, as a sentence, given a search that found nothing."""
-        for name in (n for n in self.fixed if n in SEARCHED):
-            if self._fits(Change(without=name)):
+        for name in self.fixed:
+            if name in SEARCHED and self._fits(Change(without=name)):
                 return f"Without {name}={self.fixed[name]!r} a plan fits."
-        if self.fixed.get("moments") != "bfloat16" and (
-            found := self._fits(Change(without="moments", fixed=_MOMENTS))
-        ):
-            return (
-                f"With moments='bfloat16' fixed, which rounds the optimizer's moments, a plan "
-                f"fits: {found.seconds:.4g} s a step, predicted."
-            )
-        return self._more(search)
+        if self.fixed.get("moments") != "bfloat16":
+            found = self._fits(Change(without="moments", fixed=_MOMENTS))
+            if found:
+                return (
+                    f"With moments='bfloat16' fixed, which rounds the optimizer's moments, a plan "
+                    f"fits: {found.seconds:.4g} s a step, predicted."
+                )
+        return self._larger_machine(search)
 
     def _fits(self, change: Change) -> Found | None:
         return self.tries(change)[1]
 
-    def _more(self, search: Search) -> str:
+    def _larger_machine(self, search: Search) -> str:
         """Return the figures that the machine would need, or the days that could be requested."""
         figures = dict[str, int]()
         days = None
@@ -81,39 +81,43 @@ class Repairs:
             near = search.tally.nearest
             if near is None:
                 break
-            lacks = list_shortfalls(search, near)
-            figures |= {
-                name: max(n, figures.get(name, 0)) for name, n in self._lacking(lacks).items()
-            }
-            lasts = [_rounded_down(lack.had) for lack in lacks if lack.what == DAYS]
-            days = min([*lasts, *([] if days is None else [days])], default=None)
+            for lack in list_shortfalls(search, near):
+                if lack.what == DAYS:
+                    lasts = _rounded_down(lack.had)
+                    days = lasts if days is None else min(lasts, days)
+                    continue
+                for name, least in self._needed_figures(lack).items():
+                    figures[name] = max(least, figures.get(name, 0))
             search, found = self.tries(Change(figures=figures, min_disk_days=days))
             if found is not None:
-                return _told(figures, days)
+                return _describe_machine(figures, days)
         return (
             f"No change with which a plan fits was found in {_MOST_ROUNDS} tries: "
             "use more devices, or a smaller batch."
         )
 
-    def _lacking(self, lacks: Sequence[Shortfall]) -> dict[str, int]:
-        """Return the figures that a machine would need to provide what is missing."""
+    def _needed_figures(self, lack: Shortfall) -> dict[str, int]:
+        """Return the figures that a machine would need to provide what is missing in a tier."""
         machine = self.machine
-        least = dict[str, int]()
-        per = machine.devices_per_node
-        pinned = machine.pinned_bytes
-        for what, needed, _ in (lack for lack in lacks if lack.what != DAYS):
-            part = {"device": self.filled, "nvme": 1.0}.get(what, USABLE)
-            # One extra byte, because the usable fraction of the figure is rounded.
-            whole = math.ceil(needed * (1 if what == "device" else per) / part) + 1
-            fields = {"device": ["device_bytes"], "nvme": ["disk_bytes"]}.get(what, ["host_bytes"])
-            if what == "pinned_host" and pinned is not None:
-                fields = [
-                    field
-                    for field in ("host_bytes", "pinned_bytes")
-                    if machine.figures.get(field, 0) < whole
-                ]
-            least |= {field: max(whole, least.get(field, 0)) for field in fields}
-        return least
+        if lack.what == "device":
+            return {"device_bytes": _whole_bytes(lack.needed, self.filled)}
+        node_needs = lack.needed * machine.devices_per_node
+        if lack.what == "nvme":
+            return {"disk_bytes": _whole_bytes(node_needs, 1.0)}
+        least = _whole_bytes(node_needs, USABLE)
+        fields = ["host_bytes"]
+        if lack.what == "pinned_host" and machine.pinned_bytes is not None:
+            fields = ["host_bytes", "pinned_bytes"]
+            fields = [field for field in fields if machine.figures.get(field, 0) < least]
+        return dict.fromkeys(fields, least)
+
+
+def _whole_bytes(needed: float, usable: float) -> int:
+    """Return the bytes of which a usable fraction is enough.
+
+    They include one extra byte, because the usable fraction of the figure is rounded.
+    """
+    return math.ceil(needed / usable) + 1
 
 
 def list_shortfalls(search: Search, near: ClosestInfeasible) -> list[Shortfall]:
@@ -133,24 +137,22 @@ def what_lacks(lack: Shortfall) -> str:
 
     It has the needed and the available bytes per device.
     """
-    if lack.what != BOTH:
-        what = f"{lack.what} needs"
-    else:
-        what = "device and pinned_host, which share one memory on a CPU, need"
+    subject = f"{lack.what} needs"
+    if lack.what == BOTH:
+        subject = "device and pinned_host, which share one memory on a CPU, need"
     return (
-        f"{what} {format_bytes(lack.needed)} of a device's {format_bytes(lack.had)} "
+        f"{subject} {format_bytes(lack.needed)} of a device's {format_bytes(lack.had)} "
         f"({lack.needed:,.0f} and {lack.had:,.0f})"
     )
 
 
-def _told(figures: Mapping[str, int], days: float | None) -> str:
+def _describe_machine(figures: Mapping[str, int], days: float | None) -> str:
+    """Return a sentence about the machine, or the days, with which a plan fits."""
     machine = " and ".join(f"{field} of {least:,}" for field, least in figures.items())
     if not machine:
         return f"With min_disk_days={days} it fits."
-    return (
-        f"A machine with {machine}"
-        f"{'' if days is None else f', and min_disk_days={days},'} would fit it."
-    )
+    condition = "" if days is None else f", and min_disk_days={days},"
+    return f"A machine with {machine}{condition} would fit it."
 
 
 def _rounded_down(days: float) -> float:

@@ -47,7 +47,7 @@ _PHASE_KINDS = ("in_flight", "gathered", "activations", "working")
 
 A program's account has the most of each kind in any phase.
 """
-_LEAST_PART = 0.1
+_LEAST_FRACTION = 0.1
 """Least fraction of a device's memory that estimates may fill; below it, the search gives up."""
 USABLE = 0.95
 """Fraction of a device's memory that a plan fills; XLA's allocator and libraries need the rest."""
@@ -115,8 +115,8 @@ class Limits:
 
     def of(self, tier: str) -> float:
         """Return the usable bytes of a tier; 0 if unknown."""
-        found = getattr(self, tier)
-        return 0.0 if found is None else found
+        num_bytes = getattr(self, tier)
+        return 0.0 if num_bytes is None else num_bytes
 
     def missing(self, bytes_by_tier: Mapping[str, float]) -> list[Shortfall]:
         """Return everything that is lacking, the largest share first; nothing if all fits.
@@ -124,15 +124,15 @@ class Limits:
         Args:
           bytes_by_tier: needed bytes per device of each tier.
         """
-        wrong = [
+        shortfalls = [
             Shortfall(tier, bytes_by_tier[tier], self.of(tier))
             for tier in TIERS
             if bytes_by_tier[tier] > self.of(tier)
         ]
         together = bytes_by_tier["device"] + bytes_by_tier["pinned_host"]
         if self.both is not None and together > self.both:
-            wrong.append(Shortfall(BOTH, together, self.both))
-        return sorted(wrong, key=lambda lack: -lack.share)
+            shortfalls.append(Shortfall(BOTH, together, self.both))
+        return sorted(shortfalls, key=lambda lack: -lack.share)
 
 
 def compute_limits(
@@ -149,20 +149,22 @@ def compute_limits(
       ValueError: the device's memory is unknown, or the disk's endurance although days are
         required.
     """
-    per = machine.devices_per_node
     figures = machine.figures
+    devices = machine.devices_per_node
+    device = USABLE * machine.need("device_bytes")
     host = figures.get("host_bytes")
-    pinned = min((n for n in (host, figures.get("pinned_bytes")) if n is not None), default=None)
     disk = figures.get("disk_bytes")
+    pinned = [n for n in (host, figures.get("pinned_bytes")) if n is not None]
+    disk_tbw = figures.get("disk_tbw_bytes")
+    if min_disk_days is not None:
+        disk_tbw = machine.need("disk_tbw_bytes")
     return Limits(
-        device=USABLE * machine.need("device_bytes"),
-        pinned_host=None if pinned is None else USABLE * pinned / per,
-        nvme=None if disk is None else disk / per,
-        both=USABLE * host / per if shares_cores and host is not None else None,
-        devices_per_node=per,
-        disk_tbw=machine.need("disk_tbw_bytes")
-        if min_disk_days is not None
-        else figures.get("disk_tbw_bytes"),
+        device=device,
+        pinned_host=USABLE * min(pinned) / devices if pinned else None,
+        nvme=None if disk is None else disk / devices,
+        both=USABLE * host / devices if shares_cores and host is not None else None,
+        devices_per_node=devices,
+        disk_tbw=disk_tbw,
         min_disk_days=min_disk_days,
     )
 
@@ -286,20 +288,19 @@ class Search:
         self.bound = Bound(space)
         self.most_exact = most_exact
         self.found: list[Found] = []
-        self._known: dict[
-            tuple[ZeroConfig, int], bool
-        ] = {}  # whether a config was kept (True) or refused by `exact` (False)
+        # Whether a config was kept (True) or refused by `exact` (False).
+        self._known: dict[tuple[ZeroConfig, int], bool] = {}
         self._estimates: dict[tuple[ZeroConfig, int], Estimate] = {}
         self._programs: dict[tuple[ZeroConfig, int], Exact | None] = {}
-        self._part = 1.0  # fraction of the device's memory that an estimate may fill
-        self._factors: dict[
-            tuple[Any, ...], float
-        ] = {}  # least ratio of a program's bytes to its estimate, by kind of config
+        # Fraction of the device's memory that an estimate may fill.
+        self._usable_fraction = 1.0
+        # Least ratio of a program's bytes to its estimate, by kind of config.
+        self._factors: dict[tuple[Any, ...], float] = {}
         self._candidates: list[Candidate] | None = None
-        self._unfit = set[int]()  # numbers of the candidates that do not fit
-        self._groups: dict[
-            tuple[Any, ...], bool
-        ] = {}  # for candidates that differ only in `_AHEAD`: whether the least takes too much
+        # Numbers of the candidates that do not fit.
+        self._unfit = set[int]()
+        # For candidates that differ only in `_AHEAD`: whether the least takes too much.
+        self._groups: dict[tuple[Any, ...], bool] = {}
 
     def run(self, below: float = math.inf) -> None:
         """Examine all candidates, except for those that take `below` seconds or more."""
@@ -339,9 +340,8 @@ class Search:
         Returns:
           Whether it fits; None if that does not matter.
         """
-        lacks = self.limits.missing(
-            {tier: n * (1 - 1e-6) for tier, n in self.bound.resting(candidate.fields).items()}
-        )
+        least = self.bound.resting(candidate.fields)
+        lacks = self.limits.missing({tier: n * (1 - 1e-6) for tier, n in least.items()})
         nearest = self.tally.nearest
         if lacks and nearest is not None and lacks[0].share >= nearest.lacks[0].share:
             return False
@@ -352,10 +352,8 @@ class Search:
             return False
         if self.space.leaves_fraction(candidate.fields):
             return self._consider_largest_fraction(candidate, config)
-        group = (
-            candidate.tiles,
-            *(value for name, value in candidate.fields.items() if name not in _AHEAD),
-        )
+        fields = candidate.fields.items()
+        group = (candidate.tiles, *(value for name, value in fields if name not in _AHEAD))
         if self._groups.get(group):
             return False
         fits = self.consider(config, candidate.tiles)
@@ -383,7 +381,7 @@ class Search:
           Whether any fraction fits; None if that does not matter.
         """
         fields = candidate.fields
-        (part, rounded) = self.bound.part_bytes(candidate.fields)
+        part, rounded = self.bound.part_bytes(fields)
         if not part:  # frozen layers have no optimizer state
             return False
         free = self.limits.device - self.bound.resting(fields)["device"]
@@ -403,55 +401,68 @@ class Search:
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
         """Return the estimate of a config, which is computed once."""
-        if (of_config := self._estimates.get((config, tiles))) is None:
-            space = self.space
-            how = {"shares_cores": space.shares_cores, "tiles": tiles}
-            of_config = self._estimates[config, tiles] = estimate(
-                space.workload, config, space.grid, space.machine, **how
-            )
-        return of_config
+        known = self._estimates.get((config, tiles))
+        if known is not None:
+            return known
+        space = self.space
+        new = estimate(
+            space.workload,
+            config,
+            space.grid,
+            space.machine,
+            shares_cores=space.shares_cores,
+            tiles=tiles,
+        )
+        self._estimates[config, tiles] = new
+        return new
 
     def consider(self, config: ZeroConfig, tiles: int = 1) -> bool:
         """Estimate a config, and return whether it fits.
 
         It is kept if it may be the fastest, or the plainest of the fast ones.
         """
-        if (is_kept := self._known.get((config, tiles))) is not None:
+        is_kept = self._known.get((config, tiles))
+        if is_kept is not None:
             return is_kept
         self.tally.estimated += 1
         of_config = self.estimate(config, tiles)
         if not self._fits_by_estimate(of_config):
             return False
-        harder = self._complexity(config, tiles)
-        if not self._may_matter(of_config.least, harder):  # a closer bound than the candidate's
+        config_complexity = self._complexity(config, tiles)
+        # A closer bound than the candidate's.
+        if not self._may_matter(of_config.least, config_complexity):
             return True
         self.tally.walked += 1
         seconds = of_config.time.seconds
-        days = disk_days(self.limits, of_config.moved["write"], seconds)
-        if (
-            self.limits.min_disk_days is not None
-            and days is not None
-            and days < self.limits.min_disk_days
-        ):
-            self._note([Shortfall(DAYS, self.limits.min_disk_days, days)], of_config)
+        days = self._lacking_days(of_config)
+        if days is not None:
+            self._note([days], of_config)
             return False
-        found = Found(of_config, seconds, harder)
+        found = Found(of_config, seconds, config_complexity)
         self.found = sorted([*self.found, found], key=lambda f: (f.seconds, f.complexity))
         self._known[config, tiles] = True
         return True
 
-    def _may_matter(self, seconds: float, harder: float) -> bool:
+    def _lacking_days(self, of_config: Estimate) -> Shortfall | None:
+        """Return by how much the disk fails to last long enough, or None if it does not fail."""
+        least = self.limits.min_disk_days
+        if least is None:
+            return None
+        days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
+        return Shortfall(DAYS, least, days) if days is not None and days < least else None
+
+    def _may_matter(self, seconds: float, complexity: float) -> bool:
         """Return whether a config may be the fastest, or the plainest of about equally fast ones.
 
         Args:
           seconds: lower bound of its seconds.
-          harder: its complexity.
+          complexity: its complexity.
         """
         if not self.found or seconds < self.found[0].seconds:
             return True
         plainest = self.plainest()
         is_near = seconds * (1 - MIN_GAIN) <= self.found[0].seconds
-        return is_near and (harder, seconds) < (plainest.complexity, plainest.seconds)
+        return is_near and (complexity, seconds) < (plainest.complexity, plainest.seconds)
 
     def settle(self) -> Found | None:
         """Return the plainest config within `MIN_GAIN` of the fastest whose program fits, or None.
@@ -466,23 +477,23 @@ class Search:
                 return plainest
         return None
 
-    def _settled(self, one: Found) -> Found | None:
+    def _settled(self, found: Found) -> Found | None:
         """Return a config with the bytes of its program, or drop it and search again.
 
         Returns None if the config was dropped.
         """
-        if self.exact is None or one.exact is not None:
-            return one
-        exact = self.program_that_fits(one.config, one.estimate.tiles)
+        if self.exact is None or found.exact is not None:
+            return found
+        exact = self.program_that_fits(found.config, found.estimate.tiles)
         if exact is None:
-            self.leave_out(one.config, one.estimate.tiles)
-            self._correct(one.estimate)
+            self.leave_out(found.config, found.estimate.tiles)
+            self._correct(found.estimate)
             self._leave_more_room()
             self.run()
             return None
-        at = self.found.index(one)
-        self.found[at] = dataclasses.replace(one, exact=exact)
-        return self.found[at]
+        settled = dataclasses.replace(found, exact=exact)
+        self.found[self.found.index(found)] = settled
+        return settled
 
     def leave_out(self, config: ZeroConfig, tiles: int) -> None:
         """Drop a config whose program does not fit, permanently."""
@@ -509,22 +520,25 @@ class Search:
     def _has_room(self, of_config: Estimate) -> bool:
         """Return whether the device has room for a corrected estimate."""
         factor = self._factors.get(_kind(of_config.config), 1.0)
-        return of_config.needed("device") * factor <= self._part * self.limits.device
+        return of_config.needed("device") * factor <= self._usable_fraction * self.limits.device
 
     def _leave_more_room(self) -> None:
         """Drop configs whose estimates leave too little room, after many programs did not fit."""
         if self.tally.exact < MOST_EXACT:
             return
-        self._part = self._part * 0.9 if self._part > _LEAST_PART else 0.0
+        if self._usable_fraction > _LEAST_FRACTION:
+            self._usable_fraction *= 0.9
+        else:
+            self._usable_fraction = 0.0
         self.found = [f for f in self.found if f.exact is not None or self._has_room(f.estimate)]
 
     def program_that_fits(self, config: ZeroConfig, tiles: int) -> Exact | None:
         """Return the bytes of a config's program if it fits, or None."""
         of_config = self.estimate(config, tiles)
         exact = self._of_program(config, tiles)
-        if exact is not None and self._fits(exact.needed(of_config), of_config):
-            return exact
-        return None
+        if exact is None or not self._fits(exact.needed(of_config), of_config):
+            return None
+        return exact
 
     def _of_program(self, config: ZeroConfig, tiles: int) -> Exact | None:
         """Return the bytes of the real program, or None if it cannot be built.
@@ -563,22 +577,16 @@ class Search:
         nearest = self.tally.nearest
         if nearest is not None and lacks[0].share >= nearest.lacks[0].share:
             return
-        least = self.limits.min_disk_days
-        if least is not None and lacks[0].what != DAYS:  # would the disk last if memory sufficed?
-            days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
-            if days is not None and days < least:
-                lacks = [*lacks, Shortfall(DAYS, least, days)]
-            else:
-                lacks = lacks
-            lacks = sorted(lacks, key=lambda lack: -lack.share)
+        if lacks[0].what != DAYS:  # would the disk last if memory sufficed?
+            days = self._lacking_days(of_config)
+            if days is not None:
+                lacks = sorted([*lacks, days], key=lambda lack: -lack.share)
         if nearest is None or lacks[0].share < nearest.lacks[0].share:
             self.tally.nearest = ClosestInfeasible(tuple(lacks), of_config.config, of_config.tiles)
 
     def _complexity(self, config: ZeroConfig, tiles: int) -> float:
-        return complexity(
-            {name: getattr(config, name) for name in (*SEARCHED, "saved_names", "offloaded_names")},
-            tiles,
-        )
+        names = (*SEARCHED, "saved_names", "offloaded_names")
+        return complexity({name: getattr(config, name) for name in names}, tiles)
 
     def plainest(self) -> Found:
         """Return the plainest config that is within `MIN_GAIN` of the fastest."""

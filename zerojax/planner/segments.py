@@ -19,9 +19,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from host_offload.schedule import Schedule
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
-from zerojax.costs import StackWork, build_kept
+from zerojax.costs import StackWork, saved_activations
 from zerojax.planner.candidates import FRACTION, MIN_GAIN, Bound, Candidate, Space, named_fields
 from zerojax.planner.search import Search
 
@@ -66,21 +67,22 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
         return
     best = contexts[0]
     for context in contexts:
-        before = search.found[0].seconds if search.found else math.inf
-        if (
-            search.consider(_config(context, context.choice), context.tiles)
-            and search.found[0].seconds < before
-        ):
+        before = _least_seconds(search)
+        fits = search.consider(_config(context, context.choice), context.tiles)
+        if fits and search.found[0].seconds < before:
             best = context
     choice = by_milp(best.problem, seconds=seconds)
-    search.tally.solver = f"{choice.solver.text}, {choice.solver.seconds:.1f} s" + (
-        f", at most {choice.solver.gap:.2%} above the least"
-        if math.isfinite(choice.solver.gap)
-        else ""
-    )
+    search.tally.solver = f"{choice.solver.text}, {choice.solver.seconds:.1f} s"
+    if math.isfinite(choice.solver.gap):
+        search.tally.solver += f", at most {choice.solver.gap:.2%} above the least"
     if choice.fits and choice.assignment != best.choice.assignment:
         search.consider(_config(best, choice), best.tiles)
     _leave_room(search, best, choice if choice.fits else best.choice)
+
+
+def _least_seconds(search: Search) -> float:
+    """Return the seconds of the fastest config found so far; infinity without one."""
+    return search.found[0].seconds if search.found else math.inf
 
 
 def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
@@ -147,11 +149,13 @@ def list_options(space: Space) -> tuple[LayerOption, ...]:
 def _as_estimated(
     stack: StackWork, option: LayerOption, options: Sequence[LayerOption]
 ) -> LayerOption:
-    one = _segment(1, option, options)
-    kept = build_kept(stack, 1, one.activations, one.saved_names, one.offloaded_names)
-    seconds = kept.backward - stack.backward["save"]
+    """Return an option with the bytes and seconds of its estimate."""
+    saved = saved_activations(stack, _segment(1, option, options))
     return dataclasses.replace(
-        option, device_bytes=kept.device, host_bytes=kept.away, seconds=seconds
+        option,
+        device_bytes=saved.device_bytes,
+        host_bytes=saved.away_bytes,
+        seconds=saved.backward - stack.backward["save"],
     )
 
 
@@ -159,18 +163,19 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     """Return contexts that may beat the configs found, each with a quick choice, the best first."""
     space = search.space
     bound = Bound(search.space)
-    best = search.found[0].seconds if search.found else math.inf
-    seen = set[tuple[Any, ...]]()
+    best = _least_seconds(search)
+    known = set[tuple[Any, ...]]()
     contexts = list[_Context]()
     # Bounds are computed for segments, which stream: a layer is gathered once for all microbatches,
     # and recomputes what it must.
-    of_segments = {"activations": ()}
+    segments = {"activations": ()}
     plain = dataclasses.replace(space, options=(), fixed={**space.fixed, "activations": "remat"})
-    fields = sorted(
-        (bound.seconds({**c.fields, **of_segments}), c.complexity, n, c)
-        for n, c in enumerate(_with_fractions(space, plain))
-    )
-    for least, _, _, candidate in fields:
+    candidates = [
+        candidate._replace(seconds=bound.seconds({**candidate.fields, **segments}))
+        for candidate in _with_fractions(space, plain)
+    ]
+    for candidate in sorted(candidates, key=lambda c: (c.seconds, c.complexity)):
+        least = candidate.seconds
         if least >= best * (1 - MIN_GAIN) or len(contexts) == _MOST_CONTEXTS:
             break
         # A schedule that fetches activations needs slots, regardless of its other fetches.
@@ -178,13 +183,13 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
         if config is None or config.prefetch_distance < 1:
             continue
         key = tuple(v for k, v in candidate.fields.items() if k != "prefetch_distance")
-        if key in seen:
+        if key in known:
             continue
-        seen.add(key)
+        known.add(key)
         problem = _problem(search, config, candidate.tiles, options)
         if problem is not None:
             contexts.append(_Context(config, candidate.tiles, problem, by_greedy(problem)))
-    return sorted(contexts, key=lambda c: c.choice.seconds + _rest(search, c))
+    return sorted(contexts, key=lambda c: c.choice.seconds + _seconds_outside(search, c))
 
 
 def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -193,15 +198,14 @@ def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[C
     A smaller fraction leaves more memory for activations.
     """
     for candidate in candidates:
+        fractions = (candidate.fields[FRACTION],)
         if space.leaves_fraction(candidate.fields):
             fractions = _FRACTIONS
-        else:
-            fractions = (candidate.fields[FRACTION],)
         for fraction in fractions:
             yield candidate._replace(fields={**candidate.fields, FRACTION: fraction})
 
 
-def _rest(search: Search, context: _Context) -> float:
+def _seconds_outside(search: Search, context: _Context) -> float:
     """Return the seconds of a context's step outside of forward and backward."""
     time = search.estimate(context.config, context.tiles).time
     return sum(p.seconds for p in time.phases if p.name in ("embed", "update"))
@@ -211,32 +215,23 @@ def _problem(
     search: Search, config: ZeroConfig, tiles: int, options: Sequence[LayerOption]
 ) -> Problem | None:
     """Return the choice among options in a context, or None if even its states do not fit."""
-    (stack,), limits = search.space.workload.stacks, search.limits
+    (stack,) = search.space.workload.stacks
+    limits = search.limits
     streamed = (Segment(stack.num_layers, activations="remat"),)  # layers that differ always stream
-    of_config = search.estimate(
-        dataclasses.replace(config, num_microbatches=1, activations=streamed), tiles
-    )
-    (schedule,), (work,) = of_config.steps.stacks.values(), of_config.layers
-    device = limits.device - (
-        of_config.needed("device") - of_config.bytes["device"].get("activations", 0)
-    )
-    host = limits.of("pinned_host") - of_config.needed("pinned_host")
+    context = dataclasses.replace(config, num_microbatches=1, activations=streamed)
+    of_config = search.estimate(context, tiles)
+    needed = of_config.needed("device")
+    needed_host = of_config.needed("pinned_host")
+    kept = of_config.bytes["device"].get("activations", 0)
+    device = limits.device - (needed - kept)
+    host = limits.of("pinned_host") - needed_host
     if limits.both is not None:
-        device = min(
-            device, limits.both - of_config.needed("device") - of_config.needed("pinned_host")
-        )
+        device = min(device, limits.both - needed - needed_host)
     if device < 0 or host < 0:
         return None
 
-    def moved(phase: str, lane: str) -> float:
-        """Return the most bytes that a tick moves, without activations, which are to be chosen."""
-        ticks = [loop.ops for each in schedule.phases if each.name == phase for loop in each.main]
-        counted = [
-            [op.num_bytes for op in ops if op.lane == lane and op.record.kind != "activations"]
-            for ops in ticks
-        ]
-        return float(max(map(sum, counted)))
-
+    (schedule,) = of_config.steps.stacks.values()
+    (work,) = of_config.layers
     wires = of_config.wires
     return Problem(
         num_layers=stack.num_layers,
@@ -249,11 +244,26 @@ def _problem(
         distance=max(1, config.prefetch_distance),
         device_budget_bytes=device,
         host_budget_bytes=host,
-        up_forward_bytes=moved("forward", "up"),
-        up_backward_bytes=moved("backward", "up"),
-        down_backward_bytes=moved("backward", "down"),
+        up_forward_bytes=_moved_in_tick(schedule, "forward", "up"),
+        up_backward_bytes=_moved_in_tick(schedule, "backward", "up"),
+        down_backward_bytes=_moved_in_tick(schedule, "backward", "down"),
         max_segments=MAX_SEGMENTS,
     )
+
+
+def _moved_in_tick(schedule: Schedule, name: str, lane: str) -> float:
+    """Return the most bytes that a tick of a phase moves, without activations.
+
+    Activations are left out because they are to be chosen.
+    """
+    most = 0
+    for phase in schedule.phases:
+        if phase.name != name:
+            continue
+        for loop in phase.main:
+            ops = [op for op in loop.ops if op.lane == lane and op.record.kind != "activations"]
+            most = max(most, sum(op.num_bytes for op in ops))
+    return float(most)
 
 
 def _config(context: _Context, choice: Choice) -> ZeroConfig:
@@ -262,22 +272,19 @@ def _config(context: _Context, choice: Choice) -> ZeroConfig:
     segments = [_segment(n, options[option], options) for n, option in choice.segments]
     if len(segments) > 1:
         return dataclasses.replace(context.config, activations=tuple(segments))
-    one = segments[0]
+    segment = segments[0]
     return dataclasses.replace(
         context.config,
-        activations=one.activations,
-        saved_names=one.saved_names,
-        offloaded_names=one.offloaded_names,
+        activations=segment.activations,
+        saved_names=segment.saved_names,
+        offloaded_names=segment.offloaded_names,
     )
 
 
 def _segment(num_layers: int, option: LayerOption, options: Sequence[LayerOption]) -> Segment:
-    most = max(len(o.keep) for o in options)
-    if (
-        len(option.keep) == most
-        and not option.offload
-        and not option.input_offloaded
-        and not option.seconds
-    ):
+    """Return layers that follow an option; an option that keeps all values is the mode "save"."""
+    keeps_most = len(option.keep) == max(len(candidate.keep) for candidate in options)
+    offloads = bool(option.offload) or option.input_offloaded
+    if keeps_most and not offloads and not option.seconds:
         return Segment(num_layers=num_layers, activations="save")
     return Segment(num_layers=num_layers, **named_fields(option))

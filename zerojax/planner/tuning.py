@@ -81,13 +81,14 @@ class Tuned:
         ]
         for step in self.tried:
             config = step.config
-            found = step.simulation
+            simulation = step.simulation
             marks = " <- fastest" if config == self.config else ""
             if self.device_bytes is not None and step.num_bytes > self.device_bytes:
                 marks = f" more than the device's {self.device_bytes / 1e6:,.1f}"
             lines.append(
-                f"{_settings(config)} {1e3 * found.seconds:>12,.3f} {100 * found.idle:>4.0f} % "
-                f"{1e3 * found.floor_seconds:>10,.3f} {step.num_bytes / 1e6:>11,.1f}{marks}"
+                f"{_settings(config)} {1e3 * simulation.seconds:>12,.3f} "
+                f"{100 * simulation.idle:>4.0f} % {1e3 * simulation.floor_seconds:>10,.3f} "
+                f"{step.num_bytes / 1e6:>11,.1f}{marks}"
             )
         lines += [f"{_settings(config)} not built: {why}" for config, why in self.refused]
         if len(self.tried) + len(self.refused) == 1:
@@ -97,10 +98,8 @@ class Tuned:
 
 def _settings(config: ZeroConfig) -> str:
     """Return the settings of a config, as the first columns of the table."""
-    return (
-        f"{config.prefetch_distance:>17} "
-        f"{'default' if config.link_groups is None else config.link_groups:>11}"
-    )
+    groups = "default" if config.link_groups is None else config.link_groups
+    return f"{config.prefetch_distance:>17} {groups:>11}"
 
 
 @without_mesh
@@ -142,14 +141,8 @@ def autotune(
         config.
     """
     mesh = own_mesh(mesh)
-    device = mesh.devices.flat[0]
     rates = find_rates(rates)
-    if device.platform not in ("gpu", "cuda") or mesh.size > 1:
-        raise NotImplementedError(
-            f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
-            f"of platform {device.platform!r}: pass "
-            'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), whose GPU need not be present'
-        )
+    _check_one_gpu(mesh)
     # All values are checked before anything is compiled.
     by_distance = _with_each(config, "prefetch_distance", distances)
     by_groups = _with_each(config, "link_groups", groups)
@@ -157,52 +150,100 @@ def autotune(
         device_bytes = whole_number(
             "device_bytes", device_bytes, 1, ", or None for what the device has"
         )
-    limit = _device_bytes(device) if device_bytes is None else device_bytes
-    tried = list[TunedStep]()
-    programs = set[str]()
-    refused = list[tuple[ZeroConfig, str]]()
+    limit = _device_bytes(mesh.devices.flat[0]) if device_bytes is None else device_bytes
+    attempts = _Attempts(model, tx, mesh, batch, rates)
 
-    def attempt(config: ZeroConfig) -> Program:
-        with build_train_step(model, tx, config, mesh) as program:
-            lowered = program.lower(batch)
-            if (text := lowered.as_text()) not in programs:
-                programs.add(text)
-                tried.append(_predicted(config, lowered, rates))
-        return program
-
-    def attempt_others(configs: Sequence[ZeroConfig]) -> None:
-        for other in configs:
-            try:
-                attempt(other)
-            except ValueError as error:  # the given config itself can be built
-                refused.append((other, str(error)))
-
-    def best() -> ZeroConfig:
-        fitting = [step for step in tried if limit is None or step.num_bytes <= limit]
-        if not fitting:
-            least = min(step.num_bytes for step in tried)
-            raise ValueError(
-                f"no setting fits: the smallest takes {least:,} bytes of the device, which has "
-                f"{limit:,}"
-            )
-        chosen = fitting[0]
-        for step in fitting[1:]:
-            if step.simulation.seconds < (1 - LEAST_GAIN) * chosen.simulation.seconds:
-                chosen = step
-        return chosen.config
-
-    schedule = attempt(config).schedule
+    schedule = attempts.compile(config).schedule
     phases = schedule.phases if isinstance(model, LayeredModel) and streams(config) else ()
     if any(phase.fetches for phase in phases):
-        attempt_others(by_distance)
+        attempts.compile_all(by_distance)
     if any(phase.stores_late for phase in phases):
-        distance = best().prefetch_distance
-        attempt_others(
-            [dataclasses.replace(other, prefetch_distance=distance) for other in by_groups]
+        distance = _fastest(attempts.tried, limit).prefetch_distance
+        attempts.compile_all(
+            [dataclasses.replace(candidate, prefetch_distance=distance) for candidate in by_groups]
         )
     return Tuned(
-        config=best(), tried=tuple(tried), refused=tuple(refused), device_bytes=limit, rates=rates
+        config=_fastest(attempts.tried, limit),
+        tried=tuple(attempts.tried),
+        refused=tuple(attempts.refused),
+        device_bytes=limit,
+        rates=rates,
     )
+
+
+class _Attempts:
+    """Steps that were compiled with several settings.
+
+    Attributes:
+      tried: simulated steps, without those whose program equals an earlier one.
+      refused: configs that cannot be built, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: Model | LayeredModel,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        batch: Batch,
+        rates: Rates,
+    ) -> None:
+        self._model = model
+        self._tx = tx
+        self._mesh = mesh
+        self._batch = batch
+        self._rates = rates
+        self._programs = set[str]()
+        self.tried = list[TunedStep]()
+        self.refused = list[tuple[ZeroConfig, str]]()
+
+    def compile(self, config: ZeroConfig) -> Program:
+        """Build the program of a config, and simulate it unless an earlier one is equal."""
+        with build_train_step(self._model, self._tx, config, self._mesh) as program:
+            lowered = program.lower(self._batch)
+            text = lowered.as_text()
+            if text not in self._programs:
+                self._programs.add(text)
+                self.tried.append(_predicted(config, lowered, self._rates))
+        return program
+
+    def compile_all(self, configs: Sequence[ZeroConfig]) -> None:
+        """Compile several configs, and note which cannot be built."""
+        for config in configs:
+            try:
+                self.compile(config)
+            except ValueError as error:  # the given config itself can be built
+                self.refused.append((config, str(error)))
+
+
+def _check_one_gpu(mesh: Mesh) -> None:
+    """Raise NotImplementedError for a mesh that is not one GPU."""
+    platform = mesh.devices.flat[0].platform
+    if platform not in ("gpu", "cuda") or mesh.size > 1:
+        raise NotImplementedError(
+            f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
+            f"of platform {platform!r}: pass "
+            'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), whose GPU need not be present'
+        )
+
+
+def _fastest(tried: Sequence[TunedStep], limit: int | None) -> ZeroConfig:
+    """Return the config of the fastest step that fits; a later one must gain `LEAST_GAIN`.
+
+    Raises:
+      ValueError: no step fits into `limit` bytes.
+    """
+    fitting = [step for step in tried if limit is None or step.num_bytes <= limit]
+    if not fitting:
+        least = min(step.num_bytes for step in tried)
+        raise ValueError(
+            f"no setting fits: the smallest takes {least:,} bytes of the device, which has "
+            f"{limit:,}"
+        )
+    fastest = fitting[0]
+    for step in fitting[1:]:
+        if step.simulation.seconds < (1 - LEAST_GAIN) * fastest.simulation.seconds:
+            fastest = step
+    return fastest.config
 
 
 def _with_each(config: ZeroConfig, name: str, values: Any) -> list[ZeroConfig]:
@@ -212,8 +253,8 @@ def _with_each(config: ZeroConfig, name: str, values: Any) -> list[ZeroConfig]:
       ValueError: `values` is not a sequence, or the field does not allow one of them.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        what = "distances" if name == "prefetch_distance" else "groups"
-        raise ValueError(f"{what}={values!r}: pass a sequence of values of {name}")
+        argument = "distances" if name == "prefetch_distance" else "groups"
+        raise ValueError(f"{argument}={values!r}: pass a sequence of values of {name}")
     return [dataclasses.replace(config, **{name: value}) for value in values]
 
 
@@ -226,10 +267,10 @@ def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedS
         assert text is not None
         assert stats is not None
         thunks = read_thunks(folder, module_name(text))
-    found = simulate(text, rates=rates, thunks=thunks, callbacks=_callbacks(config))
+    simulation = simulate(text, rates=rates, thunks=thunks, callbacks=_callbacks(config))
     return TunedStep(
         config=config,
-        simulation=found,
+        simulation=simulation,
         num_bytes=stats.argument_size_in_bytes + stats.temp_size_in_bytes,
     )
 
@@ -237,11 +278,11 @@ def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedS
 def _callbacks(config: ZeroConfig) -> str:
     """Return the kind of a step's callbacks, as `simulate` takes it."""
     on_disk = "nvme" in (config.params, config.grads, config.opt_state, config.frozen)
-    if config.update_on == "host":
-        if on_disk:
-            return "nvme_update"
-        return "delayed" if config.delayed_update else "update"
-    return "nvme" if on_disk else "plain"
+    if config.update_on != "host":
+        return "nvme" if on_disk else "plain"
+    if on_disk:
+        return "nvme_update"
+    return "delayed" if config.delayed_update else "update"
 
 
 def _device_bytes(device: Any) -> int | None:
@@ -251,4 +292,7 @@ def _device_bytes(device: Any) -> int | None:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # the device is not present
         stats = None
-    return (stats or {}).get("bytes_limit") or (None if chip is None else chip.allocatable_bytes)
+    limit = (stats or {}).get("bytes_limit")
+    if limit:
+        return limit
+    return None if chip is None else chip.allocatable_bytes

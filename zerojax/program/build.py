@@ -117,22 +117,7 @@ def assemble(
       ValueError: a combination that cannot work, with names, numbers and the remedy.
       NotImplementedError: a setting that this version does not support.
     """
-    if not isinstance(model, Model | LayeredModel):
-        raise ValueError(
-            f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see "
-            "zerojax.from_flax"
-        )
-    if not isinstance(config, ZeroConfig):
-        raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
-    if isinstance(model, Model):
-        check_unlayered(config)
-    require_built(config)
-    if config.device_budget_bytes is not None and (isinstance(model, Model) or not streams(config)):
-        raise ValueError(
-            f"device_budget_bytes={config.device_budget_bytes} bounds the records that a streamed "
-            "step has in flight, but this step does not stream: leave it None, or move params, "
-            "grads, opt_state or activations of a LayeredModel off the device"
-        )
+    _check_arguments(model, config)
     mesh = own_mesh(mesh)
     if mesh.shape[TENSOR] == 1:  # nothing to split, and no reason to stream
         config = dataclasses.replace(config, partition_activations=False)
@@ -150,25 +135,45 @@ def assemble(
         sequence = SequenceParallelism()
         # The state is stored as the given model's. Only the step's computation is split
         # differently.
-        run = model
+        step_model = model
         if isinstance(model, LayeredModel) and config.sequence_parallel:
-            is_recomputed = not {*resolve_activations(config)} <= {
-                "everything",
-                "save",
-                "selective",
-            }
-            run = sequence_parallel(model, mesh, sequence, config.tensor_overlap, is_recomputed)
-        step = build_step(run, tx, records, build_gather(records.layout, gathered_early))
+            saves_values = {*resolve_activations(config)} <= {"everything", "save", "selective"}
+            step_model = sequence_parallel(
+                model, mesh, sequence, config.tensor_overlap, recomputed=not saves_values
+            )
+        step = build_step(step_model, tx, records, build_gather(records.layout, gathered_early))
     return Parts(tx, records, step, gathered_early, sequence)
+
+
+def _check_arguments(model: Model | LayeredModel, config: ZeroConfig) -> None:
+    """Raise ValueError or NotImplementedError for a model and a config that cannot be built."""
+    if not isinstance(model, Model | LayeredModel):
+        raise ValueError(
+            f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see "
+            "zerojax.from_flax"
+        )
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
+    if isinstance(model, Model):
+        check_unlayered(config)
+    require_built(config)
+    if config.device_budget_bytes is not None and (isinstance(model, Model) or not streams(config)):
+        raise ValueError(
+            f"device_budget_bytes={config.device_budget_bytes} bounds the records that a streamed "
+            "step has in flight, but this step does not stream: leave it None, or move params, "
+            "grads, opt_state or activations of a LayeredModel off the device"
+        )
 
 
 def _check_reductions(layout: Layout) -> None:
     """Raise ValueError if gradients cannot be reduced once a step, since `data` splits a leaf."""
-    if layout.reduces_once and (
-        names := [
-            a.name for a in layout.all_leaves if any(DATA in parse_axes(e) for e in a.spec.base)
-        ]
-    ):
+    if not layout.reduces_once:
+        return
+    names = []
+    for leaf in layout.all_leaves:
+        if any(DATA in parse_axes(entry) for entry in leaf.spec.base):
+            names.append(leaf.name)
+    if names:
         raise ValueError(
             "reduce_every='step' sums gradients over 'data' and 'fsdp', and 'data' splits "
             f"{', '.join(names)}: use reduce_every='microbatch', or split them over 'tensor'"

@@ -30,7 +30,7 @@ _NEVER = "is_never"  # `zerojax.state.ordering`
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
+class _Concatenation:
     """A concatenation whose operands are not all known."""
 
     values: tuple[Any, ...]
@@ -51,9 +51,10 @@ def order_calls(closed: jex.ClosedJaxpr) -> list[CallbackSite]:
     for site, layers in orders.items():
         site.order = layers
     for calls in {site.calls for site in orders}:
-        of_calls = [layers for site, layers in orders.items() if site.calls is calls]
-        calls.reserve(sum(len(layers or ()) for layers in of_calls))
-    if waiting := sorted({site.name for site, layers in orders.items() if layers is None}):
+        call_orders = [layers for site, layers in orders.items() if site.calls is calls]
+        calls.reserve(sum(len(layers or ()) for layers in call_orders))
+    waiting = sorted({site.name for site, layers in orders.items() if layers is None})
+    if waiting:
         logger.warning(
             "callbacks whose order depends on data wait for the device at each call: %s",
             ", ".join(waiting),
@@ -106,10 +107,8 @@ class IndexEvaluator:
             return _small(atom.val) if isinstance(atom, jex.Literal) else env.get(atom)
 
         for eqn, outs in self._slice(jaxpr, wanted).eqns:
-            for var, result in zip(
-                eqn.outvars, self._eqn(eqn, [value(v) for v in eqn.invars], outs), strict=True
-            ):
-                env[var] = result
+            results = self._eqn(eqn, [value(v) for v in eqn.invars], outs)
+            env.update(zip(eqn.outvars, results, strict=True))
         return [value(v) if i in wanted else None for i, v in enumerate(jaxpr.outvars)]
 
     # --- needed values ----------------------------------------------------------------------------
@@ -119,11 +118,8 @@ class IndexEvaluator:
         key = (id(jaxpr), wanted)
         if key not in self._slices:
             self._kept.append(jaxpr)
-            needed = {
-                v
-                for i, v in enumerate(jaxpr.outvars)
-                if i in wanted and not isinstance(v, jex.Literal)
-            }
+            results = [v for i, v in enumerate(jaxpr.outvars) if i in wanted]
+            needed = {v for v in results if not isinstance(v, jex.Literal)}
             eqns = []
             for eqn in reversed(jaxpr.eqns):
                 outs = frozenset(i for i, v in enumerate(eqn.outvars) if v in needed)
@@ -177,7 +173,8 @@ class IndexEvaluator:
             for branch in list_regions(eqn):
                 needed.update(branch.first + i for i in self._slice(branch.jaxpr, outs).inputs)
             return frozenset(needed)
-        if (inner := called(eqn)) is not None:
+        inner = called(eqn)
+        if inner is not None:
             return self._slice(inner[0], outs).inputs
         return frozenset(range(len(eqn.invars)))
 
@@ -200,7 +197,7 @@ class IndexEvaluator:
         name = eqn.primitive.name
         nothing = [None] * len(eqn.outvars)
         if name == "buffer_callback":
-            self._ask(eqn, ins[0])
+            self._record_call(eqn, ins[0])
             return nothing
         if name == "optimization_barrier":
             return ins
@@ -218,17 +215,19 @@ class IndexEvaluator:
             return self.run(branch.jaxpr, branch.consts, ins[1:], outs)
         if eqn.params.get("name") == _NEVER:
             return [np.zeros((), np.bool_)]
-        if (inner := called(eqn)) is not None:
-            if name == "shard_map":  # a split operand has different values on each device
-                ins = [
-                    None if any(axes is not None for axes in spec) else v
-                    for v, spec in zip(ins, eqn.params["in_specs"], strict=True)
-                ]
+        inner = called(eqn)
+        if inner is not None:
+            if name == "shard_map":
+                # A split operand has different values on each device.
+                ins = list(ins)
+                for i, spec in enumerate(eqn.params["in_specs"]):
+                    if any(axes is not None for axes in spec):
+                        ins[i] = None
                 self.run(*inner, ins, frozenset())
                 return nothing
             return self.run(*inner, ins, outs)
         if name == "concatenate" and not all(map(_is_known, ins)):
-            return [_Parts(tuple(ins))]
+            return [_Concatenation(tuple(ins))]
         rule = _RULES.get(name)
         if rule is None or not all(map(_is_known, ins)):
             for jaxpr in jex.jaxprs_in_params(eqn.params):
@@ -238,16 +237,16 @@ class IndexEvaluator:
             results = rule(eqn.params, *ins)
         return results if eqn.primitive.multiple_results else [np.asarray(results, _dtype(eqn))]
 
-    def _ask(self, eqn: jex.JaxprEqn, where: Any) -> None:
-        """Record the layer of a call, which is the second part of its operand."""
+    def _record_call(self, eqn: jex.JaxprEqn, operand: Any) -> None:
+        """Record the layer of a call, which is the second value of its first operand."""
         site = find_site(eqn.params["callback"])
         assert site is not None
         layers = self.layers.setdefault(site, [])
-        if isinstance(where, _Parts):
-            layer = where.values[1]
+        if isinstance(operand, _Concatenation):
+            layer = operand.values[1]
         else:
-            layer = None if where is None else where[1:2]
-        if layer is None or isinstance(layer, _Parts):
+            layer = None if operand is None else operand[1:2]
+        if layer is None or isinstance(layer, _Concatenation):
             self.layers[site] = None
         elif layers is not None:
             layers.append(int(layer[0]))
@@ -302,7 +301,7 @@ class IndexEvaluator:
 
 
 def _is_known(value: Any) -> bool:
-    return value is not None and not isinstance(value, _Parts)
+    return value is not None and not isinstance(value, _Concatenation)
 
 
 def _dtype(eqn: jex.JaxprEqn) -> Any:
@@ -316,21 +315,18 @@ def _small(value: Any) -> np.ndarray | None:
     if dtype is None:
         value = np.asarray(value)
         dtype = value.dtype
-    if (
-        not isinstance(dtype, np.dtype)
-        or dtype.kind not in "iub"
-        or math.prod(np.shape(value)) > _MOST_ENTRIES
-    ):
+    is_integer = isinstance(dtype, np.dtype) and dtype.kind in "iub"
+    if not is_integer or math.prod(np.shape(value)) > _MOST_ENTRIES:
         return None
     return np.asarray(value)
 
 
 def _dynamic_slice(params: Mapping[str, Any], array: np.ndarray, *starts: np.ndarray) -> np.ndarray:
-    sizes = params["slice_sizes"]
-    at = [
-        min(max(int(s), 0), n - size) for s, n, size in zip(starts, array.shape, sizes, strict=True)
-    ]
-    return array[tuple(slice(s, s + size) for s, size in zip(at, sizes, strict=True))]
+    slices = []
+    for dim, (start, size) in enumerate(zip(starts, params["slice_sizes"], strict=True)):
+        first = min(max(int(start), 0), array.shape[dim] - size)
+        slices.append(slice(first, first + size))
+    return array[tuple(slices)]
 
 
 def _slice(params: Mapping[str, Any], array: np.ndarray) -> np.ndarray:

@@ -91,15 +91,16 @@ class LoweredStep:
                     self.lowered, self.mesh, {**(self.options or {}), **(options or {})}
                 )
             with jax.set_mesh(self.mesh):
-                given: dict[str, Any] | None = dict(options) if options else None
-                compiled = self.lowered.compile(given)
+                plain_options: dict[str, Any] | None = dict(options) if options else None
+                compiled = self.lowered.compile(plain_options)
         except jax.errors.JaxRuntimeError as error:
-            if options and (wrong := _WRONG_OPTION.search(str(error))) is not None:
-                raise ValueError(
-                    f"compile({dict(options)}): XLA of jax {jax.__version__} says: {wrong[0]}; use "
-                    "the names of XLA_FLAGS that this version has, without dashes"
-                ) from error
-            raise
+            wrong = _WRONG_OPTION.search(str(error))
+            if not options or wrong is None:
+                raise
+            raise ValueError(
+                f"compile({dict(options)}): XLA of jax {jax.__version__} says: {wrong[0]}; use "
+                "the names of XLA_FLAGS that this version has, without dashes"
+            ) from error
         # `jax.jit` does not use executables that were compiled ahead of time, and would compile the
         # same program again.
         if self.step is not None and is_there(self.mesh):
@@ -113,20 +114,17 @@ def check_options(options: Any) -> None:
         return
     if not isinstance(options, Mapping):
         raise ValueError(f"compile takes XLA's options as a dict, by name, got {options!r}")
-    plain = (str, bool, int, float)
-    if wrong := {
-        name: value
-        for name, value in options.items()
-        if not (isinstance(name, str) and isinstance(value, plain))
-    }:
+    wrong = {}
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str | bool | int | float):
+            wrong[name] = value
+    if wrong:
         raise ValueError(
             f"XLA's options are text, numbers or booleans by name, and these are not: {wrong}"
         )
-    if dashed := [name for name in options if name.startswith("-")]:
-        raise ValueError(
-            "XLA's options are named without dashes: "
-            f"{', '.join(name.lstrip('-') for name in dashed)}"
-        )
+    dashed = [name.lstrip("-") for name in options if name.startswith("-")]
+    if dashed:
+        raise ValueError(f"XLA's options are named without dashes: {', '.join(dashed)}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -242,8 +240,10 @@ class StepCompiler:
                     return ActivationSpec(mesh).batch(len(a.shape))
                 return named(mesh, ())
 
-            at = jax.tree.map(sharding, jax.eval_shape(function, *args))
-            self._applies[key] = jax.jit(function, out_shardings=at, compiler_options=self.options)
+            shardings = jax.tree.map(sharding, jax.eval_shape(function, *args))
+            self._applies[key] = jax.jit(
+                function, out_shardings=shardings, compiler_options=self.options
+            )
         return self._applies[key]
 
     def _of_rows(self, function: Callable[..., Any], rows: Rows | None) -> Callable[..., Any]:
@@ -386,16 +386,17 @@ def with_learning_rates(step: Callable[..., Any], rates: LearningRates) -> Calla
     The step raises ValueError if a metric of its own has the name of a learning rate.
     """
 
-    def telling(state: TrainState, *args: Any) -> Any:
+    def with_rates(state: TrainState, *args: Any) -> Any:
         (after, scratch), metrics = step(state, *args)
-        if wrong := sorted(set(metrics) & set(rates.names)):
+        duplicates = sorted(set(metrics) & set(rates.names))
+        if duplicates:
             raise ValueError(
-                f"the loss returns metrics {wrong}, which are this optimizer's learning rates: "
-                "rename them"
+                f"the loss returns metrics {duplicates}, which are this optimizer's learning "
+                "rates: rename them"
             )
         return (after, scratch), metrics | rates(state.opt_state, after.opt_state)
 
-    return telling
+    return with_rates
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ order, and give the same numbers.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,11 +92,11 @@ class StateInit:
         if not self._by_records:
             self.jitted = jax.jit(_whole_init(model, tx, layout), out_shardings=layout.shardings)
             return
-        whole = explicit(named(layout.mesh, ()))
+        unsharded = explicit(named(layout.mesh, ()))
         self.jitted = jax.jit(
             _init_by_records(model, tx, records, update),
             donate_argnums=1,
-            in_shardings=(whole, [a.sharding for a in self._stacks()], whole),
+            in_shardings=(unsharded, [a.sharding for a in self._stacks()], unsharded),
             out_shardings=explicit(layout.shardings),
         )
 
@@ -215,9 +216,7 @@ def _init_by_records(
             # the weights of a Model are stored on the device
             assert isinstance(model, LayeredModel)
             trained = init_layered(
-                model,
-                key,
-                lambda path, tree: split_frozen(_below(layout.flags, path), tree)[0],
+                model, key, lambda path, tree: split_frozen(_below(layout.flags, path), tree)[0]
             )
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
@@ -247,9 +246,9 @@ def _below(tree: Tree, path: Sequence[str]) -> Any:
 
 def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
     """Return the stacks of layers and their leaves; empty for a Model."""
-    if isinstance(model, LayeredModel):
-        return list(zip(list_stacks(model), layout.stacks, strict=True))
-    return []
+    if not isinstance(model, LayeredModel):
+        return []
+    return list(zip(list_stacks(model), layout.stacks, strict=True))
 
 
 def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
@@ -267,13 +266,11 @@ def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[
 
 def _by_index(layout: Layout, indices: Sequence[int], params: Params) -> dict[int, Array]:
     """Return the leaves of a part of the model by index, in float32; frozen ones in their dtype."""
-    dtypes = [
-        layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices
-    ]
-    leaves = [
-        jnp.asarray(a, dtype) for a, dtype in zip(jax.tree.leaves(params), dtypes, strict=True)
-    ]
-    return dict(zip(indices, leaves, strict=True))
+    weights = dict[int, Array]()
+    for i, a in zip(indices, jax.tree.leaves(params), strict=True):
+        leaf = layout.all_leaves[i]
+        weights[i] = jnp.asarray(a, leaf.dtype if leaf.frozen else jnp.float32)
+    return weights
 
 
 def _fill_unstacked(
@@ -296,7 +293,7 @@ def _fill_unstacked(
 
 def _fill_blocks(
     stack: StackModel,
-    of_stack: StackLeaves,
+    stack_leaves: StackLeaves,
     update: RecordUpdate,
     states: FlatState,
     keys: Array,
@@ -310,33 +307,30 @@ def _fill_blocks(
     records = update.records
 
     def put(
-        states: FlatState, leaf_ids: Sequence[int], index: Index, values: list[Array]
+        states: FlatState, leaf_ids: Sequence[int], index: Index, weights: Mapping[int, Array]
     ) -> FlatState:
-        return records.write_layer(
-            states, leaf_ids, index, values, update.first_states(leaf_ids, values)
-        )
+        """Store weights as masters and parameters, and their optimizer states."""
+        values = [
+            jax.lax.with_sharding_constraint(weights[i], records.grads[i].sharding)
+            for i in leaf_ids
+        ]
+        first_states = update.first_states(leaf_ids, values)
+        return records.write_layer(states, leaf_ids, index, values, first_states)
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(layer: Array, states: FlatState) -> FlatState:
             key = keys[stack.first + layer]
-            leaves = _block_leaves(stack, of_stack, records.layout, key)
-            values = [
-                jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding)
-                for i in of_stack.blocks
-            ]
-            states = put(states, of_stack.blocks, OnDevice(layer) if on_device else layer, values)
-            for group in of_stack.groups:
+            leaves = _block_leaves(stack, stack_leaves, records.layout, key)
+            states = put(
+                states, stack_leaves.blocks, OnDevice(layer) if on_device else layer, leaves
+            )
+            for group in stack_leaves.groups:
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, k, group.num_tiles)
                     values = _tile_values(
-                        stack, of_stack, records, leaves, key, index, group.leaves
+                        stack, stack_leaves, records, leaves, key, index, group.leaves
                     )
-                    pairs = zip(group.leaves, values, strict=True)
-                    values = [
-                        jax.lax.with_sharding_constraint(v, records.grads[i].sharding)
-                        for i, v in pairs
-                    ]
                     return put(states, group.leaves, index, values)
 
                 # A loop inside the layers' loop, so that one tile at a time is made and written.
@@ -346,37 +340,34 @@ def _fill_blocks(
         return tick
 
     # Two loops, because a layer whose state stays on the device has an index of a different type.
-    on_device = of_stack.device_layers
+    on_device = stack_leaves.device_layers
     if on_device:
         states = run_loop(0, on_device, body(True), states, records.mesh)
-    return run_loop(on_device, of_stack.num_layers, body(False), states, records.mesh)
+    return run_loop(on_device, stack_leaves.num_layers, body(False), states, records.mesh)
 
 
 def _block_leaves(
-    stack: StackModel, of_stack: StackLeaves, layout: Layout, key: Array
+    stack: StackModel, stack_leaves: StackLeaves, layout: Layout, key: Array
 ) -> dict[int, Array]:
     """Return the leaves of one layer of a stack by index."""
-    return _by_index(
-        layout,
-        of_stack.in_tree,
-        layout.encode(stack.model.init_block(key), *block_path(stack.name)),
-    )
+    params = layout.encode(stack.model.init_block(key), *block_path(stack.name))
+    return _by_index(layout, stack_leaves.in_tree, params)
 
 
 def _tile_values(
     stack: StackModel,
-    of_stack: StackLeaves,
+    stack_leaves: StackLeaves,
     records: StateRecords,
     leaves: Mapping[int, Array],
     key: Array,
     index: Tile,
     leaf_ids: Sequence[int],
-) -> list[Array]:
-    """Return a tile of some leaves.
+) -> dict[int, Array]:
+    """Return a tile of some leaves, by the leaves' indices.
 
     Args:
       stack: stack of layers.
-      of_stack: leaves of the stack.
+      stack_leaves: leaves of the stack.
       records: how the state is stored.
       leaves: leaves of the full layer, by index.
       key: random key of the layer.
@@ -387,8 +378,11 @@ def _tile_values(
     # Tied to the tile: otherwise the layer does not depend on the loop, and XLA makes all of it
     # before the loop.
     key = key if on_cpu else jax.lax.optimization_barrier((key, index.tile))[0]
-    whole = leaves if on_cpu else _block_leaves(stack, of_stack, records.layout, key)
-    return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in leaf_ids]
+    if not on_cpu:
+        leaves = _block_leaves(stack, stack_leaves, records.layout, key)
+    return {
+        i: jax.lax.dynamic_index_in_dim(leaves[i], index.tile, keepdims=False) for i in leaf_ids
+    }
 
 
 def _fill_frozen(
@@ -423,36 +417,57 @@ def _fill_frozen(
         else:
             rooms[i] = store(0, rooms[i])
 
+    for stack, stack_leaves in _stacks(model, layout):
+        leaf_ids = list(itertools.chain(*stack_leaves.frozen_parts))
+        if leaf_ids:
+            stack_rooms = {i: rooms[i] for i in leaf_ids}
+            rooms |= _fill_frozen_blocks(stack, stack_leaves, records, stack_rooms, keys)
+    return list(rooms.values())
+
+
+def _fill_frozen_blocks(
+    stack: StackModel,
+    stack_leaves: StackLeaves,
+    records: StateRecords,
+    rooms: dict[int, Any],
+    keys: Array,
+) -> dict[int, Any]:
+    """Store the frozen leaves of a stack, layer by layer and tile by tile.
+
+    Args:
+      stack: stack of layers.
+      stack_leaves: leaves of the stack.
+      records: how the leaves are stored.
+      rooms: empty arrays for the stack's frozen leaves, by index.
+      keys: random keys of all layers.
+    """
+
     def write(
-        rooms: dict[int, Any], leaf_ids: Sequence[int], index: Index, values: Sequence[Array]
+        rooms: dict[int, Any], leaf_ids: Sequence[int], index: Index, weights: Mapping[int, Array]
     ) -> dict[int, Any]:
         stacks = write_layer(
-            [records.weight(i) for i in leaf_ids], pick(rooms, leaf_ids), index, values
+            [records.weight(i) for i in leaf_ids],
+            pick(rooms, leaf_ids),
+            index,
+            pick(weights, leaf_ids),
         )
         return rooms | dict(zip(leaf_ids, stacks, strict=True))
 
-    def tick(
-        layer: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves
-    ) -> dict[int, Any]:
+    def tick(layer: Array, rooms: dict[int, Any]) -> dict[int, Any]:
         key = keys[stack.first + layer]
-        leaves = _block_leaves(stack, of_stack, layout, key)
-        rooms = write(rooms, of_stack.frozen_blocks, layer, pick(leaves, of_stack.frozen_blocks))
-        for group in of_stack.groups:
+        leaves = _block_leaves(stack, stack_leaves, records.layout, key)
+        rooms = write(rooms, stack_leaves.frozen_blocks, layer, leaves)
+        for group in stack_leaves.groups:
 
             def tile(k: Array, rooms: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
                 index = Tile(layer, k, group.num_tiles)
-                values = _tile_values(stack, of_stack, records, leaves, key, index, group.frozen)
+                values = _tile_values(
+                    stack, stack_leaves, records, leaves, key, index, group.frozen
+                )
                 return write(rooms, group.frozen, index, values)
 
             if group.frozen:
                 rooms = run_loop(0, group.num_tiles, tile, rooms, records.mesh)
         return rooms
 
-    for stack, of_stack in _stacks(model, layout):
-        frozen_leaves = [i for leaf_ids in of_stack.frozen_parts for i in leaf_ids]
-        body = functools.partial(tick, stack=stack, of_stack=of_stack)
-        if frozen_leaves:
-            rooms |= run_loop(
-                0, of_stack.num_layers, body, {i: rooms[i] for i in frozen_leaves}, records.mesh
-            )
-    return list(rooms.values())
+    return run_loop(0, stack_leaves.num_layers, tick, rooms, records.mesh)

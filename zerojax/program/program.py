@@ -304,14 +304,14 @@ class Program:
             # A streamed step's loops of unknown trip count run once.
             return host_traffic(text, read_thunks(folder, module_name(text)), unknown_trips=1)
 
-    def _check_given(self, batch: Batch) -> None:
+    def _check_by_model(self, batch: Batch) -> None:
         """Raise ValueError for a batch that the model itself refuses."""
         if self.model.check_batch is not None:
             self.model.check_batch(batch)
 
     def _check_shapes(self, batch: Batch) -> None:
         """Raise ValueError for a batch that the model refuses, or that does not divide."""
-        self._check_given(batch)
+        self._check_by_model(batch)
         check_batch(batch, self.mesh, self.config.num_microbatches)
 
     @without_mesh
@@ -378,10 +378,8 @@ class Program:
         with working("init"), self.calling(), jax.set_mesh(self.mesh):
             arguments = self._init.arguments(key, self._runner.open())
             if self.calls is not None:
-                self.calls.agree(
-                    "init, traced",
-                    {"parameters": trace_lines(self._init.jitted.trace(*arguments).jaxpr)},
-                )
+                traced = self._init.jitted.trace(*arguments)
+                self.calls.agree("init, traced", {"parameters": trace_lines(traced.jaxpr)})
             return self._runner.run("init", self._init.jitted, *arguments)
 
     def _note(self, call: str, batch: Batch) -> bool:
@@ -397,7 +395,7 @@ class Program:
             return False
         return self.calls.note(call, batch_key(batch), lambda: batch_lines(batch))
 
-    def _tell_numbers(self, lines: Sequence[str]) -> None:
+    def _state_numbers(self, lines: Sequence[str]) -> None:
         """State the numbers that this process put into a state.
 
         If another process put in different numbers, the weights would differ.
@@ -408,10 +406,8 @@ class Program:
     def _compare_step(self, compiled: CompiledStep, args: Sequence[Any]) -> None:
         """Compare the traced step with the other processes'; its loss contains constants too."""
         if self.calls is not None:
-            self.calls.agree(
-                "step, traced",
-                {"program": trace_lines(compiled.step.trace(*as_arguments(args)).jaxpr)},
-            )
+            traced = compiled.step.trace(*as_arguments(args))
+            self.calls.agree("step, traced", {"program": trace_lines(traced.jaxpr)})
 
     def calling(self) -> AbstractContextManager[None]:
         """Return a context in which to run programs over the state.
@@ -447,11 +443,11 @@ class Program:
         return self._stepped(state, batch)
 
     def _stepped(
-        self, state: TrainState, batch: Batch, addresses_of: HostAddresses | None = None
+        self, state: TrainState, batch: Batch, host_addresses: HostAddresses | None = None
     ) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
-        If given, `addresses_of` reads the addresses of the arrays in host memory before and after
+        If given, `host_addresses` reads the addresses of the arrays in host memory before and after
         the step.
         """
         check_is_there(state)
@@ -459,7 +455,7 @@ class Program:
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
             # Checked once more: another thread may have donated the state in the meantime.
-            state = self.check_state(state, self._tell_numbers)
+            state = self.check_state(state, self._state_numbers)
             # Before the moves: they follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
@@ -471,19 +467,19 @@ class Program:
                     self._compiler.order(compiled.step, as_arguments(args))
                     compiled.is_ordered = True
                 addresses = self._runner.begin_step(state, self._moves, compiled.written)
-                if addresses_of is not None:
-                    addresses_of.read_before((state, scratch))
+                if host_addresses is not None:
+                    host_addresses.read_before((state, scratch))
                 results = self._runner.call(compiled.run, *args)
             compiled.has_run = True
             del args  # some of them were donated
             (state, scratch), metrics = self._runner.finished(results)
-            if addresses_of is not None:
-                addresses_of.read_after((state, scratch))
+            if host_addresses is not None:
+                host_addresses.read_after((state, scratch))
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)
-            state, of_disk = self._runner.end_step(state, addresses)
+            state, disk_metrics = self._runner.end_step(state, addresses)
             self.warnings.add_step(metrics)
-            return state, metrics | of_disk
+            return state, metrics | disk_metrics
 
     @without_mesh
     def self_test(self, state: TrainState, batch: Batch) -> tuple[TrainState, SelfTest]:
@@ -511,7 +507,7 @@ class Program:
         lowered = self.lower(batch)
         addresses = HostAddresses()
         assert lowered.step is not None
-        usual = lowered.step.run
+        unverified = lowered.step.run
         try:
             # the next step of this shape runs the result
             lowered.compile({VERIFY_OFFSETS: True} if verifies else None)
@@ -521,7 +517,7 @@ class Program:
                 raise
             raise wrong_offset(error) from error
         finally:
-            lowered.step.run = usual
+            lowered.step.run = unverified
         addresses.check()
         return state, SelfTest(
             metrics=metrics,
@@ -636,7 +632,7 @@ class Program:
 
     def _any_batch(self, call: str, state: TrainState, batch: Batch) -> tuple[Any, Rows | None]:
         check_is_there(state)
-        self._check_given(batch)
+        self._check_by_model(batch)
         self._note(call, batch)
         return place_any_batch(batch, self.mesh)
 
@@ -718,7 +714,7 @@ class Program:
           ValueError: the batch does not divide, the model refuses it, or a leaf is not an array of
             numbers.
         """
-        self._check_given(batch)
+        self._check_by_model(batch)
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
         return place_batch(batch, self.mesh, count)
 

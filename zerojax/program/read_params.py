@@ -150,9 +150,15 @@ class ParamReader:
     def _end(self, state: TrainState, index: int, ema: bool) -> jax.Array:
         """Return an unstacked parameter, or its average."""
         check_is_there(state)
-        if index >= (first_frozen := len(self.layout.leaves)):
+        first_frozen = len(self.layout.leaves)
+        if index >= first_frozen:
             return self._frozen_end(state, index, index - first_frozen)
-        tree, place = (state.opt_state, self._averages[index]) if ema else (masters(state), index)
+        if ema:
+            tree = state.opt_state
+            place = self._averages[index]
+        else:
+            tree = masters(state)
+            place = index
         leaf = jax.tree.leaves(tree, is_leaf=is_stored)[place]
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
@@ -161,12 +167,15 @@ class ParamReader:
             specs = self.records.opt_records((index,))
             stacks = self.records.opt_states(states, (index,))
             mirrors = self.layout.opt_map.list_state_leaves((index,))
-            at = len(specs) - len(mirrors) + mirrors.index(place)
+            position = len(specs) - len(mirrors) + mirrors.index(place)
         else:
-            (specs, stacks), at = self.records.weight_record(states, index), 0
+            specs, stacks = self.records.weight_record(states, index)
+            position = 0
         # Compiled once per leaf: its records on disk are part of the program.
         if (index, ema) not in self._unstacked:
-            self._unstacked[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
+            self._unstacked[index, ema] = jax.jit(
+                lambda stacks: load_leaves(specs, stacks)[position]
+            )
         return self._read(self._unstacked[index, ema], stacks)
 
     def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
@@ -195,37 +204,31 @@ class ParamReader:
         ) -> list[jax.Array]:
             frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
             stacks = [frozen[i - len(layout.leaves)] for i in leaf_ids]
-            return [
-                _widened(a)
-                for a in read_layer([records.weight(i) for i in leaf_ids], stacks, index)
-            ]
+            specs = [records.weight(i) for i in leaf_ids]
+            return [_widened(a) for a in read_layer(specs, stacks, index)]
 
         def read(
             state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int
         ) -> Any:
             states = records.flat(state)
             stack = layout.stacks[number]
-            whole = OnDevice(layer) if on_device else layer
-            leaves = dict(
-                zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True)
-            )
-            leaves |= zip(
-                stack.frozen_blocks, read_frozen(state, stack.frozen_blocks, layer), strict=True
-            )
+            index = OnDevice(layer) if on_device else layer
+            trained = self._read_record(states, stack.blocks, index, ema)
+            frozen = read_frozen(state, stack.frozen_blocks, layer)
+            leaves = dict(zip(stack.blocks, trained, strict=True))
+            leaves |= zip(stack.frozen_blocks, frozen, strict=True)
             for group in stack.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
                     index = Tile(layer, k, group.num_tiles)
+                    trained = []
                     if group.leaves:
                         trained = self._read_record(states, group.leaves, index, ema)
-                    else:
-                        trained = []
                     return trained + read_frozen(state, group.frozen, index)
 
                 # The full layer is needed here, so its tiles are stacked again.
-                leaves |= zip(
-                    group.weights, jax.lax.map(tile, jnp.arange(group.num_tiles)), strict=True
-                )
+                tiles = jax.lax.map(tile, jnp.arange(group.num_tiles))
+                leaves |= zip(group.weights, tiles, strict=True)
             decode = lambda leaf: _widened(self._decode(leaf)) if is_encoded(leaf) else leaf  # noqa: E731
             tree = jax.tree.unflatten(
                 layout.block_tree(stack.name), [leaves[i] for i in stack.in_tree]
@@ -260,15 +263,16 @@ class ParamReader:
 
             # Copies, even if nothing is cast: the averages are not donated to a step, and may be
             # kept.
-            def copies(leaves):
+            def copy(leaves: list[jax.Array]) -> list[jax.Array]:
                 return [jnp.array(a, dtype) for a, dtype in zip(leaves, dtypes, strict=True)]
 
-            return jax.jit(copies, out_shardings=[shardings[i] for i in indices])
+            return jax.jit(copy, out_shardings=[shardings[i] for i in indices])
 
         with jax.set_mesh(layout.mesh):
             if not layout.updates_by_record:
-                opt = jax.tree.leaves(state.opt_state)
-                return jax.tree.unflatten(tree, cast(range(len(places)))([opt[j] for j in places]))
+                opt_leaves = jax.tree.leaves(state.opt_state)
+                averages = cast(range(len(places)))([opt_leaves[j] for j in places])
+                return jax.tree.unflatten(tree, averages)
             params: list[Any] = [None] * len(places)
             for i in layout.unstacked:
                 (params[i],) = cast([i])([self._end(state, i, ema=True)])
@@ -281,17 +285,14 @@ class ParamReader:
         layout = self.layout
         leaves = jax.tree.leaves(layout.abstract_state.params)
         stacks = _empty([leaves[i] for i in layout.stacked])
-        layers = [
-            (n, stack, layer)
-            for n, stack in enumerate(layout.stacks)
-            for layer in range(stack.num_layers)
-        ]
-        for number, stack, layer in layers:
-            args = (state, stacks, jnp.int32(layer), layer < stack.device_layers, number)
-            with self._runner.calling():
-                check_is_there(state)
-                stacks = self._runner.run("read", self._put_layer, *args, reads=state)
-            jax.block_until_ready(stacks)  # one layer's float32 averages on the device at a time
+        for number, stack in enumerate(layout.stacks):
+            for layer in range(stack.num_layers):
+                args = (state, stacks, jnp.int32(layer), layer < stack.device_layers, number)
+                with self._runner.calling():
+                    check_is_there(state)
+                    stacks = self._runner.run("read", self._put_layer, *args, reads=state)
+                # One layer's float32 averages on the device at a time.
+                jax.block_until_ready(stacks)
         return stacks
 
     @cached_property

@@ -26,7 +26,7 @@ VERIFY_OFFSETS = "xla_gpu_experimental_dynamic_slice_fusion_verify_offsets"
 It has this name in jaxlib 0.11.
 """
 _HOST = ("pinned_host", "unpinned_host")
-_TOLD = 5
+_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +49,13 @@ class SelfTest:
 
     def __str__(self) -> str:
         """Return the checks that were made, one per line."""
+        offsets = "not compared: not supported by this device or jaxlib"
         if self.offsets_verified:
             offsets = "compared by XLA, slice by slice"
-        else:
-            offsets = "not compared: not supported by this device or jaxlib"
-        return "\n".join(
-            [
-                f"offsets in host memory: {offsets}",
-                f"donated host memory: {self.num_host_arrays} arrays of {self.host_bytes:,} bytes "
-                "were updated in place",
-            ]
+        return (
+            f"offsets in host memory: {offsets}\n"
+            f"donated host memory: {self.num_host_arrays} arrays of {self.host_bytes:,} bytes "
+            "were updated in place"
         )
 
 
@@ -85,11 +82,12 @@ class HostAddresses:
     @property
     def moved(self) -> list[str]:
         """Names of the arrays that came back in other memory."""
-        return [
-            name
-            for name, (_, places) in self.before.items()
-            if self.after.get(name, (0, []))[1] != places
-        ]
+        moved = []
+        for name, (_, addresses) in self.before.items():
+            _, addresses_after = self.after.get(name, (0, []))
+            if addresses_after != addresses:
+                moved.append(name)
+        return moved
 
     @property
     def num_bytes(self) -> int:
@@ -98,31 +96,30 @@ class HostAddresses:
 
     def check(self) -> None:
         """Raise RuntimeError if an array came back in other memory than it was given in."""
-        if not (moved := self.moved):
+        moved = self.moved
+        if not moved:
             return
         size = sum(self.before[name][0] for name in moved)
-        told = ", ".join(moved[:_TOLD]) + (
-            f" and {len(moved) - _TOLD} more" if len(moved) > _TOLD else ""
-        )
+        names = ", ".join(moved[:_SHOWN])
+        if len(moved) > _SHOWN:
+            names += f" and {len(moved) - _SHOWN} more"
         raise RuntimeError(
             f"{len(moved)} of {len(self.before)} donated arrays in host memory came back "
-            f"elsewhere: {told}. XLA of jax {jax.__version__} copied them, so a step needs "
+            f"elsewhere: {names}. XLA of jax {jax.__version__} copied them, so a step needs "
             f"{size:,} bytes more host memory than program.memory reports"
         )
 
 
 def _addresses(tree: Tree) -> dict[str, tuple[int, list[int]]]:
     """Return the bytes and shard addresses of each array in host memory, by its path in a tree."""
-    found = {}
+    addresses = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind in _HOST:
             shards = [shard.data for shard in leaf.addressable_shards]
             size = sum(shard.nbytes for shard in shards)
-            found[jax.tree_util.keystr(path)] = (
-                size,
-                [shard.unsafe_buffer_pointer() for shard in shards],
-            )
-    return found
+            pointers = [shard.unsafe_buffer_pointer() for shard in shards]
+            addresses[jax.tree_util.keystr(path)] = (size, pointers)
+    return addresses
 
 
 def verifies_offsets(mesh: jax.sharding.Mesh) -> bool:

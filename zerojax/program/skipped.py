@@ -57,20 +57,20 @@ class SkippedSteps:
             self._has_fault = False
             return None
         self._count += 1
-        found = found_faults(metrics)
-        is_new = bool(found) and not self._has_fault
-        self._has_fault = self._has_fault or bool(found)
+        faults = found_faults(metrics)
+        is_new = bool(faults) and not self._has_fault
+        self._has_fault = self._has_fault or bool(faults)
         if self._count == self._most:
-            return self._advice(metrics, found)
-        if is_new:
-            return f"a step was skipped, and its state is unchanged: {worded(found)}"
-        return None
+            return self._advice(metrics, faults)
+        if not is_new:
+            return None
+        return f"a step was skipped, and its state is unchanged: {worded(faults)}"
 
-    def _advice(self, metrics: Mapping[str, Any], found: Mapping[str, float]) -> str:
+    def _advice(self, metrics: Mapping[str, Any], faults: Mapping[str, float]) -> str:
         loss = float(metrics.get("loss", 0))
-        cause = worded(found) if found else f"their gradients were not finite (loss {loss:.4g})"
+        cause = worded(faults) if faults else f"their gradients were not finite (loss {loss:.4g})"
         looks = [
-            "the batches" if found else "the data",
+            "the batches" if faults else "the data",
             "the learning rate, which may have let weights grow without bound before",
             "the base weights: program.eval(state, batch) is not finite if one of them is not",
         ]
@@ -90,20 +90,20 @@ class SkippedSteps:
 
 def found_faults(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the faults of a batch, by the names of their metrics."""
-    faults, _ = split_faults(metrics)
-    found = dict[str, float]()
-    for name, value in faults.items():
+    checks, _ = split_faults(metrics)
+    faults = dict[str, float]()
+    for name, value in checks.items():
         # Most faults are one number. For a tree of arrays, the largest value counts.
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(value))]
         largest = max((float(abs(leaf).max()) for leaf in leaves), default=0.0)
         if largest != 0:
-            found[name] = largest
-    return found
+            faults[name] = largest
+    return faults
 
 
-def worded(found: Mapping[str, float]) -> str:
+def worded(faults: Mapping[str, float]) -> str:
     """Return the faults of a batch in words."""
-    return "its batch has " + ", ".join(f"{name} = {value:.4g}" for name, value in found.items())
+    return "its batch has " + ", ".join(f"{name} = {value:.4g}" for name, value in faults.items())
 
 
 class SkipWarnings:
@@ -138,12 +138,14 @@ class SkipWarnings:
         while self._steps and (waits or self._steps[0]["grads_finite"].is_ready()):
             # a failed step raises the error from its own results
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                if (said := self._skipped.add(self._steps.popleft())) is not None:
-                    logger.warning("%s", said)
+                message = self._skipped.add(self._steps.popleft())
+                if message is not None:
+                    logger.warning("%s", message)
         while self._evaluations and (waits or _is_ready(self._evaluations[0])):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                if found := found_faults(self._evaluations.popleft()):
-                    logger.warning("an evaluated loss is NaN: %s", worded(found))
+                faults = found_faults(self._evaluations.popleft())
+                if faults:
+                    logger.warning("an evaluated loss is NaN: %s", worded(faults))
 
 
 def _is_ready(values: Any) -> bool:

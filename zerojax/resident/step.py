@@ -65,7 +65,7 @@ from zerojax.state import (
     with_loss_scale,
     with_model_state,
 )
-from zerojax.trees import Batch, ModelState, Params
+from zerojax.trees import Batch, Grads, ModelState, Params
 
 Array = jax.Array
 
@@ -110,15 +110,13 @@ class ResidentStep:
             # `build_grads` returns means, so the kernels have nothing to divide by.
             self.host = HostUpdate(update, stashes=False, summed=1)
         self.objective = plain_objective(model, layout)
+        self._stored_objective = self.objective
         if layout.encodings:
             self._stored_objective = stored_objective(model, layout)
-        else:
-            self._stored_objective = self.objective
         layers = layout.stack_layers or {"": 1}  # a Model counts as one layer
+        stream = ""
         if layout.stack_layers:
             stream = str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel))
-        else:
-            stream = ""
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
         schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
         self.stacks = {
@@ -127,11 +125,11 @@ class ResidentStep:
         last = list(schedules)[-1]
         pieces = {} if update is None else update.num_pieces()
         leaves = None if update is None else steps_of_leaves(records, pieces).unstacked["unstacked"]
-        told = (
-            dataclasses.replace(p, leaves=leaves if p.name == "update" else None)
-            for p in schedules[last].phases
+        phases = tuple(
+            dataclasses.replace(phase, leaves=leaves if phase.name == "update" else None)
+            for phase in schedules[last].phases
         )
-        schedules[last] = dataclasses.replace(schedules[last], phases=tuple(told))
+        schedules[last] = dataclasses.replace(schedules[last], phases=phases)
         self.schedule = stacked_schedule(schedules)
 
     def step(
@@ -268,10 +266,10 @@ def plain_objective(
     def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
         # A scan's body is compiled separately from its derivative's body, so CSE has nothing to
         # merge, and no barrier is needed.
-        kept = modes.get(stack, mode)
-        if kept == "everything":
+        stack_mode = modes.get(stack, mode)
+        if stack_mode == "everything":
             return function
-        if kept == "remat":
+        if stack_mode == "remat":
             return jax.checkpoint(function, prevent_cse=False)
         if as_stored:
             leaves = [layout.all_leaves[i] for i in stacks[stack]]
@@ -308,9 +306,8 @@ def stored_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
     Some of the parameters may be stored in 8 or 4 bits; they are decoded where they are used.
     """
     if isinstance(model, LayeredModel):
-        return plain_objective(
-            layout.decoding(model), layout, as_stored=True
-        )  # each layer decodes its own
+        # Each layer decodes its own parameters.
+        return plain_objective(layout.decoding(model), layout, as_stored=True)
     objective = plain_objective(model, layout)
     # Decoding stays outside of rematerialised regions: a region takes postponed weights as it takes
     # shards.
@@ -328,32 +325,74 @@ class Gradients(NamedTuple):
     """
 
     loss: Array
-    grads: Any
+    grads: Grads
     metrics: Metrics
-    model_state: Any
+    model_state: ModelState
 
 
 def build_grads(
     model: Model | LayeredModel, layout: Layout, objective: Objective
 ) -> Callable[[TrainState, Any], Gradients]:
     """Return `grads(state, batch)`, which computes a step's `Gradients`."""
-    stage = STAGES[layout.config.stage]
-    grads_at = layout.param_shardings(stage.opt_state)
-    count = layout.config.num_microbatches
+    return _StepGrads(model, layout, objective)
 
-    def derivative(scale: Array, data: Any, params: Params) -> tuple[Any, tuple[Any, ...]]:
-        """Return the gradients of scale * loss, and a tuple of further results.
+
+class _StepGrads:
+    """The function that computes a step's `Gradients`: all its microbatches, without an update."""
+
+    def __init__(self, model: Model | LayeredModel, layout: Layout, objective: Objective) -> None:
+        self.layout = layout
+        self.objective = objective
+        self.is_stochastic = model.stochastic
+        self.count = layout.config.num_microbatches
+        self.update_shardings = layout.param_shardings(STAGES[layout.config.stage].opt_state)
+        derive = self._derivative
+        if layout.reduces_in_float32:
+            derive = float32_grads(derive, layout.platform)
+        if layout.reduces_once:
+            derive = unreduced_grads(derive, layout.mesh)
+        self._derive = derive
+        # Sums over microbatches are on the update's shards, or each device holds its own.
+        self.sum_shardings = self.update_shardings
+        if layout.reduces_once:
+            self.sum_shardings = jax.tree.map(
+                lambda sharding: unreduced_sharding(layout.mesh, sharding.spec),
+                layout.param_shardings(False),
+            )
+
+    def __call__(self, state: TrainState, batch: Batch) -> Gradients:
+        """Return the gradients of one step."""
+        # The key depends only on (key, step): a restored run draws the same masks as the original
+        # run.
+        key = jax.random.fold_in(state.key, state.step) if self.is_stochastic else None
+        if self.count > 1:
+            return self._accumulated(state, batch, key)
+        result = self._microbatch_grads(state, state.model_state, batch, key)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), result.grads)
+        return result._replace(grads=grads)
+
+    def _derivative(self, scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the gradients of scale * loss of one microbatch, and a tuple of further results.
 
         The tuple holds the state that its gradient replaces, the loss, the metrics, and the model
         state after it.
+
+        Args:
+          scale: f32[], loss scale.
+          data: (batch, key, model state that is not overwritten, weight of the full loss).
+          params: (trainable parameters, frozen ones, state that its gradient replaces).
         """
-        batch, key, rest, whole = data
+        batch, key, model_state, total_weight = data
         trained, frozen, overwritten = params
 
-        def loss(trained: Any, overwritten: Any) -> tuple[Array, tuple[Array, Metrics, Any]]:
-            before = rest if overwritten is None else {**rest, OVERWRITTEN: overwritten}
-            terms, after = objective(join_frozen(trained, frozen), batch, key, before)
-            value = terms.value(whole, count)
+        def loss(
+            trained: Params, overwritten: ModelState
+        ) -> tuple[Array, tuple[Array, Metrics, ModelState]]:
+            before = model_state
+            if overwritten is not None:
+                before = {**model_state, OVERWRITTEN: overwritten}
+            terms, after = self.objective(join_frozen(trained, frozen), batch, key, before)
+            value = terms.value(total_weight, self.count)
             return value, (value, terms.metrics, after)
 
         value, pullback, aux = jax.vjp(loss, trained, overwritten, has_aux=True)
@@ -361,69 +400,64 @@ def build_grads(
         grads, replaced = pullback(scale.astype(value.dtype))
         return grads, (replaced, *aux)
 
-    derive = float32_grads(derivative, layout.platform) if layout.reduces_in_float32 else derivative
-    derive = unreduced_grads(derive, layout.mesh) if layout.reduces_once else derive
-    # Sums over microbatches are on the update's shards, or each device holds its own.
-    whole_at = layout.param_shardings(False)
-    if layout.reduces_once:
-        own_at = jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at)
-    else:
-        own_at = None
-    sums_at = own_at if layout.reduces_once else grads_at
-
-    def of_microbatch(
+    def _microbatch_grads(
+        self,
         state: TrainState,
         model_state: ModelState,
         batch: Batch,
-        key: Any,
-        whole: Array | None = None,
+        key: Array | None,
+        total_weight: Array | None = None,
     ) -> Gradients:
+        """Return the loss and the gradients of one microbatch.
+
+        Args:
+          state: the state before the step.
+          model_state: the model's state after the previous microbatch.
+          batch: the microbatch.
+          key: its random key, or None.
+          total_weight: weight of the loss over all microbatches, or None if the loss is a mean.
+        """
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
-        overwritten, rest = _overwritten(model_state)
-        data = (batch, key, rest, whole)
+        overwritten, remaining = _overwritten(model_state)
+        data = (batch, key, remaining, total_weight)
         params = (state.params, state.frozen, overwritten)
-        grads, (replaced, value, metrics, after) = derive(scale, data, params)
-        after = after if replaced is None else {**after, OVERWRITTEN: replaced}
+        grads, (replaced, value, metrics, after) = self._derive(scale, data, params)
+        if replaced is not None:
+            after = {**after, OVERWRITTEN: replaced}
         # Constrained to the update's shards so that XLA can use reduce_scatter and keeps no
         # unsharded gradients.
-        return Gradients(value, jax.lax.with_sharding_constraint(grads, sums_at), metrics, after)
+        grads = jax.lax.with_sharding_constraint(grads, self.sum_shardings)
+        return Gradients(value, grads, metrics, after)
 
-    def grads(state: TrainState, batch: Batch) -> Gradients:
-        # The key depends only on (key, step): a restored run draws the same masks as the original
-        # run.
-        key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
-        if count > 1:
-            return accumulated(state, batch, key)
-        one = of_microbatch(state, state.model_state, batch, key)
-        return one._replace(grads=jax.tree.map(lambda g: g.astype(jnp.float32), one.grads))
+    def _inputs(
+        self, microbatch: tuple[Batch, Array], key: Array | None
+    ) -> tuple[Batch, Array | None]:
+        """Return a numbered microbatch, constrained to its sharding, and its random key."""
+        batch, number = microbatch
+        batch = ActivationSpec(self.layout.mesh).constrain(batch)
+        # The streamed step folds in the same numbers, so both draw the same masks.
+        return batch, None if key is None else jax.random.fold_in(key, number)
 
-    def accumulated(state: TrainState, batch: Batch, key: Any) -> Gradients:
-        pieces = (split_microbatches(batch, count), jnp.arange(count))
-
-        def inputs(piece: tuple[Any, Array]) -> tuple[Any, Any]:
-            microbatch, index = piece
-            # The streamed step folds in the same numbers, so both draw the same masks.
-            return ActivationSpec(layout.mesh).constrain(
-                microbatch
-            ), None if key is None else jax.random.fold_in(key, index)
-
+    def _accumulated(self, state: TrainState, batch: Batch, key: Array | None) -> Gradients:
+        """Return the mean gradients of several microbatches, in a scan over them."""
+        layout = self.layout
+        microbatches = (split_microbatches(batch, self.count), jnp.arange(self.count))
         params = join_frozen(state.params, state.frozen)
-        whole = whole_weight(
-            lambda piece, s: objective(params, *inputs(piece), s)[0].weight,
-            pieces,
-            state.model_state,
-        )
 
-        def body(
-            total: tuple[Array, Any, Any], piece: tuple[Any, Array]
-        ) -> tuple[tuple[Array, Any, Any], Metrics]:
-            one = of_microbatch(state, total[2], *inputs(piece), whole)
-            sums = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], one.grads)
-            return (
-                total[0] + one.loss,
-                jax.lax.with_sharding_constraint(sums, sums_at),
-                one.model_state,
-            ), one.metrics
+        def weight(microbatch: tuple[Batch, Array], model_state: ModelState) -> Array | None:
+            terms, _ = self.objective(params, *self._inputs(microbatch, key), model_state)
+            return terms.weight
+
+        total_weight = whole_weight(weight, microbatches, state.model_state)
+
+        def body(sums: _Sums, microbatch: tuple[Batch, Array]) -> tuple[_Sums, Metrics]:
+            result = self._microbatch_grads(
+                state, sums.model_state, *self._inputs(microbatch, key), total_weight
+            )
+            grads = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), sums.grads, result.grads)
+            loss = sums.loss + result.loss
+            grads = jax.lax.with_sharding_constraint(grads, self.sum_shardings)
+            return _Sums(loss, grads, result.model_state), result.metrics
 
         lead = (num_batch_shards(layout.mesh),) if layout.reduces_once else ()
         zeros = jax.tree.map(
@@ -431,23 +465,35 @@ def build_grads(
         )
         # A scan's carry has one sharding. Unless its initial value is sharded, XLA may hold the
         # sums unsharded.
-        zeros = jax.lax.with_sharding_constraint(zeros, sums_at)
-        (value, grads, after), metrics = jax.lax.scan(
-            body, (jnp.float32(0), zeros, state.model_state), pieces
+        zeros = jax.lax.with_sharding_constraint(zeros, self.sum_shardings)
+        sums, metrics = jax.lax.scan(
+            body, _Sums(jnp.float32(0), zeros, state.model_state), microbatches
         )
+        grads = sums.grads
         if layout.reduces_once:
-            grads = jax.tree.map(reduced, grads, grads_at)
-        return Gradients(
-            value / count, jax.tree.map(lambda g: g / count, grads), summed(metrics), after
-        )
-
-    return grads
+            grads = jax.tree.map(reduced, grads, self.update_shardings)
+        loss = sums.loss / self.count
+        grads = jax.tree.map(lambda g: g / self.count, grads)
+        return Gradients(loss, grads, summed(metrics), sums.model_state)
 
 
-def _overwritten(model_state: ModelState) -> tuple[Any, Any]:
+class _Sums(NamedTuple):
+    """Values that a scan over microbatches passes on.
+
+    Attributes:
+      loss: f32[], sum of the losses so far.
+      grads: float32 sums of the gradients so far.
+      model_state: the model's state after the microbatches so far.
+    """
+
+    loss: Array
+    grads: Grads
+    model_state: ModelState
+
+
+def _overwritten(model_state: ModelState) -> tuple[ModelState, ModelState]:
     """Return the part of a model's state that its gradient replaces, or None; and the rest."""
     if not isinstance(model_state, dict) or OVERWRITTEN not in model_state:
         return None, model_state
-    return model_state[OVERWRITTEN], {
-        name: tree for name, tree in model_state.items() if name != OVERWRITTEN
-    }
+    remaining = {name: tree for name, tree in model_state.items() if name != OVERWRITTEN}
+    return model_state[OVERWRITTEN], remaining

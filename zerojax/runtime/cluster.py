@@ -115,15 +115,13 @@ def find_place(env: Mapping[str, str]) -> Place:
         missing ones.
     """
     launched = _kubernetes(env) or _open_mpi(env) or _of_srun_or_mpiexec(_slurm(env), _mpich(env))
-    own = {
-        name: env.get(name)
-        for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    }
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    jax_env = {name: env.get(name) for name in names}
     if launched is None:
-        if not any(own.values()):
+        if not any(jax_env.values()):
             return Place(source="no launcher")
-        launched = _Launched("JAX's variables", own)
-    if own["JAX_NUM_PROCESSES"] == "1" and not own["JAX_PROCESS_ID"]:
+        launched = _Launched("JAX's variables", jax_env)
+    if jax_env["JAX_NUM_PROCESSES"] == "1" and not jax_env["JAX_PROCESS_ID"]:
         return Place(source="JAX_NUM_PROCESSES=1")  # such as a job whose pods train separately
     count = _number(env, "JAX_NUM_PROCESSES", launched.count)
     process = _number(env, "JAX_PROCESS_ID", launched.process)
@@ -140,7 +138,7 @@ def find_place(env: Mapping[str, str]) -> Place:
         )
     if count == 1:
         return Place(source=launched.source)
-    address = own["JAX_COORDINATOR_ADDRESS"] or launched.address
+    address = jax_env["JAX_COORDINATOR_ADDRESS"] or launched.address
     if address is None:
         raise ValueError(f"{launched.found}, but not {launched.needs[2]}: {launched.repair}")
     if ":" not in address.rpartition("]")[2]:
@@ -222,18 +220,22 @@ def _kubernetes(env: Mapping[str, str]) -> _Launched | None:
     host = env.get("HOSTNAME", "")
     job = host.removesuffix(f"-{index}")
     service = env.get("HEADLESS_SERVICE")
+    if job != host:
+        repair = (
+            "set it to the name of the job's headless service, which is also its pods' subdomain"
+        )
+    else:
+        repair = (
+            f"and HOSTNAME is not the job's name and -{index}, as Kubernetes names pods: set "
+            "JAX_COORDINATOR_ADDRESS"
+        )
     return _Launched(
         "Kubernetes",
         _set(env, "JOB_COMPLETION_INDEX", "HOSTNAME", "JAX_NUM_PROCESSES"),
         process=index,
         address=f"{job}-0.{service}" if service and job != host else None,
         needs=("JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX", "HEADLESS_SERVICE"),
-        repair=(
-            "set it to the name of the job's headless service, which is also its pods' subdomain"
-            if job != host
-            else f"and HOSTNAME is not the job's name and -{index}, as Kubernetes names pods: set "
-            "JAX_COORDINATOR_ADDRESS"
-        ),
+        repair=repair,
     )
 
 
@@ -243,8 +245,8 @@ def _open_mpi(env: Mapping[str, str]) -> _Launched | None:
     count = _number(env, "OMPI_COMM_WORLD_SIZE")
     on_node = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or tcp6://[fe80::1,..]:43370
-    found = re.search(r"tcp://([^,:]+)|tcp6://(\[[^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
-    host = None if found is None else found[1] or f"{found[2]}]"
+    match = re.search(r"tcp://([^,:]+)|tcp6://(\[[^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    host = None if match is None else match[1] or f"{match[2]}]"
     return _Launched(
         "Open MPI",
         _set(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -305,6 +307,9 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
     # A step on fewer nodes than its job may not include the job's first node.
     if not nodes and of_job and (num_nodes == of_all or of_all == "1"):
         nodes = of_job
+    address = "localhost" if num_nodes == "1" else None
+    if nodes:
+        address = first_host(nodes)
     job = _number(env, "SLURM_JOB_ID")
     address = "localhost" if num_nodes == "1" else None
     if nodes:
@@ -326,10 +331,9 @@ def _slurm(env: Mapping[str, str]) -> _Launched | None:
 
 def first_host(nodes: str) -> str:
     """Return the first host of a Slurm list: "node001" for "node[001-015,020],other"."""
-    if re.search(r"[\[,]", nodes):
-        name, bracket, rest = re.split(r"(\[|,)", nodes, maxsplit=1)
-    else:
-        name, bracket, rest = (nodes, "", "")
+    if not re.search(r"[\[,]", nodes):
+        return nodes
+    name, bracket, rest = re.split(r"(\[|,)", nodes, maxsplit=1)
     if bracket != "[":
         return name
     numbers, _, after = rest.partition("]")
@@ -346,16 +350,16 @@ def _tasks_on_node(env: Mapping[str, str], count: int | None) -> int | None:
     if not text or node is None:
         # With as many nodes as tasks, each node has one task.
         return 1 if count is not None and env.get("SLURM_STEP_NUM_NODES") == str(count) else None
-    tasks = itertools.chain.from_iterable(_repeated(part) for part in text.split(","))
+    tasks = itertools.chain.from_iterable(map(_repeated, text.split(",")))
     return next(itertools.islice(tasks, node, None), None)
 
 
-def _repeated(part: str) -> Iterator[int]:
+def _repeated(entry: str) -> Iterator[int]:
     """Yield 2, 2, 2 for "2(x3)"."""
-    found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-    if found is None:
-        raise ValueError(f"Slurm's tasks per node: {part!r} is not of the form 2 or 2(x3)")
-    return itertools.repeat(int(found[1]), int(found[2] or 1))
+    match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+    if match is None:
+        raise ValueError(f"Slurm's tasks per node: {entry!r} is not of the form 2 or 2(x3)")
+    return itertools.repeat(int(match[1]), int(match[2] or 1))
 
 
 def _devices(

@@ -174,7 +174,8 @@ class Peers:
           RuntimeError: a process left, or did not arrive within half an hour.
         """
         answer = self._meet(label, {name: digest(lines) for name, lines in parts.items()}, False)
-        if names := answer["differing"]:
+        names = answer["differing"]
+        if names:
             most = _MOST_DETAILS // len(self.members) // len(names)
             lines = {name: "\n".join(parts.get(name, ()))[:most] for name in names}
             answer = self._meet(label + IN_DETAIL, lines, True)
@@ -216,7 +217,8 @@ class Peers:
 
     def _check(self, number: int) -> None:
         """Raise RuntimeError if a call with this number cannot end."""
-        if (over := self._news["over"]) is not None:
+        over = self._news["over"]
+        if over is not None:
             self._is_taken = True
             raise RuntimeError(f"{over['sentence']}; {_ADVICE}")
         for process, (last, why) in self._news["gone"].items():
@@ -268,11 +270,11 @@ class Peers:
             return "the other processes"
         finally:
             self._lock.acquire()
-        return ", ".join(
-            f"process {s.process} "
-            f"(after call {s.number}{f', {s.changes[-1][1]}' if s.changes else ''})"
-            for s in late
-        )
+        names = []
+        for s in late:
+            label = f", {s.changes[-1][1]}" if s.changes else ""
+            names.append(f"process {s.process} (after call {s.number}{label})")
+        return ", ".join(names)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -365,15 +367,17 @@ class Peers:
 
     def _read_all(self) -> list[Statement]:
         texts = dict(self._store.key_value_dir_get(f"{self._folder}/now/"))
-        found = {s.process: s for s in map(Statement.from_text, texts.values())}
-        return [found.get(process, Statement(process=process)) for process in self.members]
+        statements = {s.process: s for s in map(Statement.from_text, texts.values())}
+        return [statements.get(process, Statement(process=process)) for process in self.members]
 
     def _read_news(self) -> None:
         with self._lock:
             number = self._number if self._parts is not None else None
-        if number is not None and (answer := self._get(f"answer/{number}")) is not None:
+        answer = None if number is None else self._get(f"answer/{number}")
+        if number is not None and answer is not None:
             self._take(number, answer)
-        if (news := self._get("news")) is not None:
+        news = self._get("news")
+        if news is not None:
             with self._lock:
                 self._news = news
                 self._lock.notify_all()
@@ -404,13 +408,12 @@ class Peers:
             conflict = None
         elif conflict is None:
             conflict = self._closed_for_long(find_closed(statements))
-            for number in {s.number for s in statements if s.parts is not None} - self._answered:
+            waiting = [s for s in statements if s.parts is not None]
+            for number in {s.number for s in waiting} - self._answered:
                 differing = differing_parts(statements, number)
                 if differing is None:
                     continue
-                details = any(
-                    s.details for s in statements if s.number == number and s.parts is not None
-                )
+                details = any(s.details for s in waiting if s.number == number)
                 error = describe(number, differing, statements) if details and differing else ""
                 self._answer(number, error, () if details else differing)
         news: dict[str, Any] = {
@@ -468,7 +471,8 @@ class Peers:
         until = time.monotonic() + _LEAVE_AT_MOST
         pause = 0.01
         while time.monotonic() < until and not self._is_cut:
-            if (over := self._news["over"]) is not None:
+            over = self._news["over"]
+            if over is not None:
                 logger.critical("%s; %s. The run ends.", over["sentence"], _ADVICE)
                 time.sleep(self._grace - _GRACE)
                 self._end_process()
@@ -517,7 +521,8 @@ class Calls:
           ValueError: the processes make different calls.
           RuntimeError: a process left, did not arrive within half an hour, or was found to differ.
         """
-        if (label := self._known.get((call, key))) is not None:
+        label = self._known.get((call, key))
+        if label is not None:
             self._peers.note(label)
             return False
         label = _label(f"{self._program}, {call}", shapes())
@@ -587,9 +592,8 @@ def _leave(process: int) -> None:
     if os.getpid() != process or distributed.global_state.client is None:
         return  # a fork of the process, or it has already left the others by itself
     error = getattr(sys, "last_value", None)
-    if error is None:
-        why = "ended"
-    else:
+    why = "ended"
+    if error is not None:
         why = f"ended with {type(error).__name__} ({str(error)[:_MOST_REASON]})"
     for peers in _ALL.values():
         peers.leave(why)

@@ -89,12 +89,10 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         # The first Ctrl-C asks for an end between two steps. Pressing it again means that the user
         # does not want to wait for that.
-        if (
-            number == signal.SIGINT
-            and number in self._received
-            and callable(before := self._handlers_before[number])
-        ):
-            before(number, frame)
+        if number == signal.SIGINT and number in self._received:
+            handler = self._handlers_before[number]
+            if callable(handler):
+                handler(number, frame)
         self._received.add(number)
         if not self._is_alone() and number == signal.SIGINT:
             signal.raise_signal(signal.SIGTERM)  # for JAX's handler

@@ -177,7 +177,8 @@ class BackgroundBarrier:
         client.wait_at_barrier(f"{self._name}/{stage}", timeout_ms)
         # A process that failed set its key before it reached the barrier, so the key exists by now.
         keys = client.key_value_dir_get(f"{self._name}/{stage}/failed/")
-        if failed := [int(name.rpartition("/")[2]) for name, _ in keys]:
+        failed = [int(name.rpartition("/")[2]) for name, _ in keys]
+        if failed:
             raise self._error(failure(self._what, min(failed)))
 
 

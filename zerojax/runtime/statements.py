@@ -19,6 +19,7 @@ differ, the processes also state the lines of the part.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -99,11 +100,13 @@ def find_conflict(
       statements: statements of all processes.
       settled: numbers of calls in which all processes waited and got an answer.
     """
-    starts = sorted({number for s in statements for number, _ in s.changes}.difference(settled))
+    changes = itertools.chain(*(s.changes for s in statements))
+    starts = sorted({number for number, _ in changes}.difference(settled))
     for number in starts:
         processes: dict[str, list[int]] = {}
         for s in statements:
-            if (label := s.label_at(number)) is not None:
+            label = s.label_at(number)
+            if label is not None:
                 processes.setdefault(label, []).append(s.process)
         if len(processes) > 1:
             return Conflict(number, _sentence(number, processes, statements))
@@ -116,19 +119,19 @@ def find_closed(statements: Sequence[Statement]) -> Conflict | None:
     A closed program may be used again, so this is an error only if it persists.
     """
     for s in statements:
+        number = s.number + 1
+        if not s.closed or s.label_at(number) is not None:
+            continue
+        labels = {t.process: t.label_at(number) or "" for t in statements}
         for program in s.closed:
-            number = s.number + 1
-            callers = [
-                t.process
-                for t in statements
-                if (t.label_at(number) or "").startswith(f"{program}, ")
-            ]
-            if callers and s.label_at(number) is None:
-                sentence = (
-                    f"process {s.process} closed {program} after call {s.number}, and call {number}"
+            callers = [p for p, label in labels.items() if label.startswith(f"{program}, ")]
+            if callers:
+                head = _head(next(filter(None, labels.values())))
+                return Conflict(
+                    number,
+                    f"process {s.process} closed {program} after call {s.number}, and call "
+                    f"{number} is {head} in {_named(callers)}",
                 )
-                label = next(label for t in statements if (label := t.label_at(number)) is not None)
-                return Conflict(number, f"{sentence} is {_head(label)} in {_named(callers)}")
     return None
 
 
@@ -157,14 +160,15 @@ def differing_parts(
     if any(s.number < number for s in statements):
         return None
     waiting = [s for s in statements if s.parts is not None and s.number == number]
-    found: dict[str, dict[str, list[int]]] = {}
-    for name in dict.fromkeys(name for s in waiting for name in s.parts or ()):
+    differing: dict[str, dict[str, list[int]]] = {}
+    names = itertools.chain(*(s.parts or () for s in waiting))
+    for name in dict.fromkeys(names):
         by_value: dict[str, list[int]] = {}
         for s in waiting:
             by_value.setdefault((s.parts or {}).get(name, ""), []).append(s.process)
         if len(by_value) > 1:
-            found[name] = by_value
-    return found
+            differing[name] = by_value
+    return differing
 
 
 def describe(
@@ -179,19 +183,17 @@ def describe(
       differing: processes by the lines of each part, by name.
       statements: statements of all processes.
     """
-    label = next(
-        (label for s in statements if (label := s.label_at(number)) is not None), ""
-    ).removesuffix(IN_DETAIL)
+    labels = (s.label_at(number) for s in statements)
+    label = next((label for label in labels if label is not None), "").removesuffix(IN_DETAIL)
     parts = "; ".join(_describe_part(name, by_lines) for name, by_lines in differing.items())
     return f"{label} differs between processes: {parts}"
 
 
 def _describe_part(name: str, by_lines: Mapping[str, Sequence[int]]) -> str:
-    texts = list(by_lines)
-    common = set.intersection(*(set(text.splitlines()) for text in texts))
-    own = [[line for line in text.splitlines() if line not in common] for text in texts]
+    common = set.intersection(*(set(text.splitlines()) for text in by_lines))
     sides = []
-    for lines, processes in zip(own, by_lines.values(), strict=True):
+    for text, processes in by_lines.items():
+        lines = [line for line in text.splitlines() if line not in common]
         shown = [_cut(line) for line in lines[:_MOST_LINES]]
         more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
         sides.append(f"{', '.join(shown) or 'nothing else'}{more} in {_named(processes)}")
@@ -209,20 +211,22 @@ def _sentence(
         shown = _head(label) if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
         sides.append(f"{_cut(shown)} in {_named(processes[label])}")
     reasons = {s.process: s.left for s in statements}
-    left = "".join(
-        f"; process {process} {reasons[process]} before it" for process in processes.get(END, ())
-    )
-    return f"call {number} is {', but '.join(sides)}{left}"
+    sentence = f"call {number} is {', but '.join(sides)}"
+    for process in processes.get(END, ()):
+        sentence += f"; process {process} {reasons[process]} before it"
+    return sentence
 
 
 def _own_shapes(label: str, labels: Iterable[str]) -> str:
     """Return a label without the batch leaves that all labels share."""
-    head, _, shapes = label.partition(" over ")
-    common = set.intersection(*(set(other.partition(" over ")[2].split("; ")) for other in labels))
-    return (
-        f"{head} over "
-        f"{'; '.join(leaf for leaf in shapes.split('; ') if leaf not in common) or 'no other leaf'}"
-    )
+    common = set.intersection(*(set(_shapes(other)) for other in labels))
+    leaves = [leaf for leaf in _shapes(label) if leaf not in common]
+    return f"{_head(label)} over {'; '.join(leaves) or 'no other leaf'}"
+
+
+def _shapes(label: str) -> list[str]:
+    """Return the shapes of the batch in a label, one for each leaf."""
+    return label.partition(" over ")[2].split("; ")
 
 
 def _head(label: str) -> str:

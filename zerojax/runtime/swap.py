@@ -308,11 +308,12 @@ class SwapSession:
             self._folder.renew()
         # Records that live inside a step are made by `begin`: activations have their shapes from a
         # batch.
-        of_state = [records for records in self.disk.kinds.values() if records.lifetime == "state"]
-        self._make_files(of_state, files)
-        return {
-            (store.kind, store.rank, layer) for store in self._stores() for layer in store.adopt()
-        }
+        kinds = [records for records in self.disk.kinds.values() if records.lifetime == "state"]
+        self._make_files(kinds, files)
+        linked = set[RecordKey]()
+        for store in self._stores():
+            linked.update((store.kind, store.rank, layer) for layer in store.adopt())
+        return linked
 
     def _make_files(
         self, kinds: Sequence[DiskRecords], files: Mapping[RecordKey, RecordFile] | None = None
@@ -334,7 +335,8 @@ class SwapSession:
             self._files_of.pop(kind, None)
             if kind in self.engine.kinds():
                 self.engine.remove(kind)
-            if os.path.isdir(path := os.path.join(self._folder.path, kind)):
+            path = os.path.join(self._folder.path, kind)
+            if os.path.isdir(path):
                 try:
                     shutil.rmtree(path)
                 except OSError as error:
@@ -376,8 +378,9 @@ class SwapSession:
     def _check_memory(self, kinds: Sequence[DiskRecords]) -> None:
         """Raise RuntimeError if the machine has too little memory for the buffers of some kinds."""
         ranks = len(self.disk.ranks())
+        needed = ranks * self.disk.buffer_bytes(kinds)
         available = available_bytes()
-        if available is None or (needed := ranks * self.disk.buffer_bytes(kinds)) <= available:
+        if available is None or needed <= available:
             return
         largest = max(kinds, key=lambda r: self.disk.buffer_bytes([r]))
         largest_bytes = self.disk.buffer_bytes([largest])
@@ -444,14 +447,14 @@ class SwapSession:
         """Raise ValueError for leaves of a state that is not the one on disk."""
         # All devices hold the same number, so only one is asked.
         numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
-        if wrong := {int(number[0]) for number in numbers} - {self.swap.generation}:
+        wrong = {int(number[0]) for number in numbers} - {self.swap.generation}
+        if wrong:
+            on_disk = "none, since a step was interrupted"
             if self.swap.generation:
-                there = f"number {self.swap.generation}"
-            else:
-                there = "none, since a step was interrupted"
+                on_disk = f"number {self.swap.generation}"
             raise ValueError(
-                f"this state (number {min(wrong)}) is not the one on disk ({there}): a program has "
-                "only one state there, which its last init or step returned. This state was "
+                f"this state (number {min(wrong)}) is not the one on disk ({on_disk}): a program "
+                "has only one state there, which its last init or step returned. This state was "
                 "overwritten by a later init or step, or belongs to another program. Continue with "
                 "the state on disk, or make one with init"
             )
@@ -554,20 +557,16 @@ class SwapSession:
         snapshot = Snapshot(
             os.path.join(self._folder.path, f"snapshot-{next(self._snapshot_numbers)}")
         )
-        for other in self._snapshots:
-            if other.is_closed and not other.is_removed:
-                other.close()
-        self._snapshots = [*(other for other in self._snapshots if not other.is_removed), snapshot]
-        ranks = self.disk.ranks()
+        for earlier in self._snapshots:
+            if earlier.is_closed and not earlier.is_removed:
+                earlier.close()
+        self._snapshots = [earlier for earlier in self._snapshots if not earlier.is_removed]
+        self._snapshots.append(snapshot)
+        stores = []
         try:
-            yield (
-                snapshot,
-                [
-                    (records, self.engine.find_store(records.kind, rank))
-                    for records in kinds
-                    for rank in ranks
-                ],
-            )
+            for records, rank in itertools.product(kinds, self.disk.ranks()):
+                stores.append((records, self.engine.find_store(records.kind, rank)))
+            yield snapshot, stores
         except BaseException:
             snapshot.close()
             raise

@@ -73,8 +73,8 @@ class ActivationSpec:
         """
         if known is not None:
             return (*(None,) * self._lead, *known)
-        rest = PartitionSpec.UNCONSTRAINED if tier == "device" else None
-        spec = tuple(entry or rest for entry in self.given(shape, batch_size))
+        unsplit = PartitionSpec.UNCONSTRAINED if tier == "device" else None
+        spec = tuple(entry or unsplit for entry in self.given(shape, batch_size))
         return (*(None,) * self._lead, *spec)
 
     def given(self, shape: tuple[int, ...], batch_size: int) -> Spec:
@@ -102,14 +102,14 @@ class ActivationSpec:
         spec = (*(None,) * lead, *self._split(a.shape[lead:], PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(a, named(self.mesh, PartitionSpec(*spec)))
 
-    def _split(self, shape: tuple[int, ...], rest: Any) -> tuple[Any, ...]:
+    def _split(self, shape: tuple[int, ...], unsplit: Any) -> tuple[Any, ...]:
         """Return the spec of one microbatch's activation.
 
-        All dims get `rest`, except dim 0 (the batch) and a stream's sequence dim.
+        All dims get the entry `unsplit`, except dim 0 (the batch) and a stream's sequence dim.
         """
         if self.is_stream and len(shape) >= 3 and shape[1] % self.mesh.shape[TENSOR] == 0:
-            return (BATCH_AXES, TENSOR, *(rest,) * (len(shape) - 2))
-        return (BATCH_AXES, *(rest,) * (len(shape) - 1))
+            return (BATCH_AXES, TENSOR, *(unsplit,) * (len(shape) - 2))
+        return (BATCH_AXES, *(unsplit,) * (len(shape) - 1))
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:

@@ -48,19 +48,19 @@ class Rows:
     def cut(self, batch: Batch, mesh: Mesh) -> Any:
         """Return a padded batch without its padding; call it inside a program."""
         leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(
-            tree, [self._cut(a, n, mesh) for a, n in zip(leaves, self.parts, strict=True)]
-        )
+        pairs = zip(leaves, self.parts, strict=True)
+        return jax.tree.unflatten(tree, [self._cut(a, parts, mesh) for a, parts in pairs])
 
     def _cut(self, a: jax.Array, parts: int, mesh: Mesh) -> jax.Array:
         if a.ndim == 0:
             return a
-        rest = a.shape[1:]
-        # [parts B' / parts, ...] -> [parts, B / parts, ...] -> [B, ...]
-        if parts > 1:
-            rows = a.reshape(parts, -1, *rest)[:, : self.size // parts].reshape(self.size, *rest)
-        else:
+        if parts == 1:
             rows = a[: self.size]
+        else:
+            row_shape = a.shape[1:]
+            # [parts B' / parts, ...] -> [parts, B / parts, ...] -> [B, ...]
+            rows = a.reshape(parts, -1, *row_shape)[:, : self.size // parts]
+            rows = rows.reshape(self.size, *row_shape)
         # Uneven: the last devices get fewer rows, or none.
         return jax.lax.with_sharding_constraint(rows, ActivationSpec(mesh).batch(a.ndim))
 
@@ -305,7 +305,8 @@ def batch_size(batch: Batch) -> int:
         raise ValueError("the batch holds no array with a batch dim")
     if len(set(sizes.values())) > 1:
         raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
-    if not (size := next(iter(sizes.values()))):
+    size = next(iter(sizes.values()))
+    if not size:
         raise ValueError(
             f"a batch of 0: dim 0 of its leaves counts the rows, and it is 0 in {', '.join(sizes)}"
         )

@@ -6,6 +6,7 @@ nodes is hybrid sharding (MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.1020
 inside a node and replicated across nodes, and only gradients cross nodes.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -105,36 +106,42 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
     is_named = set(AXES) == set(mesh.axis_names)
     if axes is None and is_named and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
-    given = _given_axes(
-        mesh, {axis: axis for axis in AXES if axis in mesh.axis_names} if axes is None else axes
-    )
+    if axes is None:
+        axes = {axis: axis for axis in AXES if axis in mesh.axis_names}
+    names_by_axis = _list_axes(mesh, axes)
     # Axes of size 1 do not affect the order of devices.
     large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    owner = {name: axis for axis, names in given.items() for name in names}
-    if lost := [name for name in large if name not in owner]:
+    owner = dict[str, str]()
+    for axis, names in names_by_axis.items():
+        owner.update(dict.fromkeys(names, axis))
+    lost = [name for name in large if name not in owner]
+    if lost:
         sizes = ", ".join(f"{name!r} of {mesh.shape[name]} devices" for name in lost)
         raise ValueError(
             f"the mesh {dict(mesh.shape)} has the axis {sizes}, which is none of "
             f"{', '.join(AXES)}: "
             f'map it, as in axes={{"{FSDP}": {lost[0]!r}}}, or pass a mesh without it'
         )
-    for axis, names in given.items():
+    for axis, names in names_by_axis.items():
         _check_neighbours(axis, [name for name in names if name in large], large)
     order = list(dict.fromkeys(owner[name] for name in large))
     for number, axis in enumerate(AXES):
         if axis not in order:
             order.insert(order.index(AXES[number - 1]) + 1 if number else 0, axis)
-    sizes = [math.prod(mesh.shape[name] for name in given.get(axis, ())) for axis in order]
-    own = Mesh(mesh.devices.reshape(sizes), tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    sizes = []
+    for axis in order:
+        sizes.append(math.prod(mesh.shape[name] for name in names_by_axis.get(axis, ())))
+    devices = mesh.devices.reshape(sizes)
+    merged = Mesh(devices, tuple(order), axis_types=(AxisType.Auto,) * len(order))
     logger.info(
         "the mesh %s is used as %s, with automatic axes and the same order of devices",
-        _told(mesh),
-        dict(own.shape),
+        _describe(mesh),
+        dict(merged.shape),
     )
-    return own
+    return merged
 
 
-def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
+def _list_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
     """Return, for each axis of this package, the axes of a mesh that form it.
 
     Raises:
@@ -144,7 +151,7 @@ def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
         raise ValueError(
             f'axes={axes!r}: a dict is needed, such as {{"{FSDP}": {mesh.axis_names[-1]!r}}}'
         )
-    given: dict[str, tuple[str, ...]] = {}
+    names_by_axis: dict[str, tuple[str, ...]] = {}
     for axis, value in axes.items():
         if axis not in AXES:
             raise ValueError(f"axes has the key {axis!r}, and the axes are {', '.join(AXES)}")
@@ -153,19 +160,21 @@ def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
             raise ValueError(
                 f"axes[{axis!r}]={value!r}: the name of a mesh axis is needed, or a tuple of names"
             )
-        if unknown := [name for name in names if name not in mesh.axis_names]:
+        unknown = [name for name in names if name not in mesh.axis_names]
+        if unknown:
             raise ValueError(
                 f"axes[{axis!r}]={value!r}: the mesh has the axes {mesh.axis_names}, and no "
                 f"{unknown[0]!r}"
             )
-        given[axis] = tuple(names)
-    every = [name for names in given.values() for name in names]
-    if twice := [name for name in every if every.count(name) > 1]:
+        names_by_axis[axis] = tuple(names)
+    all_names = list(itertools.chain(*names_by_axis.values()))
+    twice = [name for name in all_names if all_names.count(name) > 1]
+    if twice:
         raise ValueError(
             f"axes={dict(axes)!r} names {twice[0]!r} twice: each axis of the mesh may be part "
             "of only one axis"
         )
-    return given
+    return names_by_axis
 
 
 def _check_neighbours(axis: str, names: Sequence[str], large: Sequence[str]) -> None:
@@ -185,7 +194,7 @@ def _check_neighbours(axis: str, names: Sequence[str], large: Sequence[str]) -> 
         )
 
 
-def _told(mesh: Mesh) -> str:
+def _describe(mesh: Mesh) -> str:
     kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     return "{" + ", ".join(f"{name!r}: {size} ({kind.name})" for (name, size), kind in kinds) + "}"
 

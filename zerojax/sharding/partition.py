@@ -18,6 +18,7 @@ leaves, the model's own scan may slice the first dim, which must then stay unsha
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -83,10 +84,7 @@ def leaf_spec(
     base = pad_spec(base or (), len(shape))
     size = mesh.shape[axis]
     # Local dim sizes on one device, as the user's spec splits them.
-    local = [
-        n // math.prod(mesh.shape[a] for a in parse_axes(s))
-        for n, s in zip(shape, base, strict=True)
-    ]
+    local = [n // _num_shards(entry, mesh) for n, entry in zip(shape, base, strict=True)]
     if size == 1:
         return LeafSpec(base, base, None)
     # The latency of a small leaf's collectives outweighs the bytes that splitting it would save.
@@ -101,9 +99,14 @@ def leaf_spec(
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
     # The ZeRO axis is last within its dim, so removing it leaves the user's own split.
     entry = (*parse_axes(base[split_dim]), axis)
-    sharded = [*base]
+    sharded = list(base)
     sharded[split_dim] = entry if len(entry) > 1 else axis
     return LeafSpec(base, tuple(sharded), None)
+
+
+def _num_shards(entry: Any, mesh: Mesh) -> int:
+    """Return the number of shards into which an entry of a spec splits its dim."""
+    return math.prod(mesh.shape[axis] for axis in parse_axes(entry))
 
 
 def param_specs(
@@ -135,23 +138,26 @@ def param_specs(
         many entries, or does not divide its leaf. All such leaves are listed.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    shapes = [leaf.shape for _, leaf in leaves]
     bases = broadcast_specs(user_specs, abstract_params)
-    reasons = [misfit(*of_leaf, mesh, axis) for of_leaf in zip(paths, shapes, bases, strict=True)]
-    if told := [reason for reason in reasons if reason is not None]:
-        raise ValueError("\n".join(told))
-    return {
-        path: leaf_spec(
-            shape,
+    specs = dict[str, LeafSpec]()
+    misfits = list[str]()
+    for (key_path, leaf), base in zip(leaves, bases, strict=True):
+        path = jax.tree_util.keystr(key_path)
+        reason = misfit(path, leaf.shape, base, mesh, axis)
+        if reason is not None:
+            misfits.append(reason)
+            continue
+        specs[path] = leaf_spec(
+            leaf.shape,
             mesh,
             axis,
-            pad_spec(base, len(shape)),
+            pad_spec(base, len(leaf.shape)),
             first_dim=first_dims.get(path, 0),
             min_shard_bytes=min_shard_bytes,
         )
-        for path, shape, base in zip(paths, shapes, bases, strict=True)
-    }
+    if misfits:
+        raise ValueError("\n".join(misfits))
+    return specs
 
 
 def broadcast_specs(prefix: Any, tree: Tree) -> list[PartitionSpec]:
@@ -193,8 +199,8 @@ def misfit(
     """Return why a user's spec does not fit its leaf and the mesh, or None if it fits."""
     if len(spec) > len(shape):
         return f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}"
-    named = [name for entry in spec for name in parse_axes(entry)]
-    if len(set(named)) < len(named):
+    axes = list(itertools.chain(*map(parse_axes, spec)))
+    if len(set(axes)) < len(axes):
         return f"{path}: spec {spec} names an axis twice"
     for dim, entry in enumerate(spec):
         split = 1
@@ -225,7 +231,8 @@ def replicated_leaves(abstract_params: Params, specs: dict[str, LeafSpec]) -> li
     replicated = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]:
         path = jax.tree_util.keystr(key_path)
-        if (why := specs[path].replicated) is not None:
+        why = specs[path].replicated
+        if why is not None:
             replicated.append(Replicated(path, 4 * math.prod(leaf.shape), why))
     return sorted(replicated, key=lambda r: -r.num_bytes)
 
@@ -235,10 +242,8 @@ def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
 
     A dim that does not divide is padded, so its local size is rounded up.
     """
-    return math.prod(
-        -(-n // math.prod(mesh.shape[a] for a in parse_axes(s)))
-        for n, s in zip(shape, pad_spec(spec, len(shape)), strict=True)
-    )
+    pairs = zip(shape, pad_spec(spec, len(shape)), strict=True)
+    return math.prod(-(-n // _num_shards(entry, mesh)) for n, entry in pairs)
 
 
 def stored_spec(spec: LeafSpec, sharded: bool) -> Spec:

@@ -1,5 +1,6 @@
 """Where each byte of the training state is stored, and how its records are read and written."""
 
+from zerojax.state.build_layout import build_layout as build_layout
 from zerojax.state.check_state import StateCheck as StateCheck
 from zerojax.state.disk_layout import DiskLayout as DiskLayout
 from zerojax.state.encodings import Encoding as Encoding
@@ -10,10 +11,10 @@ from zerojax.state.host_memory import check_host_reads as check_host_reads
 from zerojax.state.host_memory import is_away as is_away
 from zerojax.state.layout import Layout as Layout
 from zerojax.state.layout import StackLeaves as StackLeaves
-from zerojax.state.layout import build_layout as build_layout
 from zerojax.state.layout import unit_bytes as unit_bytes
 from zerojax.state.leaves import Leaf as Leaf
 from zerojax.state.leaves import TileGroup as TileGroup
+from zerojax.state.leaves import tiled_leaves as tiled_leaves
 from zerojax.state.opt_state import OptimizerError as OptimizerError
 from zerojax.state.opt_state import OptStateMap as OptStateMap
 from zerojax.state.opt_state import OwnedTransformation as OwnedTransformation
@@ -44,7 +45,6 @@ from zerojax.state.runs import LayerRange as LayerRange
 from zerojax.state.runs import layer_ranges as layer_ranges
 from zerojax.state.state_records import FlatState as FlatState
 from zerojax.state.state_records import StateRecords as StateRecords
-from zerojax.state.tile_groups import tiled_leaves as tiled_leaves
 from zerojax.state.train_state import DiskArgument as DiskArgument
 from zerojax.state.train_state import OnDisk as OnDisk
 from zerojax.state.train_state import Pending as Pending

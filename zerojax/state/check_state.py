@@ -51,7 +51,7 @@ class StateCheck:
         self._expected = [_expected(leaf) for leaf in leaves]
 
     def __call__(
-        self, state: TrainState, tell: Callable[[Sequence[str]], None] | None = None
+        self, state: TrainState, report: Callable[[Sequence[str]], None] | None = None
     ) -> TrainState:
         """Return a state that the program can use.
 
@@ -59,7 +59,7 @@ class StateCheck:
 
         Args:
           state: the state to check.
-          tell: called if numbers took the place of scalars, with one line for each: its path and
+          report: called if numbers took the place of scalars, with one line for each: its path and
             its value.
 
         Raises:
@@ -70,43 +70,48 @@ class StateCheck:
         leaves, structure = jax.tree.flatten(as_arguments(state))
         if structure != self._structure:
             raise ValueError(self._other_structure(state))
-        made: dict[int, jax.Array] = {}
+        scalars: dict[int, jax.Array] = {}
         for i, (leaf, expected) in enumerate(zip(leaves, self._expected, strict=True)):
             if expected.takes_numbers and _replaces(leaf, expected):
-                made[i] = _scalar(leaf, expected, lambda i=i: _name(state, i))
+                scalars[i] = _scalar(leaf, expected, lambda i=i: _name(state, i))
                 continue
             check_is_array(leaf, lambda i=i: _name(state, i))
             if is_away(leaf) != expected.is_away or leaf.shape != expected.shape:
-                places = [
-                    "host memory" if is_host else "device memory"
-                    for is_host in (is_away(leaf), expected.is_away)
-                ]
                 raise ValueError(
-                    f"this state's {_name(state, i)} is {leaf.shape} in {places[0]}, and this "
-                    f"program's is {expected.shape} in {places[1]}: the state was made by a "
-                    "program with another model or config"
+                    f"this state's {_name(state, i)} is {leaf.shape} in {_memory(is_away(leaf))}, "
+                    f"and this program's is {expected.shape} in {_memory(expected.is_away)}: the "
+                    "state was made by a program with another model or config"
                 )
-        if not made:
+        if not scalars:
             return state
-        if tell is not None:
-            tell([f"{_name(state, i)} = {shown(leaves[i])}" for i in made])
+        if report is not None:
+            report([f"{_name(state, i)} = {shown(leaves[i])}" for i in scalars])
         # A leaf on disk counts as one leaf in both forms of the tree.
-        given, tree = jax.tree.flatten(state)
-        return jax.tree.unflatten(tree, [made.get(i, leaf) for i, leaf in enumerate(given)])
+        state_leaves, tree = jax.tree.flatten(state)
+        replaced = [scalars.get(i, leaf) for i, leaf in enumerate(state_leaves)]
+        return jax.tree.unflatten(tree, replaced)
 
     def _other_structure(self, state: TrainState) -> str:
         """Return an error that names the leaves that a state lacks or has in excess."""
-        given = _names(as_arguments(state))
+        names = _names(as_arguments(state))
         expected = _names(jax.tree.unflatten(self._structure, self._expected))
-        lacks = [name for name in expected if name not in set(given)]
-        extra = [name for name in given if name not in set(expected)]
-        found = [f"it lacks {_listed(lacks)}"] if lacks else []
-        found += [f"it has {_listed(extra)}, which the program's state lacks"] if extra else []
-        what = f" ({', and '.join(found)})" if found else ""
+        missing = [name for name in expected if name not in set(names)]
+        extra = [name for name in names if name not in set(expected)]
+        differences = []
+        if missing:
+            differences.append(f"it lacks {_listed(missing)}")
+        if extra:
+            differences.append(f"it has {_listed(extra)}, which the program's state lacks")
+        details = f" ({', and '.join(differences)})" if differences else ""
         return (
-            f"this state has another structure than this program's{what}: it was made by a program "
-            "with another config, or a value in it was replaced by something other than a number"
+            f"this state has another structure than this program's{details}: it was made by a "
+            "program with another config, or a value in it was replaced by something other than a "
+            "number"
         )
+
+
+def _memory(is_host: bool) -> str:
+    return "host memory" if is_host else "device memory"
 
 
 def _expected(leaf: Any) -> _Expected:

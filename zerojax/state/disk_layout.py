@@ -88,11 +88,10 @@ class DiskLayout:
 
     def shared_bytes(self, records: DiskRecords) -> int:
         """Return the bytes of the buffers that a kind shares with others, or 0 if none."""
+        if not records.in_turn:
+            return 0
         sizes = [r.num_bytes for r in self.kinds.values() if r.in_turn]
-        if records.in_turn:
-            size = shared_bytes(sizes, self.config.prefetch_distance, records.in_place)
-        else:
-            size = 0
+        size = shared_bytes(sizes, self.config.prefetch_distance, records.in_place)
         # The few records that are larger than the shared buffers have their own buffers.
         return size if records.num_bytes <= size else 0
 
@@ -106,15 +105,15 @@ class DiskLayout:
         shared = 0
         unshared = 0
         for records in kinds:
-            if size := self.shared_bytes(records):
+            size = self.shared_bytes(records)
+            if size:
                 # Counted once for all kinds, because they are never in use at the same time. As
                 # `Engine.add` allocates them: `distance` buffers to read ahead, one for the record
                 # in use, and as many to write.
                 shared = 2 * (distance + 1) * size
             else:
-                unshared += (
-                    num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
-                )
+                count = num_buffers(distance, records.num_layers, records.in_place)
+                unshared += count * records.num_bytes
         return unshared + shared
 
     @property

@@ -24,8 +24,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import storage
 from pallas_kernels.storage import Encoded
+from zerojax.config import ZeroConfig
 from zerojax.models import LayeredModel, Model
-from zerojax.sharding import LeafSpec, Spec, named, parse_axes
+from zerojax.sharding import STAGES, LeafSpec, Spec, named, parse_axes, stored_spec
+from zerojax.state.leaves import Leaf, TileGroup, is_stacked, tiled_leaves
 from zerojax.trees import Params
 
 logger = logging.getLogger("zerojax")
@@ -72,17 +74,14 @@ class Encoding:
         device = jax.local_devices()[0]
         # The program's mesh may be set here, and need not contain this device.
         with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
-            return [
-                np.asarray(a)
-                for a in jax.tree.leaves(_encode_jit(jax.device_put(w, device), layout=self.layout))
-            ]
+            encoded = _encode_jit(jax.device_put(w, device), layout=self.layout)
+            return [np.asarray(a) for a in jax.tree.leaves(encoded)]
 
     @property
     def abstract(self) -> Encoded:
         """The shapes of the encoded arrays, including all layers."""
-        return storage.abstract_encoded(
-            self.layout, ((self.num_layers,) if self.lead else ()) + self.shape
-        )
+        lead_shape = (self.num_layers,) if self.lead else ()
+        return storage.abstract_encoded(self.layout, lead_shape + self.shape)
 
     def leaf_spec(self, spec: LeafSpec, sharded: bool) -> LeafSpec:
         """Return how the mesh splits each encoded array.
@@ -91,10 +90,8 @@ class Encoding:
           spec: how the mesh would split the leaf.
           sharded: whether the stored arrays are split over the ZeRO axis.
         """
-        base, stored = (
-            storage.encoded_spec(self.layout, s)
-            for s in (spec.base, spec.sharded if sharded else spec.base)
-        )
+        base = storage.encoded_spec(self.layout, spec.base)
+        stored = storage.encoded_spec(self.layout, stored_spec(spec, sharded))
         return LeafSpec(base, stored, spec.replicated)
 
 
@@ -103,70 +100,215 @@ def _encode_jit(w: jax.Array, layout: storage.Layout) -> Encoded:
     return storage.encode(w, layout, "xla")
 
 
-def choose_encodings(
-    format: storage.Format,
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    specs: Mapping[str, Spec],
-    stacked: Sequence[str],
+def list_encodings(
+    model: Model | LayeredModel,
+    config: ZeroConfig,
+    abstract_whole: Params,
+    specs: Mapping[str, LeafSpec],
+    is_frozen: Sequence[bool],
     mesh: Mesh,
 ) -> dict[str, Encoding]:
-    """Return how frozen leaves are encoded, by path.
+    """Return how each frozen leaf to store in 8 or 4 bits is encoded, by path.
 
     Leaves that no layout supports keep their dtype, which is logged once.
 
     Args:
-      format: "int8" or "nf4".
-      leaves: the floating frozen leaves, by path.
-      specs: sharding specs of the stored leaves, including all dims, by path.
-      stacked: paths of the stacks of layers.
+      model: the model.
+      config: configuration of the program.
+      abstract_whole: the full parameter tree, in the compute dtypes.
+      specs: LeafSpec of each parameter, by path.
+      is_frozen: whether each leaf is frozen.
       mesh: the device mesh.
+
+    Raises:
+      NotImplementedError: a stack of tiles would be encoded.
     """
+    if config.frozen_dtype is None:
+        return {}
+    sharded = STAGES[config.stage].params
+    candidates: list[_Candidate] = []
+    leaves = jax.tree_util.tree_flatten_with_path(abstract_whole)[0]
+    for (path, leaf), frozen in zip(leaves, is_frozen, strict=True):
+        if frozen and jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path)
+            spec = stored_spec(specs[name], sharded)
+            candidates.append(_Candidate(name, leaf, spec, is_stacked(model, path)))
+    encodings = _choose_encodings(config.frozen_dtype, candidates, mesh)
+    _check_tiles(model, config.frozen_dtype, encodings, abstract_whole)
+    return encodings
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """A floating frozen leaf, which may be encoded.
+
+    Attributes:
+      name: path of the leaf, as a string.
+      leaf: the leaf's shape and dtype, including all layers.
+      spec: sharding spec of the stored leaf, including all dims.
+      is_stacked: whether the leaf is a stack of layers.
+    """
+
+    name: str
+    leaf: jax.ShapeDtypeStruct
+    spec: Spec
+    is_stacked: bool
+
+
+def _choose_encodings(
+    format: storage.Format, candidates: Sequence[_Candidate], mesh: Mesh
+) -> dict[str, Encoding]:
+    """Return the encodings of the leaves that a layout supports, by path; log the others."""
     encodings = {}
-    kept = []
-    for path, leaf in leaves.items():
-        lead = int(path in stacked)
+    unsupported: list[tuple[_Candidate, str]] = []
+    for candidate in candidates:
+        leaf = candidate.leaf
+        lead = int(candidate.is_stacked)
         shape = tuple(leaf.shape[lead:])
-        spec = tuple(specs[path][lead:])
+        spec = tuple(candidate.spec[lead:])
         shards = tuple(math.prod(mesh.shape[axis] for axis in parse_axes(entry)) for entry in spec)
         if (why := storage.refusal(format, shape, shards)) is not None:
-            kept.append((path, leaf, why))
+            unsupported.append((candidate, why))
             continue
         layout = storage.choose_layout(format, shape, shards)
-        encodings[path] = Encoding(layout, shape, spec, mesh, lead, leaf.shape[0] if lead else 1)
-    if kept:
-        path, leaf, why = max(kept, key=lambda item: item[1].size)
+        num_layers = leaf.shape[0] if lead else 1
+        encodings[candidate.name] = Encoding(layout, shape, spec, mesh, lead, num_layers)
+    if unsupported:
+        largest, why = max(unsupported, key=lambda item: item[0].leaf.size)
         logger.info(
             "frozen_dtype=%r: %d of %d frozen leaves, %d of %d elements, stay in %s, such as %s: "
             "%s",
             format,
-            len(kept),
-            len(leaves),
-            sum(leaf.size for _, leaf, _ in kept),
-            sum(a.size for a in leaves.values()),
-            leaf.dtype,
-            path,
+            len(unsupported),
+            len(candidates),
+            sum(candidate.leaf.size for candidate, _ in unsupported),
+            sum(candidate.leaf.size for candidate in candidates),
+            largest.leaf.dtype,
+            largest.name,
             why,
         )
     return encodings
 
 
-def encode_tree(encodings: Mapping[str, Encoding], params: Params, *part: str) -> Any:
+def _check_tiles(
+    model: Model | LayeredModel,
+    format: str,
+    encodings: Mapping[str, Encoding],
+    abstract_whole: Params,
+) -> None:
+    """Raise NotImplementedError if a stack of tiles would be encoded."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_whole)[0]]
+    if isinstance(model, LayeredModel):
+        paths = [path for path in paths if is_stacked(model, path)]
+    tiled = {
+        jax.tree_util.keystr(path)
+        for path, flag in zip(paths, tiled_leaves(model, abstract_whole), strict=True)
+        if flag
+    }
+    both = [path for path in encodings if path in tiled]
+    if both:
+        raise NotImplementedError(
+            f"frozen_dtype={format!r} is not built for frozen stacks of tiles such as {both[0]}: "
+            f"leave frozen_dtype=None, or give the {type(model).__name__} no `tiles` for it"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedTree:
+    """A parameter tree in which `Encoded` nodes replace the encoded leaves.
+
+    Attributes:
+      tree: the abstract tree.
+      specs: LeafSpec of each array, by path.
+      is_frozen: whether each array is frozen.
+      groups: groups of leaves whose records are tiles, by position of the arrays.
+    """
+
+    tree: Params
+    specs: dict[str, LeafSpec]
+    is_frozen: list[bool]
+    groups: tuple[TileGroup, ...]
+
+
+def encode_leaves(
+    encodings: Mapping[str, Encoding],
+    leaves: Sequence[Leaf],
+    abstract_whole: Params,
+    groups: Sequence[TileGroup],
+    sharded: bool,
+) -> EncodedTree:
+    """Return the parameter tree as it is stored.
+
+    Args:
+      encodings: how each encoded leaf is encoded, by path.
+      leaves: the unencoded leaves, in the order of the tree.
+      abstract_whole: the full parameter tree, in the compute dtypes.
+      groups: groups of leaves whose records are tiles, by position of the unencoded leaves.
+      sharded: whether the stored arrays are split over the ZeRO axis.
+    """
+    arrays, structure = jax.tree.flatten(abstract_whole)
+    nodes = []
+    specs = {}
+    is_frozen: list[bool] = []
+    positions = []  # of the first array of each leaf
+    for leaf, array in zip(leaves, arrays, strict=True):
+        node = array
+        spec = leaf.spec
+        if leaf.name in encodings:
+            encoding = encodings[leaf.name]
+            node = encoding.abstract
+            spec = encoding.leaf_spec(leaf.spec, sharded)
+        nodes.append(node)
+        positions.append(len(is_frozen))
+        for path, _ in jax.tree_util.tree_flatten_with_path(node)[0]:
+            specs[jax.tree_util.keystr((*leaf.path, *path))] = spec
+            is_frozen.append(leaf.frozen)
+    moved_groups = [
+        dataclasses.replace(group, leaves=tuple(positions[i] for i in group.leaves))
+        for group in groups
+    ]
+    tree = jax.tree.unflatten(structure, nodes)
+    return EncodedTree(tree, specs, is_frozen, tuple(moved_groups))
+
+
+def with_decoded(
+    table: Sequence[Leaf], unencoded: Sequence[Leaf], encodings: Mapping[str, Encoding]
+) -> tuple[Leaf, ...]:
+    """Return the leaves, where an encoded weight's first array refers to the decoded leaf.
+
+    Args:
+      table: all leaves; each encoded array is a leaf.
+      unencoded: all leaves; each weight is a leaf.
+      encodings: how each encoded leaf is encoded, by path.
+    """
+    weights = {leaf.path: leaf for leaf in unencoded if leaf.name in encodings}
+    leaves = []
+    for leaf in table:
+        prefixes = [path for path in weights if leaf.path[: len(path)] == path]
+        if leaf.frozen and prefixes:
+            # Later arrays of this weight find no prefix.
+            leaf = dataclasses.replace(leaf, decodes=weights.pop(prefixes[0]))
+        leaves.append(leaf)
+    return tuple(leaves)
+
+
+def encode_tree(encodings: Mapping[str, Encoding], params: Params, *keys: str) -> Any:
     """Return parameters with `Encoded` nodes in place of the leaves to encode.
 
     Args:
       encodings: how each encoded leaf is encoded, by path.
       params: the full tree of a Model, or a part of a LayeredModel's tree, such as one layer.
-      part: keys that lead to the part in the full tree.
+      keys: keys that lead to `params` in the full tree; none for the full tree.
     """
     if not encodings:
         return params
-    before = tuple(jax.tree_util.DictKey(key) for key in part)
+    first_keys = tuple(jax.tree_util.DictKey(key) for key in keys)
 
-    def one(path: Any, leaf: Any) -> Any:
-        encoding = encodings.get(jax.tree_util.keystr((*before, *path)))
+    def encode(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array | Encoded:
+        encoding = encodings.get(jax.tree_util.keystr((*first_keys, *path)))
         return leaf if encoding is None else encoding.encode(leaf)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(encode, params)
 
 
 def is_encoded(node: Any) -> bool:
@@ -176,8 +318,11 @@ def is_encoded(node: Any) -> bool:
 
 def decoded(params: Params, dtype: Any) -> Any:
     """Return parameters with their encoded leaves decoded to `dtype`."""
+
     # The XLA implementation keeps the dims, so a split array stays split without communication.
-    decode = lambda leaf: storage.decode(leaf, dtype, "xla") if is_encoded(leaf) else leaf  # noqa: E731
+    def decode(leaf: Any) -> Any:
+        return storage.decode(leaf, dtype, "xla") if is_encoded(leaf) else leaf
+
     return jax.tree.map(decode, params, is_leaf=is_encoded)
 
 
@@ -194,39 +339,17 @@ def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
         assert model.predict is not None
         return model.predict(decoded(p, dtype), decoded(p_embed, dtype), *args)
 
-    def of_blocks(of: Any) -> dict[str, Any]:
-        return {
-            "block": decoding(of.block),
-            "enter": None if of.enter is None else decoding(of.enter),
-        }
+    def block_functions(stack: Any) -> dict[str, Any]:
+        enter = None if stack.enter is None else decoding(stack.enter)
+        return {"block": decoding(stack.block), "enter": enter}
 
-    blocks = of_blocks(model)
+    functions: dict[str, Any] = {"embed": decoding(model.embed), "head": head}
+    if model.predict is not None:
+        functions["predict"] = predict
     if model.stacks:
-        blocks = {
-            "stacks": [dataclasses.replace(stack, **of_blocks(stack)) for stack in model.stacks]
-        }
-    outputs = None if model.predict is None else predict
-    return dataclasses.replace(
-        model, embed=decoding(model.embed), head=head, predict=outputs, **blocks
-    )
-
-
-def check_tiles(
-    model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]
-) -> None:
-    """Check that no stack of tiles would be encoded.
-
-    Args:
-      model: the model, for the error.
-      format: "int8" or "nf4".
-      encoded: paths of the encoded leaves.
-      tiled: paths of the stacks of tiles.
-
-    Raises:
-      NotImplementedError: a stack of tiles would be encoded.
-    """
-    if both := [path for path in encoded if path in tiled]:
-        raise NotImplementedError(
-            f"frozen_dtype={format!r} is not built for frozen stacks of tiles such as {both[0]}: "
-            f"leave frozen_dtype=None, or give the {type(model).__name__} no `tiles` for it"
-        )
+        functions["stacks"] = [
+            dataclasses.replace(stack, **block_functions(stack)) for stack in model.stacks
+        ]
+    else:
+        functions |= block_functions(model)
+    return dataclasses.replace(model, **functions)

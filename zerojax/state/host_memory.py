@@ -57,23 +57,22 @@ def allocate_all(abstract: Sequence[Any]) -> list[Array]:
         # The wait is inside the try because JAX may raise a failed allocation only then.
         return jax.block_until_ready([_allocate(leaf) for leaf in abstract])
     except Exception as error:
-        if (explained := host_memory_error(error, num_bytes, platform)) is not None:
+        explained = host_memory_error(error, num_bytes, platform)
+        if explained is not None:
             raise explained from error
         raise
 
 
 def _local_bytes(leaf: Any) -> int:
-    return (
-        len(leaf.sharding.addressable_devices)
-        * math.prod(leaf.sharding.shard_shape(leaf.shape))
-        * leaf.dtype.itemsize
-    )
+    """Return the bytes of an abstract leaf's shards on this process's devices."""
+    shard_elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return len(leaf.sharding.addressable_devices) * shard_elements * leaf.dtype.itemsize
 
 
 def _allocate(leaf: Any) -> Array:
     # Shard by shard from numpy: a jitted jnp.zeros would be created on the device first.
     def zeros(index: Any) -> np.ndarray:
-        shape = [len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)]
+        shape = [len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True)]
         return np.zeros(shape, leaf.dtype)
 
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)

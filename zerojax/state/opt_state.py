@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zerojax.sharding import LeafSpec, leaf_spec
 from zerojax.state.leaves import Leaf
-from zerojax.trees import Grads, OptState, Params
+from zerojax.trees import Grads, OptState, Params, Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class OptStateMap:
         `OwnedTransformation`, belongs to); None if all parameters share it.
     """
 
-    abstract: Any
+    abstract: OptState
     owners: tuple[int | None, ...]
 
     @functools.cached_property
@@ -37,10 +37,8 @@ class OptStateMap:
     @functools.cached_property
     def names(self) -> list[str]:
         """The paths of the state leaves, as strings."""
-        return [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(self.abstract)[0]
-        ]
+        leaves = jax.tree_util.tree_flatten_with_path(self.abstract)[0]
+        return [jax.tree_util.keystr(path) for path, _ in leaves]
 
     @functools.cached_property
     def shared(self) -> tuple[int, ...]:
@@ -51,7 +49,7 @@ class OptStateMap:
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
     def list_state_leaves(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the state leaves of some parameter leaves, in order."""
+        """Return the indices of the state leaves that belong to some parameter leaves, in order."""
         params = set(leaf_ids)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)
 
@@ -62,7 +60,7 @@ class OptStateMap:
         return owner
 
 
-def map_opt_state(abstract_opt_state: Any, abstract_params: Params) -> OptStateMap:
+def map_opt_state(abstract_opt_state: OptState, abstract_params: Params) -> OptStateMap:
     """Find the parameter leaf that each leaf of the optimizer state mirrors.
 
     It is the leaf with the same path and the same shape.
@@ -71,23 +69,21 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Params) -> OptStateM
       abstract_opt_state: the abstract optimizer state.
       abstract_params: the abstract parameters.
     """
-    params = {
-        path: (i, leaf.shape)
-        for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(abstract_params)[0])
-    }
+    params = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
+    # The shape counts too: a factored moment has its parameter's path, but another shape.
+    indices = {(path, leaf.shape): i for i, (path, leaf) in enumerate(params)}
 
-    def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-        for start in range(
-            len(path) + 1
-        ):  # optax appends a parameter's path to the path of its own state
-            # The shape counts too: a factored moment has its parameter's path, but another shape.
-            index, param_shape = params.get(path[start:], (None, None))
-            if index is not None and param_shape == shape:
+    def find_owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
+        # optax appends a parameter's path to the path of its own state.
+        for start in range(len(path) + 1):
+            index = indices.get((path[start:], shape))
+            if index is not None:
                 return index
         return None
 
     leaves = jax.tree_util.tree_flatten_with_path(abstract_opt_state)[0]
-    return OptStateMap(abstract_opt_state, tuple(owner(path, leaf.shape) for path, leaf in leaves))
+    owners = tuple(find_owner(path, leaf.shape) for path, leaf in leaves)
+    return OptStateMap(abstract_opt_state, owners)
 
 
 class OwnedTransformation(optax.GradientTransformationExtraArgs):
@@ -156,8 +152,8 @@ def check_optimizer(tx: Any) -> None:
 
 
 def init_opt_state_shape(
-    tx: optax.GradientTransformation, abstract_master: Any
-) -> tuple[Any, jex.ClosedJaxpr]:
+    tx: optax.GradientTransformation, abstract_master: Params
+) -> tuple[OptState, jex.ClosedJaxpr]:
     """Return the abstract optimizer state, and the update traced as (grads, state, params, loss).
 
     Args:
@@ -188,47 +184,49 @@ def init_opt_state_shape(
             "params) and value=loss; "
             f"{'; '.join(reasons) or 'choose an optimizer that needs no more'}: {e!r}"
         ) from e
-    # A step relies on this: updates mirror the parameters, and the state keeps its structure,
-    # shapes and dtypes.
+    _check_updates(updates, abstract_master)
+    _check_state_after(state, after)
+    return state, jaxpr
+
+
+def _check_updates(updates: Tree, abstract_master: Params) -> None:
+    """Raise ValueError unless the optimizer's updates mirror the parameters."""
     if jax.tree.structure(updates) != jax.tree.structure(abstract_master):
         raise ValueError(
             "the optimizer changes the structure of the gradients; its updates must mirror the "
             "parameters"
         )
-    shapes = zip(
-        jax.tree_util.tree_flatten_with_path(abstract_master)[0],
-        jax.tree.leaves(updates),
-        strict=True,
-    )
-    wrong = [
-        f"{jax.tree_util.keystr(path)}: {u.shape} for {p.shape}"
-        for (path, p), u in shapes
-        if u.shape != p.shape
-    ]
+    params = jax.tree_util.tree_flatten_with_path(abstract_master)[0]
+    wrong = []
+    for (path, param), update in zip(params, jax.tree.leaves(updates), strict=True):
+        if update.shape != param.shape:
+            wrong.append(f"{jax.tree_util.keystr(path)}: {update.shape} for {param.shape}")
     if wrong:
         raise ValueError(f"the optimizer's updates must have the parameters' shapes, but {wrong}")
-    if jax.tree.structure(after) != jax.tree.structure(state):
+
+
+def _check_state_after(before: OptState, after: OptState) -> None:
+    """Raise ValueError unless the state keeps its structure, shapes and dtypes in an update."""
+    if jax.tree.structure(after) != jax.tree.structure(before):
         raise ValueError(
             "the optimizer's state changes structure when updated, so it cannot be donated"
         )
-    changed = [
-        f"{jax.tree_util.keystr(path)}: {a.shape} {a.dtype} -> {b.shape} {b.dtype}"
-        for (path, a), b in zip(
-            jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(after), strict=True
-        )
-        if a.shape != b.shape or a.dtype != b.dtype
-    ]
+    leaves = jax.tree_util.tree_flatten_with_path(before)[0]
+    changed = []
+    for (path, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            change = f"{a.shape} {a.dtype} -> {b.shape} {b.dtype}"
+            changed.append(f"{jax.tree_util.keystr(path)}: {change}")
     if changed:
         raise ValueError(
             "the optimizer's state changes shape or dtype when updated, so it cannot be donated: "
             f"{changed}"
         )
-    return state, jaxpr
 
 
 def traced_optimizer(
-    tx: optax.GradientTransformation, abstract_master: Any
-) -> tuple[Any, jex.ClosedJaxpr] | ValueError:
+    tx: optax.GradientTransformation, abstract_master: Params
+) -> tuple[OptState, jex.ClosedJaxpr] | ValueError:
     """Return the result of `init_opt_state_shape`, or its error.
 
     The error is returned because an optimizer may work on one layer but not on stacks of layers.
@@ -256,7 +254,7 @@ def call_update(
     opt_state: OptState,
     params: Params,
     loss: jax.Array,
-) -> tuple[Any, Any]:
+) -> tuple[Grads, OptState]:
     """Call `tx.update`, with `value=loss` for transformations that take it.
 
     Plateau schedules and Polyak steps take it.

@@ -84,8 +84,8 @@ def order_read_before_write(
     # One barrier after the reads, one before the writes.
     values = jax.lax.optimization_barrier(values)
     *updated, landing = update(values)
-    *kept, _ = keep(values)
-    chosen = jax.tree.map(lambda a, b: jnp.where(ok, a, b), updated, kept)
+    *unchanged, _ = keep(values)
+    chosen = jax.tree.map(lambda new, old: jnp.where(ok, new, old), updated, unchanged)
     return jax.lax.optimization_barrier((*chosen, landing))
 
 

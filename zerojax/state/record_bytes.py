@@ -1,6 +1,8 @@
 """Compute the bytes of records, and a step's work on leaves, for `host_offload.schedule`."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+
+from jax.sharding import Mesh
 
 from host_offload.schedule import (
     EVERY_LEAF,
@@ -15,7 +17,8 @@ from host_offload.schedule import (
     build_unstacked,
 )
 from zerojax.config import ZeroConfig
-from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, stored_spec
+from zerojax.sharding import FSDP, STAGES, local_elements, stored_spec
+from zerojax.state.leaves import Leaf
 from zerojax.state.records import RecordSpec
 from zerojax.state.state_records import StateRecords
 
@@ -40,65 +43,78 @@ def record_bytes(
       Bytes per device by name, such as "params", "opt_state" and "params_on_disk".
     """
     layout = records.layout
-    mesh = records.mesh
-    stage = STAGES[records.layout.config.stage]
+    stage = STAGES[layout.config.stage]
     on_device = layout.config.params == "device"
 
-    def num_bytes(
-        leaf_ids: Sequence[int],
-        select_spec: Callable[[LeafSpec], Spec],
-        itemsize: int | None = None,
-    ) -> int:
+    def count(leaf_ids: Sequence[int], sharded: bool, itemsize: int | None = None) -> int:
         leaves = [layout.all_leaves[i] for i in leaf_ids]
-        elements = [
-            local_elements(leaf.record_shape, select_spec(leaf.spec)[leaf.lead :], mesh)
-            for leaf in leaves
-        ]
-        return sum(
-            n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True)
-        )
+        return sum(_leaf_bytes(leaf, sharded, records.mesh, itemsize) for leaf in leaves)
 
-    # Masters are float32, and are stored in one record with the optimizer state.
+    gathered = count(leaf_ids, False)
+    gathered_frozen = count(frozen, False)
+    # Encoded weights are unsharded twice: as gathered, and decoded.
+    for i in frozen:
+        decoded = layout.all_leaves[i].decodes
+        if decoded is not None:
+            gathered_frozen += _leaf_bytes(decoded, False, records.mesh)
+
+    grads = 0
+    for i in leaf_ids:
+        grads += count([i], stage.opt_state, layout.grad_dtype(i).itemsize)
+    sizes = {
+        "params": count(leaf_ids, stage.params),
+        "gathered": gathered + gathered_frozen if is_gathered(records) else 0,
+        "derivative": count(leaf_ids, False, 4) if layout.reduces_in_float32 else gathered,
+        "grads": grads,
+        "opt_state": _opt_state_bytes(records, leaf_ids),
+        "handed": grads,
+        "weights": 0,
+        "made": 0,
+    }
+    if on_device:
+        sizes["made"] = count(leaf_ids, stage.opt_state)
+        if not layout.has_master:
+            sizes["weights"] = count(leaf_ids, stage.opt_state, 4)
+    if layout.frozen:
+        sizes["frozen"] = count(frozen, stage.params)
+    grad_records = [] if grads_on_disk is None else [grads_on_disk]
+    return sizes | _on_disk(records, leaf_ids, frozen, grad_records)
+
+
+def _leaf_bytes(leaf: Leaf, sharded: bool, mesh: Mesh, itemsize: int | None = None) -> int:
+    """Return the bytes per device of one record of a leaf.
+
+    Args:
+      leaf: the leaf.
+      sharded: whether the record is split over the ZeRO axis.
+      mesh: the device mesh.
+      itemsize: bytes of an element; None for the leaf's dtype.
+    """
+    spec = stored_spec(leaf.spec, sharded)[leaf.lead :]
+    return local_elements(leaf.record_shape, spec, mesh) * (itemsize or leaf.dtype.itemsize)
+
+
+def _opt_state_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:
+    """Return the bytes per device of a record's masters and optimizer state, which move together.
+
+    The state counts only if the optimizer runs by record.
+    """
+    layout = records.layout
+    num_bytes = 0
     if layout.has_master:
-        opt_state = num_bytes(leaf_ids, lambda s: stored_spec(s, stage.opt_state), 4)
-    else:
-        opt_state = 0
+        sharded = STAGES[layout.config.stage].opt_state
+        for i in leaf_ids:
+            num_bytes += _leaf_bytes(layout.leaves[i], sharded, records.mesh, 4)
     if layout.updates_by_record:
         opt_map = layout.opt_map
         for j in opt_map.list_state_leaves(leaf_ids):
+            state_leaf = opt_map.leaves[j]
             # The shape of one record: a state leaf has the leading dims of the parameter that it
             # mirrors.
-            shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
-            opt_state += (
-                local_elements(shape, records.opt_record(j).spec, mesh)
-                * opt_map.leaves[j].dtype.itemsize
-            )
-    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (leaf_ids, frozen))
-    whole_grads = num_bytes(leaf_ids, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
-    # Encoded weights are unsharded twice: as gathered, and decoded.
-    for leaf in (layout.all_leaves[i].decodes for i in frozen):
-        if leaf is not None:
-            elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
-            whole_frozen += elements * leaf.dtype.itemsize
-    shards, frozen_shards = (
-        num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (leaf_ids, frozen)
-    )
-    of_state = lambda s: stored_spec(s, stage.opt_state)  # noqa: E731
-    grads = sum(num_bytes([i], of_state, layout.grad_dtype(i).itemsize) for i in leaf_ids)
-    sizes = {
-        "params": shards,
-        "gathered": whole + whole_frozen if is_gathered(records) else 0,
-        "derivative": whole_grads,
-        "grads": grads,
-        "opt_state": opt_state,
-        "handed": grads,
-        "weights": num_bytes(leaf_ids, of_state, 4) if on_device and not layout.has_master else 0,
-        "made": num_bytes(leaf_ids, of_state) if on_device else 0,
-    }
-    sizes |= {"frozen": frozen_shards} if layout.frozen else {}
-    return sizes | _on_disk(
-        records, leaf_ids, frozen, [] if grads_on_disk is None else [grads_on_disk]
-    )
+            shape = state_leaf.shape[layout.leaves[opt_map.owner(j)].lead :]
+            elements = local_elements(shape, records.opt_record(j).spec, records.mesh)
+            num_bytes += elements * state_leaf.dtype.itemsize
+    return num_bytes
 
 
 def _on_disk(
@@ -129,10 +145,10 @@ def is_gathered(records: StateRecords) -> bool:
     They are if they are gathered, fetched or decoded.
     """
     layout = records.layout
+    if layout.encodings:
+        return True
     fetched = any(record.is_away for record in (*records.params, *records.frozen))
-    return bool(layout.encodings) or (
-        STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
-    )
+    return STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
 
 
 def stored_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:
@@ -143,9 +159,10 @@ def stored_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:
       leaf_ids: indices of the trainable leaves.
     """
     sizes = record_bytes(records, leaf_ids)
-    return sizes["opt_state"] + (
-        sizes["params"] if any(records.params[i].is_away for i in leaf_ids) else 0
-    )
+    num_bytes = sizes["opt_state"]
+    if any(records.params[i].is_away for i in leaf_ids):
+        num_bytes += sizes["params"]
+    return num_bytes
 
 
 def loaded_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:
@@ -175,9 +192,10 @@ def unstacked_leaves(
     """
 
     def find_tier(specs: Sequence[RecordSpec]) -> str:
-        return next(
-            (r.tier if r.disk_records is None else "nvme" for r in specs if r.is_away), "device"
-        )
+        away = [spec for spec in specs if spec.is_away]
+        if not away:
+            return "device"
+        return away[0].tier if away[0].disk_records is None else "nvme"
 
     layout = records.layout
     leaves = list[UnstackedLeaf]()
@@ -186,9 +204,8 @@ def unstacked_leaves(
         weight = records.weight(i)
         size = local_elements(leaf.shape, weight.spec, records.mesh) * leaf.dtype.itemsize
         if leaf.frozen:
-            if weight.disk_records is None:
-                name = str(i)
-            else:
+            name = str(i)
+            if weight.disk_records is not None:
                 name = weight.disk_records.kind.partition(".")[2]
             sizes = {"frozen": size} | _on_disk(records, (), (i,), ())
             leaves.append(UnstackedLeaf(name, {"frozen": find_tier([weight])}, sizes, frozen=True))

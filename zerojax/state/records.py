@@ -109,10 +109,9 @@ class RecordSpec:
         if isinstance(index, Tile):
             # Tiles are never in a Split: only full layers stay on the device
             # (`zerojax.config.untiled_setting`).
-            start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
-            value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(
-                stack.shape[2:]
-            )
+            tile_shape = stack.shape[2:]
+            start = (index.layer, index.tile, *(0,) * len(tile_shape))
+            value = jax.lax.dynamic_slice(stack, start, (1, 1, *tile_shape)).reshape(tile_shape)
             return self.load(value) if self.is_away else value
         if isinstance(index, TileNumber):
             # One dim over all tiles: with two dims, the indices would not be linear in the number.
@@ -120,8 +119,8 @@ class RecordSpec:
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             return jax.lax.dynamic_index_in_dim(stack.device, index.layer, 0, keepdims=False)
         # Sliced in its tier, then moved: one record crosses the link, not the full stack.
-        rest, layer = _rest(stack, index)
-        value = jax.lax.dynamic_index_in_dim(rest, layer, 0, keepdims=False)
+        layers, number = _off_device(stack, index)
+        value = jax.lax.dynamic_index_in_dim(layers, number, 0, keepdims=False)
         return self.load(value) if self.is_away else value
 
     def write(self, stack: Any, index: Index, value: Array) -> Any:
@@ -130,17 +129,15 @@ class RecordSpec:
             start = (index.layer, index.tile, *(0,) * value.ndim)
             return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
         if isinstance(index, TileNumber):
-            return self.write(stack.reshape(-1, *value.shape), index.number, value).reshape(
-                stack.shape
-            )
+            tiles = stack.reshape(-1, *value.shape)
+            return self.write(tiles, index.number, value).reshape(stack.shape)
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             value = jax.lax.with_sharding_constraint(value, self.sharding)
-            return Split(
-                jax.lax.dynamic_update_index_in_dim(stack.device, value, index.layer, 0), stack.host
-            )
-        rest, layer = _rest(stack, index)
-        rest = jax.lax.dynamic_update_index_in_dim(rest, self.store(value), layer, 0)
-        return Split(stack.device, rest) if isinstance(stack, Split) else rest
+            layers = jax.lax.dynamic_update_index_in_dim(stack.device, value, index.layer, 0)
+            return Split(layers, stack.host)
+        layers, number = _off_device(stack, index)
+        layers = jax.lax.dynamic_update_index_in_dim(layers, self.store(value), number, 0)
+        return Split(stack.device, layers) if isinstance(stack, Split) else layers
 
     def load(self, value: Any) -> Array:
         """Move a value from its tier to the device.
@@ -149,18 +146,18 @@ class RecordSpec:
         """
         if isinstance(value, OnDisk):
             return read_layer([self], [value], jnp.int32(0))[0]
-        if self.is_away:
-            return jax.device_put(value, place(self.mesh, self.spec, "device"))
-        return value
+        if not self.is_away:
+            return value
+        return jax.device_put(value, place(self.mesh, self.spec, "device"))
 
     def store(self, value: Array, old: Any = None) -> Any:
         """Move a value from the device to its tier; in the nvme tier, `old` is overwritten."""
         if isinstance(old, OnDisk):
             return write_layer([self], [old], jnp.int32(0), [value])[0]
         value = jax.lax.with_sharding_constraint(value, self.sharding)
-        if self.is_away:
-            return jax.device_put(value, place(self.mesh, self.spec, self.tier))
-        return value
+        if not self.is_away:
+            return value
+        return jax.device_put(value, place(self.mesh, self.spec, self.tier))
 
 
 def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index) -> list[Array]:
@@ -174,19 +171,19 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
       index: index of the record.
     """
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
-    if not on_disk:
-        return [r.read(stack, index) for r, stack in zip(records, stacks, strict=True)]
-    disk_records = _disk_records(records[on_disk[0]])
-    leaf = _on_disk(stacks[on_disk[0]], index)
-    assert leaf is not None
-    # One fetch for all leaves of the kind: a record is read from disk as a unit.
-    arrays = dict(
-        zip(
-            on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True
-        )
-    )
-    each = enumerate(zip(records, stacks, strict=True))
-    return [arrays[i] if i in arrays else r.read(stack, index) for i, (r, stack) in each]
+    fetched: dict[int, Array] = {}
+    if on_disk:
+        # One fetch for all leaves of the kind: a record is read from disk as a unit.
+        first = on_disk[0]
+        leaf = _on_disk(stacks[first], index)
+        assert leaf is not None
+        disk_records = _disk_records(records[first])
+        arrays = disk_records.fetch(leaf.token, _number(stacks[first], index))
+        fetched = dict(zip(on_disk, arrays, strict=True))
+    values = []
+    for i, (record, stack) in enumerate(zip(records, stacks, strict=True)):
+        values.append(fetched[i] if i in fetched else record.read(stack, index))
+    return values
 
 
 def write_layer(
@@ -202,27 +199,27 @@ def write_layer(
       values: one array for each leaf, on the device.
     """
     on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
-    each = zip(records, stacks, values, strict=True)
-    if not on_disk:
-        return [r.write(stack, index, value) for r, stack, value in each]
-    disk_records = _disk_records(records[on_disk[0]])
-    leaf = _on_disk(stacks[on_disk[0]], index)
-    assert leaf is not None
-    shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in on_disk]
-    # All leaves of the kind form one record, which one callback moves.
-    token = disk_records.store(leaf.token, _number(stacks[on_disk[0]], index), shards)
-    after = []
-    for i, (record, stack, value) in enumerate(each):
-        if i not in on_disk:
-            after.append(record.write(stack, index, value))
-            continue
-        leaf = _on_disk(stack, index)
+    token = None
+    if on_disk:
+        # All leaves of the kind form one record, which one callback moves.
+        first = on_disk[0]
+        leaf = _on_disk(stacks[first], index)
         assert leaf is not None
+        shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in on_disk]
+        disk_records = _disk_records(records[first])
+        token = disk_records.store(leaf.token, _number(stacks[first], index), shards)
+    stacks_after = []
+    for record, stack, value in zip(records, stacks, values, strict=True):
+        leaf = _on_disk(stack, index)
+        if leaf is None:
+            stacks_after.append(record.write(stack, index, value))
+            continue
+        assert token is not None
         # All leaves of the kind carry the token of this store, so any later read of one of them
         # follows it.
         leaf = dataclasses.replace(leaf, token=token)
-        after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
-    return after
+        stacks_after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
+    return stacks_after
 
 
 def load_leaves(records: Sequence[RecordSpec], values: Sequence[Any]) -> list[Array]:
@@ -251,17 +248,18 @@ def store_leaves(
     """
     if old and isinstance(old[0], OnDisk):
         return write_layer(records, old, jnp.int32(0), values)
-    return [r.store(value, o) for r, value, o in zip(records, values, old, strict=True)]
+    stored = zip(records, values, old, strict=True)
+    return [record.store(value, before) for record, value, before in stored]
 
 
-def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
+def _off_device(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
     """Return the array or OnDisk that holds a layer off the device, and its number in it."""
     # An OnDevice index also serves stacks that are not Split, such as gradients: the layer alone is
     # their index.
     layer = index.layer if isinstance(index, OnDevice) else index
     if isinstance(stack, Split):
-        return (stack.host, layer - stack.device.shape[0])
-    return (stack, layer)
+        return stack.host, layer - stack.device.shape[0]
+    return stack, layer
 
 
 def _on_disk(stack: Any, index: Index) -> OnDisk | None:
@@ -275,7 +273,9 @@ def _number(stack: Any, index: Index) -> Array:
     """Return the number of a record on disk."""
     if isinstance(index, Tile):
         return index.layer * index.of + index.tile
-    return index.number if isinstance(index, TileNumber) else _rest(stack, index)[1]
+    if isinstance(index, TileNumber):
+        return index.number
+    return _off_device(stack, index)[1]
 
 
 def _disk_records(record: RecordSpec) -> DiskRecords:

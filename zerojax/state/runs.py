@@ -15,7 +15,6 @@ on disk, belong to a range and are numbered from the range's first layer.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from zerojax.config import Segment
@@ -79,8 +78,8 @@ class LayerRange:
 
         It is 0 if there is no such layer in the range.
         """
-        most = min(self.stack.device_layers, self.stop)
-        return most if most > self.first else 0
+        stop_on_device = min(self.stack.device_layers, self.stop)
+        return stop_on_device if stop_on_device > self.first else 0
 
 
 def layer_ranges(layout: Layout) -> tuple[LayerRange, ...]:
@@ -97,41 +96,49 @@ def layer_ranges(layout: Layout) -> tuple[LayerRange, ...]:
     stacks = layout.stacks
     if isinstance(config.activations, tuple):
         return _segmented(config.activations, stacks)
-    kept = {
-        "activations": config.activations,
-        "saved_names": config.saved_names,
-        "offloaded_names": config.offloaded_names,
-    }
-    return tuple(
-        LayerRange(stack, 0, Segment(stack.num_layers, **kept), is_segment=False)
-        for stack in stacks
-    )
+    ranges = []
+    for stack in stacks:
+        segment = Segment(
+            stack.num_layers,
+            activations=config.activations,
+            saved_names=config.saved_names,
+            offloaded_names=config.offloaded_names,
+        )
+        ranges.append(LayerRange(stack, 0, segment, is_segment=False))
+    return tuple(ranges)
 
 
 def _segmented(
     segments: Sequence[Segment], stacks: Sequence[StackLeaves]
 ) -> tuple[LayerRange, ...]:
-    given, there = (sum(one.num_layers for one in some) for some in (segments, stacks))
-    if given != there:
+    """Return one range for each segment. Layers are numbered through all stacks of the model."""
+    segment_layers = sum(segment.num_layers for segment in segments)
+    model_layers = sum(stack.num_layers for stack in stacks)
+    if segment_layers != model_layers:
         raise ValueError(
             f"activations has {len(segments)} segments of "
-            f"{' + '.join(str(s.num_layers) for s in segments)} = {given} layers, and the model "
-            f"has {there}: the segments must cover all of its layers, first layer first"
+            f"{' + '.join(str(s.num_layers) for s in segments)} = {segment_layers} layers, and the "
+            f"model has {model_layers}: the segments must cover all of its layers, first layer "
+            "first"
         )
-    runs = list[LayerRange]()
+    ranges = list[LayerRange]()
     stop = 0
-    firsts = list(itertools.accumulate((stack.num_layers for stack in stacks), initial=0))
+    position = 0  # of the current stack in `stacks`
+    stack_start = 0
     for number, segment in enumerate(segments):
         start = stop
-        stop = stop + segment.num_layers
-        stack, first, end = next(
-            one for one in zip(stacks, firsts, firsts[1:], strict=False) if start < one[2]
-        )
-        if stop > end:
+        stop = start + segment.num_layers
+        while start >= stack_start + stacks[position].num_layers:
+            stack_start += stacks[position].num_layers
+            position += 1
+        stack = stacks[position]
+        stack_stop = stack_start + stack.num_layers
+        if stop > stack_stop:
             raise ValueError(
                 f"activations[{number}] covers layers {start} to {stop - 1} of the model, but "
-                f"stack {stack.name!r} ends with layer {end - 1}: a segment cannot cross stacks; "
-                f"give {end - start} layers up to there, and {stop - end} after it"
+                f"stack {stack.name!r} ends with layer {stack_stop - 1}: a segment cannot cross "
+                f"stacks; give {stack_stop - start} layers up to there, and {stop - stack_stop} "
+                "after it"
             )
-        runs.append(LayerRange(stack, start - first, segment, is_segment=True))
-    return tuple(runs)
+        ranges.append(LayerRange(stack, start - stack_start, segment, is_segment=True))
+    return tuple(ranges)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.device import one_trip
+from host_offload.engine import User
 from zerojax.config import resolve_activations
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
@@ -66,7 +67,7 @@ class _Member:
     """A leaf in the records of one kind on disk.
 
     Attributes:
-      specs: the list that holds the leaf's RecordSpec.
+      specs: the list that holds the leaf's RecordSpec, in StateRecords.
       index: position of the RecordSpec in `specs`.
       name: path of the leaf.
       shape: shape and dtype of one record of the leaf.
@@ -115,12 +116,13 @@ class StateRecords:
         )
         self.grads = records(stage.opt_state, "device")
         specs = [stored_spec(spec, stage.opt_state) for spec in layout.opt_specs]
-        self.opt = [
-            None
-            if owner is None
-            else RecordSpec(self.mesh, spec[self.leaves[owner].lead :], config.opt_state)
-            for spec, owner in zip(specs, self.opt_map.owners, strict=True)
-        ]
+        self.opt: list[RecordSpec | None] = []
+        for spec, owner in zip(specs, self.opt_map.owners, strict=True):
+            record = None
+            if owner is not None:
+                record_spec = spec[self.leaves[owner].lead :]
+                record = RecordSpec(self.mesh, record_spec, config.opt_state)
+            self.opt.append(record)
         self.frozen = [
             RecordSpec(
                 self.mesh, stored_spec(leaf.spec, stage.params)[leaf.lead :], layout.frozen_tier
@@ -166,9 +168,8 @@ class StateRecords:
     def _declare_params(self, disk: DiskLayout) -> None:
         if self.layout.config.params != "nvme":
             return
-        updated = (
-            not self.layout.has_master
-        )  # otherwise an update on the host works on masters, and overwrites parameters
+        # With masters, an update on the host works on them, and overwrites the parameters.
+        updated = not self.layout.has_master
 
         def declare(kind: str, count: int, leaf_ids: Sequence[int]) -> None:
             members = [self._weight(self.params, i, self.leaves[i].dtype) for i in leaf_ids]
@@ -186,11 +187,10 @@ class StateRecords:
             return
 
         def declare(kind: str, count: int, leaf_ids: Sequence[int], in_turn: bool = False) -> None:
+            members = []
             if self.layout.has_master:
-                masters = [self._weight(self.master, i, jnp.float32) for i in leaf_ids]
-            else:
-                masters = []
-            members = masters + [self._moment(j) for j in self.opt_map.list_state_leaves(leaf_ids)]
+                members += [self._weight(self.master, i, jnp.float32) for i in leaf_ids]
+            members += [self._moment(j) for j in self.opt_map.list_state_leaves(leaf_ids)]
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
         for stack in self.layout.stacks:
@@ -204,15 +204,14 @@ class StateRecords:
     def _declare_frozen(self, disk: DiskLayout) -> None:
         if self.layout.frozen_tier != "nvme":
             return
-        before = len(self.leaves)
+        num_trained = len(self.leaves)
 
         def declare(kind: str, count: int, leaf_ids: Sequence[int]) -> None:
-            leaves = [(i - before, self.layout.all_leaves[i]) for i in leaf_ids]
-            shapes = [jax.ShapeDtypeStruct(leaf.record_shape, leaf.dtype) for _, leaf in leaves]
-            members = [
-                _Member(self.frozen, i, leaf.name, a)
-                for (i, leaf), a in zip(leaves, shapes, strict=True)
-            ]
+            members = []
+            for i in leaf_ids:
+                leaf = self.layout.all_leaves[i]
+                shape = jax.ShapeDtypeStruct(leaf.record_shape, leaf.dtype)
+                members.append(_Member(self.frozen, i - num_trained, leaf.name, shape))
             self._declare(disk, kind, count, members, updated=False)
 
         for stack in self.layout.stacks:
@@ -229,12 +228,8 @@ class StateRecords:
     def _moment(self, index: int) -> _Member:
         leaf = self.opt_map.leaves[index]
         lead = self.leaves[self.opt_map.owner(index)].lead
-        return _Member(
-            self.opt,
-            index,
-            self.opt_map.names[index],
-            jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype),
-        )
+        shape = jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype)
+        return _Member(self.opt, index, self.opt_map.names[index], shape)
 
     def _declare(
         self,
@@ -263,10 +258,12 @@ class StateRecords:
         # parameters, which programs fetch. Frozen parameters are never written, so the host does
         # not touch them.
         is_frozen = kind.split(".")[0] == "frozen"
+        used_by: User = "host"
         if is_frozen or not on_host:
             used_by = "program"
-        else:
-            used_by = "both" if kind.startswith("params") else "host"
+        elif kind.startswith("params"):
+            used_by = "both"
+
         specs = [member.specs[member.index] for member in members]
         disk_records = disk.declare(
             kind,
@@ -279,10 +276,9 @@ class StateRecords:
             in_turn=in_turn,
             written_once=is_frozen,
         )
-        for place, (member, spec) in enumerate(zip(members, specs, strict=True)):
-            member.specs[member.index] = dataclasses.replace(
-                spec, disk_records=disk_records, leaf=place
-            )
+        for position, (member, spec) in enumerate(zip(members, specs, strict=True)):
+            stored = dataclasses.replace(spec, disk_records=disk_records, leaf=position)
+            member.specs[member.index] = stored
 
     def weight(self, index: int) -> RecordSpec:
         """Return how a parameter leaf, trainable or frozen, is stored.
@@ -290,9 +286,8 @@ class StateRecords:
         Args:
           index: index of the leaf in `Layout.all_leaves`.
         """
-        if index < len(self.leaves):
-            return self.params[index]
-        return self.frozen[index - len(self.leaves)]
+        num_trained = len(self.leaves)
+        return self.params[index] if index < num_trained else self.frozen[index - num_trained]
 
     # --- the state as flat lists ------------------------------------------------------------------
 
@@ -302,9 +297,11 @@ class StateRecords:
 
     def flatten_state(self, params: Params, master: Any, opt_state: OptState) -> FlatState:
         """Return the leaves of these trees of a state as flat lists."""
-        masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
-        weights, opt = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (params, opt_state))
-        return FlatState(weights, masters, opt)
+        return FlatState(
+            params=jax.tree.leaves(params, is_leaf=is_stored),
+            master=None if master is None else jax.tree.leaves(master, is_leaf=is_stored),
+            opt=jax.tree.leaves(opt_state, is_leaf=is_stored),
+        )
 
     def trees(self, state: TrainState, states: FlatState) -> tuple[Any, Any, Any]:
         """Return params, master and opt_state as trees like the trees of `state`.
@@ -326,10 +323,10 @@ class StateRecords:
 
     def with_shared(self, states: FlatState, shared: Sequence[Array]) -> FlatState:
         """Return the state with the scalars of the optimizer state replaced."""
-        scalars = dict(zip(self.opt_map.shared, shared, strict=True))
-        return dataclasses.replace(
-            states, opt=[scalars.get(j, leaf) for j, leaf in enumerate(states.opt)]
-        )
+        opt = list(states.opt)
+        for j, scalar in zip(self.opt_map.shared, shared, strict=True):
+            opt[j] = scalar
+        return dataclasses.replace(states, opt=opt)
 
     def opt_states(self, states: FlatState, leaf_ids: Sequence[int]) -> list[Any]:
         """Return the masters, if any, and the optimizer state of some leaves, in their tiers."""
@@ -356,16 +353,18 @@ class StateRecords:
           opt: the new leaves, in the order of `opt_states`.
         """
         mirrors = self.opt_map.list_state_leaves(leaf_ids)
-        master = states.master and list(states.master)
-        state = list(states.opt)
-        # `opt` holds one master for each leaf of the part, if there are masters, followed by the
-        # optimizer state.
-        for i, value in zip(leaf_ids if master is not None else (), opt, strict=False):
-            assert master is not None
-            master[i] = value
-        for j, value in zip(mirrors, opt[len(opt) - len(mirrors) :], strict=True):
-            state[j] = value
-        return FlatState(states.params, master, state)
+        # `opt` holds one master for each leaf, if there are masters, followed by the optimizer
+        # state.
+        first_mirror = len(opt) - len(mirrors)
+        master = states.master
+        if master is not None:
+            master = list(master)
+            for i, value in zip(leaf_ids, opt[:first_mirror], strict=True):
+                master[i] = value
+        opt_after = list(states.opt)
+        for j, value in zip(mirrors, opt[first_mirror:], strict=True):
+            opt_after[j] = value
+        return FlatState(states.params, master, opt_after)
 
     # --- one record -------------------------------------------------------------------------------
 
@@ -404,12 +403,8 @@ class StateRecords:
           opt: leaves of the optimizer state, on the device.
         """
         # The parameters are the new weights, cast; masters and optimizer state are one record.
-        states = self.write_params(
-            states,
-            leaf_ids,
-            index,
-            [self.cast(i, value) for i, value in zip(leaf_ids, weights, strict=True)],
-        )
+        params = [self.cast(i, value) for i, value in zip(leaf_ids, weights, strict=True)]
+        states = self.write_params(states, leaf_ids, index, params)
         values = [*(weights if states.master is not None else ()), *opt]
         stacks = write_layer(
             self.opt_records(leaf_ids), self.opt_states(states, leaf_ids), index, values
@@ -421,11 +416,8 @@ class StateRecords:
     ) -> FlatState:
         """Write the parameters of one layer or tile, in the compute dtype."""
         params = list(states.params)
-        for i, stack in zip(
-            leaf_ids,
-            write_layer(pick(self.params, leaf_ids), pick(params, leaf_ids), index, values),
-            strict=True,
-        ):
+        stacks = write_layer(pick(self.params, leaf_ids), pick(params, leaf_ids), index, values)
+        for i, stack in zip(leaf_ids, stacks, strict=True):
             params[i] = stack
         return dataclasses.replace(states, params=params)
 
@@ -436,10 +428,10 @@ class StateRecords:
         """
         # On the shard before and after the cast: otherwise GSPMD could gather float32, which is
         # twice the bytes, and cast afterwards.
-        value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
-        return jax.lax.with_sharding_constraint(
-            value.astype(self.leaves[index].dtype), self.grads[index].sharding
-        )
+        sharding = self.grads[index].sharding
+        value = jax.lax.with_sharding_constraint(value, sharding)
+        value = value.astype(self.leaves[index].dtype)
+        return jax.lax.with_sharding_constraint(value, sharding)
 
     def tokens(self, states: FlatState, leaf_ids: Sequence[int]) -> list[Array]:
         """Return the tokens of some leaves, and of their state, that are on disk."""
@@ -448,17 +440,13 @@ class StateRecords:
 
     def end_token(self, states: FlatState) -> Array | None:
         """Return the token of the last unstacked leaf with data on disk, or None."""
-        return next(
-            (
-                tokens[0]
-                for i in reversed(self.layout.unstacked)
-                if (tokens := self.tokens(states, (i,)))
-            ),
-            None,
-        )
+        for i in reversed(self.layout.unstacked):
+            tokens = self.tokens(states, (i,))
+            if tokens:
+                return tokens[0]
+        return None
 
-    # --- one unstacked leaf
-    # ---------------------------------------------------------------------------
+    # --- one unstacked leaf -----------------------------------------------------------------------
 
     def weight_record(self, states: FlatState, index: int) -> tuple[list[RecordSpec], list[Any]]:
         """Return how the record with an unstacked leaf's float32 weight is stored, and its leaves.
@@ -497,9 +485,11 @@ class StateRecords:
 
         def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
             (param, opt), begin = carry
-            value, after = new(param, opt)
-            opt = store_leaves(records, [*([value] if has_master else []), *after], opt)
-            return (self.params[index].store(self.cast(index, value), param), opt), begin
+            weight, opt_after = new(param, opt)
+            master = [weight] if has_master else []
+            opt = store_leaves(records, [*master, *opt_after], opt)
+            param = self.params[index].store(self.cast(index, weight), param)
+            return (param, opt), begin
 
         param, opt = self._begun((states.params[index], self.opt_states(states, (index,))), begin)
         carry = ((param, opt), begin)
@@ -508,9 +498,9 @@ class StateRecords:
         else:
             (param, opt), begin = body(begin, carry)
         params = [*states.params[:index], param, *states.params[index + 1 :]]
-        if tokens := [
-            a.token for a in (*opt, param) if isinstance(a, OnDisk)
-        ]:  # the next leaf waits for them too
+        tokens = [leaf.token for leaf in (*opt, param) if isinstance(leaf, OnDisk)]
+        if tokens:
+            # The next leaf waits for them too.
             begin, _ = wait_for(begin, tokens, self.mesh)
         return self.replace(dataclasses.replace(states, params=params), (index,), opt), begin
 

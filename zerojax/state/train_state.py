@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from zerojax.precision import LossScale
-from zerojax.trees import ModelState, Tree
+from zerojax.trees import ModelState, OptState, Params, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -115,11 +115,11 @@ class OnDisk:
         """Refuse the conversion that JAX attempts, with an error that names a remedy."""
         # A property, so that the error is raised where JAX looks up the attribute. It is not a
         # TypeError because JAX would replace the text of a TypeError.
-        no = (
+        reason = (
             "cannot be used in a computation (a program's step and eval are compiled already: call "
             "them outside of jit)"
         )
-        raise ValueError(self._no_numbers(no))
+        raise ValueError(self._no_numbers(reason))
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError for an attribute that only arrays have."""
@@ -129,10 +129,10 @@ class OnDisk:
         """Refuse copies and pickles."""
         raise TypeError(self._no_numbers("cannot be copied or pickled"))
 
-    def _no_numbers(self, what: str) -> str:
+    def _no_numbers(self, reason: str) -> str:
         leaf = f"{self.dtype}{list(self.shape)}"
         return (
-            f"this leaf {leaf} is stored on disk and {what}: read parameters with "
+            f"this leaf {leaf} is stored on disk and {reason}: read parameters with "
             "program.iter_params(state)"
         )
 
@@ -204,13 +204,13 @@ class TrainState:
     step: jax.Array
     skipped: jax.Array
     key: jax.Array
-    params: Any
-    master: Any
-    opt_state: Any
+    params: Params
+    master: Params
+    opt_state: OptState
     loss_scale: LossScale | None
     pending: Pending | None = None
-    frozen: Any = None
-    model_state: Any = None
+    frozen: Params = None
+    model_state: ModelState = None
 
 
 def state_key(key: jax.Array) -> jax.Array:
@@ -279,10 +279,10 @@ def with_model_state(before: TrainState, after: TrainState, model_state: ModelSt
     if model_state is None:
         return after
     is_done = after.skipped == before.skipped
-    kept = jax.tree.map(
+    model_state = jax.tree.map(
         lambda new, old: jnp.where(is_done, new, old), model_state, before.model_state
     )
-    return dataclasses.replace(after, model_state=kept)
+    return dataclasses.replace(after, model_state=model_state)
 
 
 def with_loss_scale(
@@ -299,10 +299,10 @@ def with_loss_scale(
     """
     if has_fault is None or before.loss_scale is None:
         return after
-    kept = jax.tree.map(
+    loss_scale = jax.tree.map(
         lambda new, old: jnp.where(has_fault, old, new), after.loss_scale, before.loss_scale
     )
-    return dataclasses.replace(after, loss_scale=kept)
+    return dataclasses.replace(after, loss_scale=loss_scale)
 
 
 def masters(state: TrainState) -> Any:
@@ -310,11 +310,10 @@ def masters(state: TrainState) -> Any:
     return state.params if state.master is None else state.master
 
 
-# --- trainable and frozen leaves: two trees, each with None in place of the other's leaves
-# ----------
+# --- trainable and frozen leaves: two trees, each with None in place of the other's leaves --------
 
 
-def split_frozen(flags: Any, whole: Any) -> tuple[Any, Any]:
+def split_frozen(flags: Any, whole: Params) -> tuple[Params, Params]:
     """Return the trainable and the frozen part of a tree.
 
     Args:
@@ -324,13 +323,13 @@ def split_frozen(flags: Any, whole: Any) -> tuple[Any, Any]:
     if flags is None:
         return whole, None
 
-    def pick(wanted):
+    def pick(wanted: bool) -> Params:
         return jax.tree.map(lambda flag, leaf: leaf if flag == wanted else None, flags, whole)
 
     return pick(False), pick(True)
 
 
-def join_frozen(trained: Any, frozen: Any) -> Any:
+def join_frozen(trained: Params, frozen: Params) -> Params:
     """Return the full tree, joined from its trainable and frozen parts.
 
     Args:

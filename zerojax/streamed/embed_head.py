@@ -16,6 +16,7 @@ from zerojax.models import (
     BLOCKS,
     LayeredModel,
     Loss,
+    Metrics,
     call_context,
     call_embed,
     call_enter,
@@ -35,9 +36,10 @@ from zerojax.models import (
 )
 from zerojax.sharding import ActivationSpec
 from zerojax.state import is_stored, join_frozen, split_frozen
+from zerojax.streamed.loops import Cotangents
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.plan import StackPlan, StreamedPlan
-from zerojax.trees import Batch, Context, Grads, ModelState, Params
+from zerojax.trees import Batch, Context, Grads, ModelState, Params, Tree
 
 Array = jax.Array
 
@@ -54,10 +56,22 @@ class HeadResult(NamedTuple):
     """
 
     loss: Array
-    dy: Any
+    dy: Tree
     grads: list[Array]
-    metrics: Any
-    state: Any
+    metrics: Metrics
+    state: ModelState
+
+
+class _HeadSums(NamedTuple):
+    """Values that the head passes on from one microbatch to the next.
+
+    Attributes:
+      grads: sums of the gradients of the unstacked leaves so far; empty with one microbatch.
+      state: the head's own state, or None.
+    """
+
+    grads: list[Array]
+    state: ModelState
 
 
 class EmbedHead:
@@ -80,49 +94,49 @@ class EmbedHead:
         self.mesh = plan.mesh
         self._gather = gather
         self.activations = ActivationSpec(plan.mesh)
-        self._models = {
-            stack.name: stack.model for stack in list_stacks(model)
-        }  # their `enter` may decode
+        # The `enter` of these models may decode.
+        self._models = {stack.name: stack.model for stack in list_stacks(model)}
 
-    def load(self, params: Params) -> Any:
+    def load(self, params: Params) -> Params:
         """Return the leaves of embedding and head, sharded, on the device."""
         # An OnDisk counts as one leaf, which `RecordSpec.load` reads.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
         in_tree = [i for i in self.plan.layout.in_tree if not self.plan.leaves[i].is_stacked]
-        return jax.tree.unflatten(
-            tree, [self.plan.params[i].load(leaf) for i, leaf in zip(in_tree, leaves, strict=True)]
-        )
+        loaded = [self.plan.params[i].load(leaf) for i, leaf in zip(in_tree, leaves, strict=True)]
+        return jax.tree.unflatten(tree, loaded)
 
-    def _split(self, unstacked: Any) -> tuple[Any, Any]:
+    def _split(self, unstacked: Params) -> tuple[Params, Params]:
         """Return two trees, of trainable and of frozen leaves, with None for the other leaves."""
         flags = self.plan.layout.flags
         return split_frozen(None if flags is None else _without_blocks(flags), unstacked)
 
-    def context(self, batch: Batch) -> Any:
+    def context(self, batch: Batch) -> Context:
         """Return the context that all blocks read, of all microbatches, or None."""
         if self.model.context is None:
             return None
         constrain = self.activations.constrain
-        return self.microbatches.each(
-            lambda b: constrain(call_context(self.model, constrain(b))), batch
-        )
 
-    def embed(self, unstacked: Any, batch: Batch, key: Any, state: Any) -> tuple[Any, Any]:
+        def context(batch: Batch) -> Context:
+            return constrain(call_context(self.model, constrain(batch)))
+
+        return self.microbatches.each(context, batch)
+
+    def embed(
+        self, unstacked: Params, batch: Batch, key: Array | None, state: ModelState
+    ) -> tuple[Tree, ModelState]:
         """Return the first layer's input of one microbatch, and the state of embedding and head."""
         batch = self.activations.constrain(batch)
         key = derive_key(key, embed_number(self.model))
-        x, state = self._gather(
-            lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s),
-            unstacked,
-            batch,
-            key,
-            state,
-        )
+
+        def embed(params: Params, batch: Batch, key: Array | None, state: ModelState) -> Any:
+            return call_embed(self.model, params["embed"], batch, key, state)
+
+        x, state = self._gather(embed, unstacked, batch, key, state)
         return self.activations.constrain(x), state
 
     def embed_all(
-        self, unstacked: Any, batch: Batch, keys: Any, state: Any
-    ) -> tuple[Any, Any, Any]:
+        self, unstacked: Params, batch: Batch, keys: Array | None, state: ModelState
+    ) -> tuple[Tree, ModelState, ModelState]:
         """Return the first layer's input, and the states before and after the embedding.
 
         All three are of all microbatches. The states belong to embedding and head. Both are kept
@@ -130,28 +144,28 @@ class EmbedHead:
         backward runs the embedding again with the state that it read.
         """
 
-        def one(state: Any, piece: Any) -> tuple[Any, Any]:
-            batch, key = piece
+        def embed(state: ModelState, microbatch: tuple[Batch, Array | None]) -> tuple[Any, Any]:
+            batch, key = microbatch
             x, after = self.embed(unstacked, batch, key, state)
             return after, (x, state, after)
 
-        _, results = self._in_order(one, state, (batch, keys))
+        _, results = self._in_order(embed, state, (batch, keys))
         return results
 
     def _in_order(
-        self, function: Callable[[Any, Any], tuple[Any, Any]], carry: Any, pieces: Any
+        self, function: Callable[[Any, Any], tuple[Any, Any]], carry: Any, microbatches: Tree
     ) -> tuple[Any, Any]:
-        """Apply `function(carry, piece)` to one microbatch after another.
+        """Apply `function(carry, microbatch)` to one microbatch after another.
 
         Returns the final carry and the stacked results.
         """
         if self.microbatches.count == 1:
-            return function(carry, pieces)
-        return jax.lax.scan(function, carry, pieces)
+            return function(carry, microbatches)
+        return jax.lax.scan(function, carry, microbatches)
 
     def abstract_inputs(
-        self, abstract_params: Params, abstract_state: Any, abstract_batch: Batch
-    ) -> list[Any]:
+        self, abstract_params: Params, abstract_state: ModelState, abstract_batch: Batch
+    ) -> list[tuple[Tree, Tree, LayerInputs]]:
         """Return the shapes of the inputs of each run of layers, of all microbatches.
 
         Each entry is (input of the stack's `enter`, input of the first layer, `LayerInputs`).
@@ -162,7 +176,7 @@ class EmbedHead:
           abstract_batch: shapes of the batch.
         """
 
-        def first(params: Params, model_state: ModelState, batch: Batch) -> Any:
+        def enter_all(params: Params, model_state: ModelState, batch: Batch) -> list[Any]:
             batch, keys = self.microbatches.split(
                 batch, jax.random.key(0) if self.model.stochastic else None
             )
@@ -183,18 +197,18 @@ class EmbedHead:
         args = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (abstract_params, abstract_state)
         )
-        return jax.eval_shape(first, *args, abstract_batch)
+        return jax.eval_shape(enter_all, *args, abstract_batch)
 
     def inputs(
-        self, stack: StackPlan, context: Context, keys: Any, model_state: ModelState
+        self, stack: StackPlan, context: Context, keys: Array | None, model_state: ModelState
     ) -> LayerInputs:
         """Return the inputs that all layers of a stack read, of all microbatches."""
         of_blocks = None if model_state is None else stack.stack.of(model_state.get(BLOCKS))
         return LayerInputs(keys, context, per_layer_arrays(stack.model), of_blocks)
 
     def enter(
-        self, stack: StackPlan, unstacked: Any, x: Any, batch: Batch, keys: Any
-    ) -> tuple[Any, Any]:
+        self, stack: StackPlan, unstacked: Params, x: Tree, batch: Batch, keys: Array | None
+    ) -> tuple[Tree, Context]:
         """Return the first layer's input and the context of a stack, of all microbatches.
 
         Args:
@@ -209,31 +223,30 @@ class EmbedHead:
         return self.microbatches.each(partial(self._enter, stack, unstacked), x, batch, keys)
 
     def _enter(
-        self, stack: StackPlan, unstacked: Any, x: Any, batch: Batch, key: Any
-    ) -> tuple[Any, Any]:
+        self, stack: StackPlan, unstacked: Params, x: Tree, batch: Batch, key: Array | None
+    ) -> tuple[Tree, Context]:
         """Return the first layer's input and the context of a stack, of one microbatch."""
         model = self._models[stack.name]
         key = derive_key(key, enter_number(self.model, stack.stack))
 
-        def enter(p: Params, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
-            return call_enter(model, p["embed"], x, b, k)
+        def enter(params: Params, x: Tree, batch: Batch, key: Array | None) -> Any:
+            return call_enter(model, params["embed"], x, batch, key)
 
         with in_stack(stack.name):
-            made = self._gather(enter, unstacked, x, self.activations.constrain(batch), key)
+            entered = self._gather(enter, unstacked, x, self.activations.constrain(batch), key)
         # A result that depends on no argument leaves a gathered function as a number.
-        return self.activations.constrain(jax.tree.map(jnp.asarray, made))
+        return self.activations.constrain(jax.tree.map(jnp.asarray, entered))
 
     def enter_grads(
         self,
         stack: StackPlan,
-        unstacked: Any,
-        x: Any,
+        unstacked: Params,
+        x: Tree,
         batch: Batch,
-        keys: Any,
-        dx: Any,
-        d_context: Any,
+        keys: Array | None,
+        cotangents: Cotangents,
         g_unstacked: list[Array],
-    ) -> tuple[Any, list[Array]]:
+    ) -> tuple[Tree, list[Array]]:
         """Return the cotangent of a stack's `enter` input, and the gradients of embedding and head.
 
         `enter` is recomputed, as the embedding is.
@@ -244,59 +257,67 @@ class EmbedHead:
           x: the input of `enter`.
           batch: the microbatches.
           keys: their random keys, or None.
-          dx: cotangent of the first layer's input.
-          d_context: cotangent of the context.
+          cotangents: cotangents of the first layer's input and of the context, in its dtypes.
           g_unstacked: gradients of the unstacked leaves so far; the gradients of `enter` are added.
         """
         if stack.model.enter is None:
-            return dx, g_unstacked
-        trained, frozen = self._split(unstacked)
+            return cotangents.dx, g_unstacked
+        params = self._split(unstacked)
 
-        def one(dx: Any, d_context: Any, x: Any, batch: Batch, key: Any) -> tuple[list[Array], Any]:
-            def derivative(cotangents: Any, data: Any, params: Params) -> tuple[Any, Any]:
-                (x, batch, key), (trained, frozen) = data, params
+        def derivative(cotangents: Tree, data: Any, params: Any) -> tuple[Grads, Tree]:
+            x, batch, key = data
+            trained, frozen = params
 
-                def run(trained: Any, floats: Any) -> Any:
-                    return floating(
-                        self._enter(
-                            stack, join_frozen(trained, frozen), merged(floats, x), batch, key
-                        )
-                    )
+            def run(trained: Params, floats: Tree) -> Tree:
+                unstacked = join_frozen(trained, frozen)
+                return floating(self._enter(stack, unstacked, merged(floats, x), batch, key))
 
-                return jax.vjp(run, trained, floating(x))[1](cotangents)
+            return jax.vjp(run, trained, floating(x))[1](cotangents)
 
-            g, before = self.plan.derivative(derivative)(
-                (dx, d_context), (x, batch, key), (trained, frozen)
+        def derive(
+            dx: Tree, d_context: Context, x: Tree, batch: Batch, key: Array | None
+        ) -> tuple[list[Array], Tree]:
+            grads, before = self.plan.derivative(derivative)(
+                (dx, d_context), (x, batch, key), params
             )
-            return self._reduced(g), self.activations.constrain(before)
+            return self._reduced(grads), self.activations.constrain(before)
 
+        data = (cotangents.dx, cotangents.context, x, batch, keys)
         if self.microbatches.count > 1:
-            g_unstacked, dx = self.microbatches.fold(
-                one, g_unstacked, dx, d_context, x, batch, keys
-            )
+            g_unstacked, dx = self.microbatches.fold(derive, g_unstacked, *data)
             return dx, g_unstacked
-        grads, dx = one(dx, d_context, x, batch, keys)
+        grads, dx = derive(*data)
         return dx, [a + b for a, b in zip(g_unstacked, grads, strict=True)]
 
-    def head(self, unstacked: Any, x: Any, batch: Batch, key: Any, state: Any) -> tuple[Loss, Any]:
+    def head(
+        self, unstacked: Params, x: Tree, batch: Batch, key: Array | None, state: ModelState
+    ) -> tuple[Loss, ModelState]:
         """Return the loss of one microbatch, and the state of embedding and head."""
         key = derive_key(key, head_number(self.model))
 
-        def loss(p: Params, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
-            return call_head(self.model, p["head"], p["embed"], x, b, k, s)
+        def loss(
+            params: Params, x: Tree, batch: Batch, key: Array | None, state: ModelState
+        ) -> Any:
+            return call_head(self.model, params["head"], params["embed"], x, batch, key, state)
 
         return self._gather(loss, unstacked, x, batch, key, state)
 
-    def predict(self, unstacked: Any, x: Any, batch: Batch, state: Any) -> Any:
+    def predict(self, unstacked: Params, x: Tree, batch: Batch, state: ModelState) -> Tree:
         """Return the model's outputs for one microbatch."""
 
-        def outputs(p: Params, x: Any, b: Any, s: Any) -> Any:
-            return call_predict(self.model, p["head"], p["embed"], x, b, s)
+        def outputs(params: Params, x: Tree, batch: Batch, state: ModelState) -> Tree:
+            return call_predict(self.model, params["head"], params["embed"], x, batch, state)
 
         return self._gather(outputs, unstacked, x, batch, state)
 
     def head_and_grads(
-        self, unstacked: Any, y: Any, batch: Batch, keys: Any, scale: Array, states: Any
+        self,
+        unstacked: Params,
+        y: Tree,
+        batch: Batch,
+        keys: Array | None,
+        scale: Array,
+        states: ModelState,
     ) -> HeadResult:
         """Return the loss of all microbatches, the derivative of scale * loss, metrics and state.
 
@@ -307,78 +328,91 @@ class EmbedHead:
           keys: their random keys, or None.
           scale: f32[], loss scale.
           states: states of embedding and head after each microbatch's embedding; the head's own
-            part is passed on from one microbatch to the next instead.
+            state is passed on from one microbatch to the next instead.
         """
         count = self.microbatches.count
-        trained, frozen = self._split(unstacked)
-        whole = None
+        derivative = self.plan.derivative(self._head_derivative)
+        params = self._split(unstacked)
+        total_weight = None
         if count > 1:
-            first = jax.tree.map(lambda a: a[0], states)
+            total_weight = self._loss_weight(unstacked, y, batch, keys, states)
 
-            def weight_of(piece: Any, state: Any) -> Any:
-                y, batch, key = piece
-                return self.head(unstacked, y, self.activations.constrain(batch), key, state)[
-                    0
-                ].weight
-
-            whole = whole_weight(weight_of, (y, batch, keys), first)
-
-        def one(carry: tuple[list[Array], Any], piece: Any) -> tuple[tuple[list[Array], Any], Any]:
-            total, own = carry
-            y, batch, key, state = piece
+        def derive(sums: _HeadSums, microbatch: Tree) -> tuple[_HeadSums, tuple[Any, ...]]:
+            y, batch, key, state = microbatch
             batch = self.activations.constrain(batch)
-            if own is not None:
-                state = {**state, "head": own}
-
-            def derivative(scale: Array, data: Any, params: Params) -> tuple[Any, tuple[Any, ...]]:
-                (y, batch, key, state, whole), (trained, frozen) = data, params
-
-                def loss(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
-                    loss, after = self.head(
-                        join_frozen(trained, frozen), merged(floats, y), batch, key, state
-                    )
-                    value = with_blocks(loss, None).value(whole, count)
-                    return value, (value, loss.metrics, after)
-
-                # jax.vjp, since jax.grad does not accept a complex y.
-                value, pullback, aux = jax.vjp(loss, trained, floating(y), has_aux=True)
-                # Small float16 cotangents would vanish without the scale.
-                g, dy = pullback(scale.astype(value.dtype))
-                return g, (dy, *aux)
-
-            data = (y, batch, key, state, whole)
-            params = (trained, frozen)
-            g, (dy, value, metrics, after) = self.plan.derivative(derivative)(scale, data, params)
-            g = self._reduced(g)
+            if sums.state is not None:
+                state = {**state, "head": sums.state}
+            data = (y, batch, key, state, total_weight)
+            grads, (dy, value, metrics, after) = derivative(scale, data, params)
+            grads = self._reduced(grads)
             if count > 1:
-                g = [t + a.astype(jnp.float32) for t, a in zip(total, g, strict=True)]
-            return (g, _part(after, "head")), (
-                value,
-                self.activations.constrain(dy),
-                metrics,
-                after,
-            )
+                pairs = zip(sums.grads, grads, strict=True)
+                grads = [total + g.astype(jnp.float32) for total, g in pairs]
+            sums = _HeadSums(grads, _substate(after, "head"))
+            return sums, (value, self.activations.constrain(dy), metrics, after)
 
         zeros = self.plan.zero_grads(self.plan.unstacked) if count > 1 else []
-        own = _part(states, "head")
-        own = own if count == 1 else jax.tree.map(lambda a: a[0], own)
-        (g, own), (value, dy, metrics, after) = self._in_order(
-            one, (zeros, own), (y, batch, keys, states)
+        head_state = _substate(states, "head")
+        if count > 1:
+            head_state = jax.tree.map(lambda a: a[0], head_state)
+        sums, (value, dy, metrics, after) = self._in_order(
+            derive, _HeadSums(zeros, head_state), (y, batch, keys, states)
         )
         if count == 1:
-            return HeadResult(value, dy, g, metrics, after)
+            return HeadResult(value, dy, sums.grads, metrics, after)
+        loss = jnp.sum(value) / count
         # The last microbatch's state is the state after the step.
-        return HeadResult(
-            jnp.sum(value) / count, dy, g, summed(metrics), jax.tree.map(lambda a: a[-1], after)
-        )
+        last_state = jax.tree.map(lambda a: a[-1], after)
+        return HeadResult(loss, dy, sums.grads, summed(metrics), last_state)
+
+    def _loss_weight(
+        self, unstacked: Params, y: Tree, batch: Batch, keys: Array | None, states: ModelState
+    ) -> Array | None:
+        """Return the weight of the loss over all microbatches, or None if the loss is a mean."""
+
+        def weight(microbatch: Tree, state: ModelState) -> Array | None:
+            y, batch, key = microbatch
+            loss, _ = self.head(unstacked, y, self.activations.constrain(batch), key, state)
+            return loss.weight
+
+        first_state = jax.tree.map(lambda a: a[0], states)
+        return whole_weight(weight, (y, batch, keys), first_state)
+
+    def _head_derivative(
+        self, scale: Array, data: Any, params: Any
+    ) -> tuple[Grads, tuple[Any, ...]]:
+        """Return the gradients of one microbatch's scale * loss, and a tuple of further results.
+
+        The tuple holds the cotangent of y, the loss, its metrics, and the state after the head.
+
+        Args:
+          scale: f32[], loss scale.
+          data: (y, batch, key, state, weight of the loss over all microbatches).
+          params: the trainable leaves, and the frozen ones.
+        """
+        y, batch, key, state, total_weight = data
+        trained, frozen = params
+
+        def loss(trained: Params, floats: Tree) -> tuple[Array, tuple[Any, ...]]:
+            loss, after = self.head(
+                join_frozen(trained, frozen), merged(floats, y), batch, key, state
+            )
+            value = with_blocks(loss, None).value(total_weight, self.microbatches.count)
+            return value, (value, loss.metrics, after)
+
+        # jax.vjp, since jax.grad does not accept a complex y.
+        value, pullback, aux = jax.vjp(loss, trained, floating(y), has_aux=True)
+        # Small float16 cotangents would vanish without the scale.
+        grads, dy = pullback(scale.astype(value.dtype))
+        return grads, (dy, *aux)
 
     def embed_grads(
         self,
-        unstacked: Any,
+        unstacked: Params,
         batch: Batch,
-        keys: Any,
-        dx: Any,
-        states: Any,
+        keys: Array | None,
+        dx: Tree,
+        states: ModelState,
         g_unstacked: list[Array],
     ) -> list[Array]:
         """Add the embedding's gradients to the head's.
@@ -394,41 +428,50 @@ class EmbedHead:
           states: states of embedding and head before each microbatch.
           g_unstacked: gradients of the unstacked leaves so far.
         """
-        trained, frozen = self._split(unstacked)
+        params = self._split(unstacked)
 
-        def one(dx: Any, batch: Batch, key: Any, state: Any) -> tuple[list[Array], None]:
-            def derivative(dx: Any, data: Any, params: Params) -> tuple[Any, None]:
-                (batch, key, state), (trained, frozen) = data, params
-                embed = lambda p: floating(self.embed(join_frozen(p, frozen), batch, key, state)[0])  # noqa: E731
-                (g,) = jax.vjp(embed, trained)[1](dx)
-                return g, None
+        def derivative(dx: Tree, data: Any, params: Any) -> tuple[Grads, None]:
+            batch, key, state = data
+            trained, frozen = params
 
-            g, _ = self.plan.derivative(derivative)(dx, (batch, key, state), (trained, frozen))
-            return self._reduced(g), None
+            def embed(trained: Params) -> Tree:
+                x, _ = self.embed(join_frozen(trained, frozen), batch, key, state)
+                return floating(x)
 
-        # With several microbatches, each is added to the head's gradients in float32. A single
-        # microbatch's gradients are added in their own dtype.
-        if self.microbatches.count > 1:
-            g_unstacked = self.microbatches.fold(one, g_unstacked, dx, batch, keys, states)[0]
-            if self.plan.layout.reduces_once:
-                return self.plan.reduced(g_unstacked, self.plan.unstacked)
-            return g_unstacked
-        return [a + b for a, b in zip(g_unstacked, one(dx, batch, keys, states)[0], strict=True)]
+            (grads,) = jax.vjp(embed, trained)[1](dx)
+            return grads, None
+
+        def derive(
+            dx: Tree, batch: Batch, key: Array | None, state: ModelState
+        ) -> tuple[list[Array], None]:
+            grads, _ = self.plan.derivative(derivative)(dx, (batch, key, state), params)
+            return self._reduced(grads), None
+
+        data = (dx, batch, keys, states)
+        # A single microbatch's gradients are added in their own dtype.
+        if self.microbatches.count == 1:
+            grads, _ = derive(*data)
+            return [a + b for a, b in zip(g_unstacked, grads, strict=True)]
+        # With several microbatches, each is added to the head's gradients in float32.
+        g_unstacked, _ = self.microbatches.fold(derive, g_unstacked, *data)
+        if self.plan.layout.reduces_once:
+            return self.plan.reduced(g_unstacked, self.plan.unstacked)
+        return g_unstacked
 
     def _reduced(self, grads: Grads) -> list[Array]:
         """Return gradients of the leaves, placed where they are summed."""
         return self.plan.summed_at(jax.tree.leaves(grads), self.plan.unstacked)
 
 
-def _without_blocks(params: Params) -> Any:
+def _without_blocks(params: Params) -> Params:
     return {name: tree for name, tree in params.items() if name != BLOCKS}
 
 
-def embed_head_state(model_state: ModelState) -> Any:
+def embed_head_state(model_state: ModelState) -> ModelState:
     """Return the part of a model's state that belongs to embedding and head, or None."""
     return None if model_state is None else _without_blocks(model_state)
 
 
-def _part(state: Any, name: str) -> Any:
-    """Return one part of the state of embedding and head, or None."""
+def _substate(state: ModelState, name: str) -> ModelState:
+    """Return the state of the embedding or of the head, by name, or None."""
     return None if state is None else state.get(name)

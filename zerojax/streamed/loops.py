@@ -4,9 +4,9 @@ Backward derives one layer at a time.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,41 @@ from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
+from zerojax.streamed.tiled_block import TiledBlock
 from zerojax.streamed.update_policies.interface import GradientSink, RecordGrads, loss_scale
-from zerojax.trees import Context, Params
+from zerojax.trees import Context, Params, Tree
 
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
 """One layer of one microbatch: (params, x, key, given) -> (y, addition to the loss, residuals)."""
+
+
+class SavedRun(NamedTuple):
+    """Values of forward through one run of layers that its backward reads.
+
+    Attributes:
+      inputs: the inputs of the layers other than the previous layer's output.
+      residuals: the arrays that forward saved and how they are stored.
+      stacks: the stacks of these arrays.
+    """
+
+    inputs: LayerInputs
+    residuals: ResidualPlan
+    stacks: list[Array]
+
+
+class Cotangents(NamedTuple):
+    """Cotangents at one end of a run of layers.
+
+    Attributes:
+      dx: cotangent of the stream: of the last layer's output before backward through the run, of
+        the first layer's input after it.
+      context: float32 cotangents of the context's floating leaves, from the layers so far; None if
+        there are no such layers, or if the context depends on no parameters.
+    """
+
+    dx: Tree
+    context: Tree
 
 
 class StackLoops:
@@ -48,17 +77,15 @@ class StackLoops:
         self.mesh = plan.mesh
         self.tracer = BlockTracer(stack, plan)
 
-    # --- forward ----------------------------------------------------------------------------------
-
     def forward(
         self,
-        blocks: Any,
-        x: Any,
+        blocks: Params,
+        x: Tree,
         inputs: LayerInputs,
         begin: Array,
         residuals: ResidualPlan | None,
         stacks: list[Array],
-    ) -> tuple[Any, list[Array], Loss | None]:
+    ) -> tuple[Tree, list[Array], Loss | None]:
         """Run the layers, first layer first.
 
         Args:
@@ -74,413 +101,636 @@ class StackLoops:
           The last layer's output, the filled `stacks`, and the layers' addition to the loss (a mean
           over microbatches), or None.
         """
-        plan = self.plan
-        stack = self.stack
-        phase = self.stack.schedule.phase("forward")
-        microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
-        tiled = self.tracer.without_residuals(x, inputs) if residuals is None else residuals.tiled
-        block = self._plain_block if residuals is None else residuals.block.forward
-        params = plan.weight_stacks(blocks)
-
-        def fetch(carry: Any, layer: Array) -> list[Array]:
-            del carry
-            return plan.read_params(params, plan.away(stack.layer), layer)
-
-        def tick(carry: Any, now: Tick) -> Any:
-            x, full, stacks, total = carry
-            take = lambda: plan.take_params(params, stack.layer, now.record or [], now.consume)  # noqa: E731
-            full, next_full = self._turn(full, now, take)
-            if tiled is None:
-                y, added, values, next_full, landing = self._run_block(
-                    block, full, x, inputs, now, next_full, microbatches
-                )
-            else:
-                x = microbatches.constrain(x)
-                tiles = TileRunner(plan, stack, microbatches, begin, now, lambda carried: params)
-                keys = microbatches.derive_keys(inputs.keys, stack.number(now.layer))
-                given = inputs.given_all(now.layer, microbatches)
-                y, added, values = tiled.forward(
-                    self.tracer.operands(full), x, keys, given, tiles.run
-                )
-                y = microbatches.constrain(y)
-                landing = now.landing
-            if residuals is not None:
-                stacks = residuals.write(stacks, now.layer, x, values)  # x is this layer's input
-            return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
-
-        # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
-        # previous tick, so its layer is gathered here.
-        first = None
-        if self.config.gather_ahead:
-            record = fetch_first(
-                phase, begin, partial(fetch, None), self.mesh, plan.state_records.slices_host
-            )
-            first = plan.gather(
-                plan.take_params(params, stack.layer, record, jnp.int32(phase.first)), stack.layer
-            )
-        adds = self.tracer.abstract_added(x, inputs, microbatches.count)
-        none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
-        carry = (x, first, stacks, none)
-        y, _, stacks, total = run_phase(
-            phase,
-            begin,
-            carry,
-            tick,
-            mesh=self.mesh,
-            slices_host=plan.state_records.slices_host,
-            fetch=fetch,
-        )
-        return y, stacks, total
-
-    def _run_block(
-        self,
-        block: Block,
-        full: list[Array],
-        x: Any,
-        inputs: LayerInputs,
-        now: Tick,
-        next_full: Any,
-        microbatches: Microbatches,
-    ) -> tuple[Any, Loss | None, list[Array], Any, Any]:
-        """Run one layer, overlapped with the next layer's gather and the record in flight.
-
-        Returns (output, addition to the loss, residuals, next layer gathered, record in flight).
-        """
-        params = self._params(full, microbatches.count)
-        # Several microbatches are a loop inside the tick. In the loop's body this work would be
-        # repeated for each of them.
-        if microbatches.count == 1:
-            work = (next_full if now.takes_record else None, now.landing)
+        if residuals is None:
+            tiled = self.tracer.without_residuals(x, inputs)
+            microbatches = Microbatches(self.mesh, 1)
         else:
-            work = None
-
-        def run(x: Any, key: Any, context: Context) -> tuple[Any, Loss | None, list[Array], Any]:
-            args = (
-                params(),
-                x,
-                derive_key(key, self.stack.number(now.layer)),
-                inputs.given(context, now.layer),
-            )
-            (y, added, values), done = beside(block, args, work)
-            return self.plan.stream.constrain(y), added, values, done
-
-        y, added, values, done = microbatches.each(run, x, inputs.keys, inputs.context)
-        return y, added, values, *_after(work, done, next_full, now)
-
-    def _params(self, full: list[Array], count: int) -> Callable[[], Any]:
-        """Return a function that returns a block's parameters, given its gathered leaves.
-
-        The function is called in the body of a loop over `count` microbatches.
-        """
-        stack = self.stack
-        params = self.tracer.block_tree(stack.without_tiles(full))
-        # encoded weights would be decoded for each microbatch
-        if count == 1 or self.plan.layout.encodings:
-            return lambda: params
-        return lambda: self.tracer.block_tree(
-            stack.without_tiles(self.plan.whole(full, stack.layer))
-        )
-
-    def _plain_block(
-        self, params: Params, x: Any, key: Any, given: Given
-    ) -> tuple[Any, Loss | None, list[Array]]:
-        out = call_block(self.stack.model, params, x, key, given)
-        return out.x, out.loss, []
-
-    # --- backward ---------------------------------------------------------------------------------
+            tiled = residuals.tiled
+            microbatches = self.microbatches
+        params = self.plan.weight_stacks(blocks)
+        run = _Forward(self, microbatches, inputs, begin, residuals, tiled, params)
+        return run(x, stacks)
 
     def backward(
         self,
         sink: GradientSink[Any],
         state: TrainState,
-        inputs: LayerInputs,
+        saved: SavedRun,
         begin: Array,
-        residuals: ResidualPlan,
-        stacks: list[Array],
-        dy: Any,
-        d_context: Any,
+        cotangents: Cotangents,
         carried: Any,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Cotangents, Any]:
         """Run the layers' derivatives, last layer first.
 
         Args:
           sink: consumer of the gradients.
           state: the state before the step.
-          inputs: the other inputs of all layers.
+          saved: the inputs of forward through these layers, and the values that it saved.
           begin: i32[] zero, known when the loops may begin.
-          residuals: the arrays that forward saved and how they are stored.
-          stacks: the stacks of these arrays.
-          dy: cotangent of the last layer's output.
-          d_context: float32 cotangent of the context from the layers of this stack that follow this
-            run; None if there are none.
+          cotangents: cotangents of the last layer's output, and of the context from the layers of
+            this stack that follow this run.
           carried: the value that the sink carries through backward.
 
         Returns:
-          The cotangent of the first layer's input; the float32 cotangents of the context's floating
-          leaves if they depend on parameters; and `carried`.
+          The cotangents of the first layer's input and of the context, and `carried`.
         """
-        plan = self.plan
-        stack = self.stack
-        ahead = self.config.gather_ahead
-        phase = stack.schedule.phase("backward")
-        # a fetched record holds parameters, then residuals
-        num_params = len(plan.away(stack.layer))
-        frozen = plan.frozen_stacks(state)
-        stores_late = phase.stores_late
-
-        def params(carried: Any) -> list[Any]:
-            return [*sink.params(state, carried), *frozen]
-
-        def fetch(carry: Any, layer: Array) -> list[Array]:
-            # The loop does not carry the stacks of residuals, since this phase only reads them.
-            return plan.read_params(
-                params(carry[-1]), plan.away(stack.layer), layer
-            ) + residuals.fetch(stacks, layer)
-
-        def fetch_besides(carried: Any, layer: Array) -> list[Array]:
-            of_frozen = plan.read_params(
-                params(carried), plan.away(stack.leaves.frozen_blocks), layer
-            )
-            return of_frozen + residuals.fetch(stacks, layer)
-
-        def tick(carry: Any, now: Tick) -> Any:
-            dx, d_context, full, fetched, carried = carry
-            record = now.record or []
-
-            def take():
-                return plan.take_params(
-                    params(carried), stack.layer, record[:num_params], now.consume
-                )
-
-            full, next_full = self._turn(full, now, take)
-            # With gather_ahead, the record taken holds the next layer's parameters and residuals.
-            arrived = record[num_params:]
-            if ahead:
-                fetched, next_fetched = (fetched, arrived if now.takes_record else fetched)
-            else:
-                fetched, next_fetched = (arrived, None)
-            values = residuals.read(stacks, fetched, now.layer)
-            transfer = transferred = None
-            if residuals.tiled is None:
-                if stores_late:
-                    transfer = sink.transfer(
-                        carried, now, stack.blocks, unstacked if now.stores_unstacked else {}
-                    )
-                if (
-                    now.fetch is not None
-                ):  # the trainable parameters cross with the record that is updated
-                    now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
-                derived = self._derive_block(
-                    residuals, full, values, inputs, dx, d_added, now, next_full, transfer
-                )
-                grads, dx, of_context, next_full, landing, transferred = derived
-            else:
-                tiles = TileRunner(plan, stack, self.microbatches, begin, now, params, carried)
-                use = partial(sink.use, state)
-                grads, dx, of_context = self._derive_tiles(
-                    residuals, full, values, inputs, dx, d_added, tiles, use
-                )
-                landing = now.landing
-                carried = tiles.carried
-            # All layers read the same context, so its cotangents are summed over layers in float32.
-            d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
-            trained = full[: len(stack.blocks)]
-            carried, landing = sink.use(
-                state,
-                carried,
-                RecordGrads(now, stack.blocks, grads, trained, landing, transfer, transferred),
-            )
-            return (dx, d_context, next_full, next_fetched, carried), landing
-
-        def drain(number: int, layer: Array, carry: Any) -> Any:
-            return (*carry[:-1], sink.drain(stack, number, layer, carry[-1]))
-
+        frozen = self.plan.frozen_stacks(state)
         # The loops do not carry `unstacked`, since only the first tick uses them.
         carried, unstacked = sink.split_unstacked(carried)
         # The layers' addition is part of the loss, so its derivative is the loss scale.
-        d_added = loss_scale(state) if residuals.block.adds else None
-        first = fetched = None
-        if ahead:
+        d_added = loss_scale(state) if saved.residuals.block.adds else None
+        run = _Backward(self, sink, state, saved, begin, frozen, unstacked, d_added)
+        return run(cotangents, carried)
+
+    def gather_turn(
+        self, gathered: list[Array] | None, now: Tick, take: Callable[[], list[Array]]
+    ) -> tuple[list[Array], list[Array] | None]:
+        """Return this tick's gathered layer, and the next tick's layer, gathered, or None.
+
+        Only gather_ahead gathers the next tick's layer.
+
+        Args:
+          gathered: this tick's layer if the previous tick gathered it, else None.
+          now: the tick.
+          take: function that returns the shards of the layer whose record this tick takes.
+        """
+        if not self.config.gather_ahead:
+            return self.plan.gather(take(), self.stack.layer), None
+        assert gathered is not None
+        if now.takes_record:
+            return gathered, self.plan.gather(take(), self.stack.layer)
+        # A tick that takes no record passes its own layer on, since the loop's carry must keep its
+        # shape.
+        return gathered, gathered
+
+    def block_params(self, gathered: list[Array], count: int) -> Callable[[], Params]:
+        """Return a function that returns a block's parameters, given its gathered leaves.
+
+        The function is called in the body of a loop over `count` microbatches.
+        """
+        stack = self.stack
+        params = self.tracer.block_tree(stack.without_tiles(gathered))
+        # encoded weights would be decoded for each microbatch
+        if count == 1 or self.plan.layout.encodings:
+            return lambda: params
+        return lambda: self.tracer.block_tree(
+            stack.without_tiles(self.plan.whole(gathered, stack.layer))
+        )
+
+
+class _Overlapped(NamedTuple):
+    """Operations that overlap the products of a tick.
+
+    Attributes:
+      next_gathered: the next tick's layer, gathered; None if this tick takes no record.
+      in_flight: the record in flight, or None.
+      transferred: arrays that crossed the host link so far, if records are stored late; else None.
+    """
+
+    next_gathered: list[Array] | None
+    in_flight: list[Array] | None
+    transferred: DuplexResult | None = None
+
+
+class _ForwardCarry(NamedTuple):
+    """Values that the ticks of forward pass on.
+
+    Attributes:
+      x: input of the tick's layer.
+      gathered: the tick's layer, if the previous tick gathered it; else None.
+      stacks: the stacks of saved arrays.
+      added: the layers' addition to the loss so far, or None.
+    """
+
+    x: Tree
+    gathered: list[Array] | None
+    stacks: list[Array]
+    added: Loss | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Forward:
+    """Forward through one run of layers.
+
+    Attributes:
+      loops: the loops over the run.
+      microbatches: microbatches of this pass.
+      inputs: inputs of all layers.
+      begin: i32[] zero, known when the loops may begin.
+      residuals: the arrays to save and how they are stored; None if nothing is saved.
+      tiled: the block cut at its loops over tiles, if tiles are records; else None.
+      params: the stacks of parameters.
+    """
+
+    loops: StackLoops
+    microbatches: Microbatches
+    inputs: LayerInputs
+    begin: Array
+    residuals: ResidualPlan | None
+    tiled: TiledBlock | None
+    params: list[Any]
+
+    def __call__(self, x: Tree, stacks: list[Array]) -> tuple[Tree, list[Array], Loss | None]:
+        """Return the last layer's output, the filled stacks, and the addition to the loss."""
+        loops = self.loops
+        plan = loops.plan
+        layer_leaves = loops.stack.layer
+        phase = loops.stack.schedule.phase("forward")
+        slices_host = plan.state_records.slices_host
+        # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
+        # previous tick, so its layer is gathered here.
+        gathered = None
+        if loops.config.gather_ahead:
+            record = fetch_first(
+                phase, self.begin, partial(self._fetch, None), loops.mesh, slices_host
+            )
+            shards = plan.take_params(self.params, layer_leaves, record, jnp.int32(phase.first))
+            gathered = plan.gather(shards, layer_leaves)
+        added = loops.tracer.abstract_added(x, self.inputs, self.microbatches.count)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), added)
+        carry = run_phase(
+            phase,
+            self.begin,
+            _ForwardCarry(x, gathered, stacks, zeros),
+            self._tick,
+            mesh=loops.mesh,
+            slices_host=slices_host,
+            fetch=self._fetch,
+        )
+        return carry.x, carry.stacks, carry.added
+
+    def _fetch(self, carry: _ForwardCarry | None, layer: Array) -> list[Array]:
+        """Return the record of a layer: its parameters that are off the device."""
+        del carry
+        plan = self.loops.plan
+        return plan.read_params(self.params, plan.away(self.loops.stack.layer), layer)
+
+    def _tick(self, carry: _ForwardCarry, now: Tick) -> tuple[_ForwardCarry, Any]:
+        """Run one layer, and save its input and residuals."""
+        loops = self.loops
+
+        def take() -> list[Array]:
+            return loops.plan.take_params(
+                self.params, loops.stack.layer, now.record or [], now.consume
+            )
+
+        x = carry.x
+        gathered, next_gathered = loops.gather_turn(carry.gathered, now, take)
+        if self.tiled is None:
+            y, added, values, overlapped = self._run_block(gathered, x, now, next_gathered)
+        else:
+            x = self.microbatches.constrain(x)
+            y, added, values = self._run_tiles(self.tiled, gathered, x, now)
+            overlapped = _Overlapped(next_gathered, now.in_flight)
+        stacks = carry.stacks
+        if self.residuals is not None:
+            stacks = self.residuals.write(stacks, now.layer, x, values)
+        total = _accumulated(carry.added, added, self.microbatches.count)
+        return _ForwardCarry(y, overlapped.next_gathered, stacks, total), overlapped.in_flight
+
+    def _run_block(
+        self, gathered: list[Array], x: Tree, now: Tick, next_gathered: list[Array] | None
+    ) -> tuple[Tree, Loss | None, list[Array], _Overlapped]:
+        """Run one layer, overlapped with the next layer's gather and the record in flight.
+
+        Returns (output, addition to the loss, residuals, the overlapped operations' results).
+        """
+        loops = self.loops
+        microbatches = self.microbatches
+        block = self._plain_block if self.residuals is None else self.residuals.block.forward
+        params = loops.block_params(gathered, microbatches.count)
+        # Several microbatches are a loop inside the tick. In the loop's body this work would be
+        # repeated for each of them.
+        work = None
+        if microbatches.count == 1:
+            work = _Overlapped(next_gathered if now.takes_record else None, now.in_flight)
+
+        def run(
+            x: Tree, key: Array | None, context: Context
+        ) -> tuple[Tree, Loss | None, list[Array], _Overlapped | None]:
+            args = (
+                params(),
+                x,
+                derive_key(key, loops.stack.number(now.layer)),
+                self.inputs.given(context, now.layer),
+            )
+            (y, added, values), overlapped = beside(block, args, work)
+            return loops.plan.stream.constrain(y), added, values, overlapped
+
+        y, added, values, overlapped = microbatches.each(
+            run, x, self.inputs.keys, self.inputs.context
+        )
+        return y, added, values, _completed(overlapped, next_gathered, now)
+
+    def _plain_block(
+        self, params: Params, x: Tree, key: Array | None, given: Given
+    ) -> tuple[Tree, Loss | None, list[Array]]:
+        out = call_block(self.loops.stack.model, params, x, key, given)
+        return out.x, out.loss, []
+
+    def _run_tiles(
+        self, tiled: TiledBlock, gathered: list[Array], x: Tree, now: Tick
+    ) -> tuple[Tree, Loss | None, list[Array]]:
+        """Run one layer tile by tile; return (output, addition to the loss, residuals)."""
+        loops = self.loops
+        microbatches = self.microbatches
+        tiles = TileRunner(
+            loops.plan, loops.stack, microbatches, self.begin, now, lambda carried: self.params
+        )
+        keys = microbatches.derive_keys(self.inputs.keys, loops.stack.number(now.layer))
+        given = self.inputs.given_all(now.layer, microbatches)
+        y, added, values = tiled.forward(loops.tracer.operands(gathered), x, keys, given, tiles.run)
+        return microbatches.constrain(y), added, values
+
+
+class _BackwardCarry(NamedTuple):
+    """Values that the ticks of backward pass on.
+
+    Attributes:
+      dx: cotangent of the output of the tick's layer.
+      d_context: float32 cotangents of the context from the layers so far, or None.
+      gathered: the tick's layer, if the previous tick gathered it; else None.
+      fetched: the tick's residuals that were off the device, if the previous tick took them; else
+        None.
+      carried: the value that the sink carries.
+    """
+
+    dx: Tree
+    d_context: Tree
+    gathered: list[Array] | None
+    fetched: list[Array] | None
+    carried: Any
+
+
+class _LayerGrads(NamedTuple):
+    """Results of one layer's derivative.
+
+    Attributes:
+      grads: gradients of the layer's trainable leaves, on their shards.
+      dx: cotangent of the layer's input.
+      d_context: cotangents of the context, or None.
+      overlapped: the results of the overlapped operations.
+    """
+
+    grads: list[Array]
+    dx: Tree
+    d_context: Tree
+    overlapped: _Overlapped
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Backward:
+    """Backward through one run of layers.
+
+    Attributes:
+      loops: the loops over the run.
+      sink: consumer of the gradients.
+      state: the state before the step.
+      saved: values of forward that backward reads.
+      begin: i32[] zero, known when the loops may begin.
+      frozen: the frozen stacks of parameters.
+      unstacked: updated records of unstacked leaves that the first tick stores, by leaf.
+      d_added: f32[], cotangent of the layers' addition to the loss, or None.
+    """
+
+    loops: StackLoops
+    sink: GradientSink[Any]
+    state: TrainState
+    saved: SavedRun
+    begin: Array
+    frozen: list[Any]
+    unstacked: Mapping[int, list[Array]]
+    d_added: Array | None
+
+    def __call__(self, cotangents: Cotangents, carried: Any) -> tuple[Cotangents, Any]:
+        """Return the cotangents of the first layer's input and of the context, and `carried`."""
+        loops = self.loops
+        plan = loops.plan
+        stack = loops.stack
+        phase = stack.schedule.phase("backward")
+        slices_host = plan.state_records.slices_host
+        gathered = None
+        fetched = None
+        if loops.config.gather_ahead:
             # The first tick's layer is gathered before the loop, and its residuals are loaded with
             # it.
             record = fetch_first(
-                phase, begin, partial(fetch, (carried,)), self.mesh, plan.state_records.slices_host
+                phase, self.begin, partial(self._fetch_layer, carried), loops.mesh, slices_host
             )
-            shards = plan.take_params(
-                params(carried), stack.layer, record[:num_params], jnp.int32(phase.first)
-            )
-            first = plan.gather(shards, stack.layer)
-            fetched = record[num_params:]
+            shards = self._take_params(carried, record, jnp.int32(phase.first))
+            gathered = plan.gather(shards, stack.layer)
+            fetched = record[self._num_params :]
         # Backward reads optimizer state only if it updates.
-        on_device = stack.run.device_layers if self.config.update == "in_backward" else 0
+        on_device = stack.run.device_layers if loops.config.update == "in_backward" else 0
+        d_context = cotangents.context
         if d_context is None:
-            context = floating(inputs.context) if residuals.block.of_context else None
-            zeros = jax.tree.map(
-                lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context
-            )
-            d_context = self.microbatches.constrain(zeros)
-        dx, d_context, _, _, carried = run_phase(
+            d_context = self._context_zeros()
+        carry = run_phase(
             phase,
-            begin,
-            (dy, d_context, first, fetched, carried),
-            tick,
-            mesh=self.mesh,
-            slices_host=plan.state_records.slices_host,
-            fetch=fetch,
+            self.begin,
+            _BackwardCarry(cotangents.dx, d_context, gathered, fetched, carried),
+            self._tick,
+            mesh=loops.mesh,
+            slices_host=slices_host,
+            fetch=self._fetch,
             device_layers=on_device,
-            drain=drain,
+            drain=self._drain,
             drains_last=not stack.drains_beside_unstacked,
         )
-        return dx, d_context, carried
+        return Cotangents(carry.dx, carry.d_context), carry.carried
+
+    def _context_zeros(self) -> Tree:
+        """Return float32 zeros for the context's cotangents, or None if they are not wanted."""
+        context = None
+        if self.saved.residuals.block.of_context:
+            context = floating(self.saved.inputs.context)
+        zeros = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context
+        )
+        return self.loops.microbatches.constrain(zeros)
+
+    # --- records ----------------------------------------------------------------------------------
+
+    @property
+    def _num_params(self) -> int:
+        """Number of parameters in a fetched record, which come before its residuals."""
+        return len(self.loops.plan.away(self.loops.stack.layer))
+
+    def _params(self, carried: Any) -> list[Any]:
+        """Return the stacks of parameters."""
+        return [*self.sink.params(self.state, carried), *self.frozen]
+
+    def _take_params(self, carried: Any, record: list[Array], layer: Array) -> list[Array]:
+        """Return the shards of a layer's parameters, given its fetched record."""
+        return self.loops.plan.take_params(
+            self._params(carried), self.loops.stack.layer, record[: self._num_params], layer
+        )
+
+    def _fetch(self, carry: _BackwardCarry, layer: Array) -> list[Array]:
+        """Return the record of a layer: parameters, then residuals, that are off the device."""
+        return self._fetch_layer(carry.carried, layer)
+
+    def _fetch_layer(self, carried: Any, layer: Array) -> list[Array]:
+        # The loop does not carry the stacks of residuals, since this phase only reads them.
+        plan = self.loops.plan
+        params = plan.read_params(self._params(carried), plan.away(self.loops.stack.layer), layer)
+        return params + self.saved.residuals.fetch(self.saved.stacks, layer)
+
+    def _fetch_untrained(self, carried: Any, layer: Array) -> list[Array]:
+        """Return the arrays of a layer's record other than trainable parameters."""
+        plan = self.loops.plan
+        frozen = plan.read_params(
+            self._params(carried), plan.away(self.loops.stack.leaves.frozen_blocks), layer
+        )
+        return frozen + self.saved.residuals.fetch(self.saved.stacks, layer)
+
+    # --- ticks ------------------------------------------------------------------------------------
+
+    def _tick(self, carry: _BackwardCarry, now: Tick) -> tuple[_BackwardCarry, Any]:
+        """Derive one layer, and pass its gradients to the sink."""
+        loops = self.loops
+        blocks = loops.stack.blocks
+        residuals = self.saved.residuals
+        record = now.record or []
+        carried = carry.carried
+        gathered, next_gathered = loops.gather_turn(
+            carry.gathered, now, lambda: self._take_params(carried, record, now.consume)
+        )
+        fetched = record[self._num_params :]
+        next_fetched = None
+        if loops.config.gather_ahead:
+            # The record taken holds the next layer's parameters and residuals.
+            next_fetched = fetched if now.takes_record else carry.fetched
+            fetched = carry.fetched or []
+        values = residuals.read(self.saved.stacks, fetched, now.layer)
+
+        transfer = None
+        if residuals.tiled is None:
+            transfer = self._build_transfer(carried, now)
+            if now.fetch is not None:
+                # The trainable parameters cross with the record that is updated.
+                untrained = self._fetch_untrained(carried, now.fetch)
+                now = dataclasses.replace(now, in_flight=untrained)
+            layer = self._derive_block(gathered, values, carry.dx, now, next_gathered, transfer)
+        else:
+            tiles = TileRunner(
+                loops.plan, loops.stack, loops.microbatches, self.begin, now, self._params, carried
+            )
+            layer = self._derive_tiles(
+                residuals.tiled, gathered, values, carry.dx, tiles, next_gathered
+            )
+            carried = tiles.carried
+
+        # All layers read the same context, so its cotangents are summed over layers in float32.
+        d_context = jax.tree.map(
+            lambda d, a: d + a.astype(d.dtype), carry.d_context, layer.d_context
+        )
+        overlapped = layer.overlapped
+        carried, in_flight = self.sink.use(
+            self.state,
+            carried,
+            RecordGrads(
+                now,
+                blocks,
+                layer.grads,
+                gathered[: len(blocks)],
+                overlapped.in_flight,
+                transfer,
+                overlapped.transferred,
+            ),
+        )
+        next_carry = _BackwardCarry(
+            layer.dx, d_context, overlapped.next_gathered, next_fetched, carried
+        )
+        return next_carry, in_flight
+
+    def _build_transfer(self, carried: Any, now: Tick) -> DuplexTransfer | None:
+        """Return the transfers over the host link during a tick, if records are stored late."""
+        stack = self.loops.stack
+        if not stack.schedule.phase("backward").stores_late:
+            return None
+        unstacked = self.unstacked if now.stores_unstacked else {}
+        return self.sink.build_transfer(carried, now, stack.blocks, unstacked)
+
+    def _drain(self, number: int, layer: Array, carry: _BackwardCarry) -> _BackwardCarry:
+        """Store the record of a layer after the last tick."""
+        carried = self.sink.drain(self.loops.stack, number, layer, carry.carried)
+        return carry._replace(carried=carried)
 
     def _derive_block(
         self,
-        residuals: ResidualPlan,
-        full: list[Array],
+        gathered: list[Array],
         values: list[Array],
-        inputs: LayerInputs,
-        dx: Any,
-        d_added: Any,
+        dx: Tree,
         now: Tick,
-        next_full: Any,
+        next_gathered: list[Array] | None,
         transfer: DuplexTransfer | None,
-    ) -> tuple[list[Array], Any, Any, Any, Any, DuplexResult | None]:
+    ) -> _LayerGrads:
         """Derive one layer, overlapped with the next layer's gather and all transfers.
 
-        Returns (gradients, the input's cotangent, the context's cotangent, next layer gathered,
-        record in flight, further arrays that crossed the host link).
+        Args:
+          gathered: the layer's leaves, gathered.
+          values: the layer's saved arrays.
+          dx: cotangent of the layer's output.
+          now: the tick.
+          next_gathered: the next tick's layer, gathered, or None.
+          transfer: the transfers over the host link, or None.
         """
-        plan = self.plan
-        stack = self.stack
-        count = self.microbatches.count
-        params = self._params(full, count)
-        transferred = None if transfer is None else transfer.begin()
-        if count == 1:
-            work = (next_full if now.takes_record else None, now.landing, transferred)
-        else:
-            work = None
-        if transfer is None:
-            turns = []
-        else:
+        plan = self.loops.plan
+        microbatches = self.loops.microbatches
+        blocks = self.loops.stack.blocks
+        count = microbatches.count
+        params = self.loops.block_params(gathered, count)
+        transferred = None
+        turns = list[Turn]()
+        if transfer is not None:
+            transferred = transfer.begin()
             turns = [partial(_turn, transfer, n) for n in range(1, transfer.num_turns)]
+        # Several microbatches are a loop, between whose parts the turns are taken.
+        work = None
+        if count == 1:
+            next_layer = next_gathered if now.takes_record else None
+            work = _Overlapped(next_layer, now.in_flight, transferred)
 
-        def derive(
-            dx: Any, values: list[Array], key: Any, context: Context
-        ) -> tuple[list[Array], Any]:
-            x, saved = residuals.split(values)
-            given = inputs.given(context, now.layer)
-            key = derive_key(key, stack.number(now.layer))
-            constrain = plan.stream.constrain
-            (g, dx, d_context), done = beside(
-                residuals.block.backward,
-                (params(), constrain(x), key, given, saved, dx, d_added),
-                work,
-                turns if count == 1 else (),
-            )
-            d_context = ActivationSpec(self.mesh).constrain(d_context)
-            return plan.summed_at(jax.tree.leaves(g), stack.blocks), (
-                constrain(dx),
-                d_context,
-                done,
-            )
+        derive = partial(self._derive_microbatch, params, now, work, turns if count == 1 else ())
 
         def between(turn: Turn, total: list[Array]) -> list[Array]:
             nonlocal transferred
-            total, (_, _, transferred) = turn(total, (None, None, transferred))
+            total, (_, _, transferred) = turn(total, _Overlapped(None, None, transferred))
             return total
 
-        total = plan.zero_grads(stack.blocks) if count > 1 else []
-        trees = (dx, values, inputs.keys, inputs.context)
-        grads, (dx, d_context, done) = self.microbatches.fold(
-            derive, total, *trees, between=[partial(between, turn) for turn in turns]
+        inputs = self.saved.inputs
+        grads, (dx, d_context, done) = microbatches.fold(
+            derive,
+            plan.zero_grads(blocks) if count > 1 else [],
+            *(dx, values, inputs.keys, inputs.context),
+            between=[partial(between, turn) for turn in turns],
         )
-        next_full, landing = _after(work, done, next_full, now)
-        transferred = transferred if work is None else done[2]
+        overlapped = _completed(done, next_gathered, now)
+        if done is None:
+            overlapped = overlapped._replace(transferred=transferred)
         if plan.layout.reduces_once:
-            grads = plan.reduced(grads, stack.blocks)
+            grads = plan.reduced(grads, blocks)
         # Consumers of the gradients wait for dx, so that the gradients are reduced during the
         # remaining products.
         grads, dx = jax.lax.optimization_barrier((grads, dx))
         # otherwise the work overlapped with the microbatches' loop would start after it
         if count > 1:
-            grads, next_full, landing = jax.lax.optimization_barrier((grads, next_full, landing))
-        return grads, dx, d_context, next_full, landing, transferred
+            grads, next_gathered, in_flight = jax.lax.optimization_barrier(
+                (grads, overlapped.next_gathered, overlapped.in_flight)
+            )
+            overlapped = _Overlapped(next_gathered, in_flight, overlapped.transferred)
+        return _LayerGrads(grads, dx, d_context, overlapped)
+
+    def _derive_microbatch(
+        self,
+        params: Callable[[], Params],
+        now: Tick,
+        work: _Overlapped | None,
+        turns: Sequence[Turn],
+        dx: Tree,
+        values: list[Array],
+        key: Array | None,
+        context: Context,
+    ) -> tuple[list[Array], tuple[Tree, Tree, _Overlapped | None]]:
+        """Derive one layer of one microbatch, overlapped with `work`.
+
+        Returns the gradients, and (the input's cotangent, the context's, results of `work`).
+        """
+        loops = self.loops
+        residuals = self.saved.residuals
+        constrain = loops.plan.stream.constrain
+        x, saved = residuals.split(values)
+        given = self.saved.inputs.given(context, now.layer)
+        key = derive_key(key, loops.stack.number(now.layer))
+        (grads, dx, d_context), done = beside(
+            residuals.block.backward,
+            (params(), constrain(x), key, given, saved, dx, self.d_added),
+            work,
+            turns,
+        )
+        d_context = ActivationSpec(loops.mesh).constrain(d_context)
+        grads = loops.plan.summed_at(jax.tree.leaves(grads), loops.stack.blocks)
+        return grads, (constrain(dx), d_context, done)
 
     def _derive_tiles(
         self,
-        residuals: ResidualPlan,
-        full: list[Array],
+        tiled: TiledBlock,
+        gathered: list[Array],
         values: list[Array],
-        inputs: LayerInputs,
-        dx: Any,
-        d_added: Any,
+        dx: Tree,
         tiles: TileRunner,
-        use: Any,
-    ) -> tuple[list[Array], Any, Any]:
-        """Return the gradients of a layer's untiled leaves, and cotangents of input and context.
+        next_gathered: list[Array] | None,
+    ) -> _LayerGrads:
+        """Derive one layer tile by tile; the sink uses the gradients of each tile.
 
-        `use` takes the gradients of each tile.
+        Args:
+          tiled: the block, cut at its loops over tiles.
+          gathered: the layer's untiled leaves, gathered.
+          values: the layer's saved arrays.
+          dx: cotangent of the layer's output.
+          tiles: runner of the loops over tiles.
+          next_gathered: the next tick's layer, gathered, or None.
         """
-        plan = self.plan
-        microbatches = self.microbatches
-        assert residuals.tiled is not None
-        x, saved = residuals.split(values)
-        layer = tiles.now.layer
-        keys = microbatches.derive_keys(inputs.keys, self.stack.number(layer))
-        given = inputs.given_all(layer, microbatches)
-        blocks = self.stack.blocks
-        grads, dx, d_context = residuals.tiled.backward(
-            self.tracer.operands(full),
+        plan = self.loops.plan
+        microbatches = self.loops.microbatches
+        blocks = self.loops.stack.blocks
+        x, saved = self.saved.residuals.split(values)
+        now = tiles.now
+        keys = microbatches.derive_keys(self.saved.inputs.keys, self.loops.stack.number(now.layer))
+        given = self.saved.inputs.given_all(now.layer, microbatches)
+        grads, dx, d_context = tiled.backward(
+            self.loops.tracer.operands(gathered),
             microbatches.constrain(x),
             keys,
             given,
             saved,
             dx,
-            microbatches.repeated(d_added),
-            partial(tiles.run, use=use),
+            microbatches.repeated(self.d_added),
+            partial(tiles.run, use=partial(self.sink.use, self.state)),
             plan.zero_grads(blocks) if microbatches.count > 1 else [],
         )
         # Consumers of the gradients wait for dx, as in `_derive_block`.
         grads, dx = jax.lax.optimization_barrier(
             (plan.reduced(grads, blocks), microbatches.constrain(dx))
         )
-        return grads, dx, microbatches.constrain(d_context)
-
-    def _turn(self, full: Any, now: Tick, take: Callable[[], Any]) -> tuple[list[Array], Any]:
-        """Return this tick's gathered layer, and the next tick's layer, gathered, or None.
-
-        Only gather_ahead gathers the next tick's layer.
-        """
-        if not self.config.gather_ahead:
-            return self.plan.gather(take(), self.stack.layer), None
-        # A tick that takes no record passes its own layer on, since the loop's carry must keep its
-        # shape.
-        return full, (self.plan.gather(take(), self.stack.layer) if now.takes_record else full)
+        overlapped = _Overlapped(next_gathered, now.in_flight)
+        return _LayerGrads(grads, dx, microbatches.constrain(d_context), overlapped)
 
 
-def _turn(transfer: DuplexTransfer, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
+def _turn(
+    transfer: DuplexTransfer, number: int, operands: Any, work: _Overlapped
+) -> tuple[Any, _Overlapped]:
     """Move one group of arrays across the host link before a product.
 
     The last turn also waits for the next layer's gather and the record in flight.
     """
-    next_full, landing, transferred = work
     if number < transfer.num_turns - 1:
-        operands, transferred = jax.lax.optimization_barrier((operands, transferred))
+        operands, transferred = jax.lax.optimization_barrier((operands, work.transferred))
+        work = work._replace(transferred=transferred)
     else:
-        operands, (next_full, landing, transferred) = jax.lax.optimization_barrier((operands, work))
-    return operands, (next_full, landing, transfer.turn(number, transferred))
+        operands, work = jax.lax.optimization_barrier((operands, work))
+    assert work.transferred is not None
+    return operands, work._replace(transferred=transfer.turn(number, work.transferred))
 
 
-def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
-    """Return the next gathered layer and the record in flight.
+def _completed(
+    done: _Overlapped | None, next_gathered: list[Array] | None, now: Tick
+) -> _Overlapped:
+    """Return the next gathered layer and the other operations of a tick, after its products.
 
-    Both overlapped with a tick's products.
+    Args:
+      done: the operations that overlapped the products; None if none did.
+      next_gathered: the next tick's layer, gathered, or None.
+      now: the tick.
     """
-    if work is None:
-        return next_full, now.landing
+    if done is None:
+        return _Overlapped(next_gathered, now.in_flight)
     # A tick that takes no record had no gather to overlap with its products, and passes on its own
     # layer.
-    return (done[0] if work[0] is not None else next_full), done[1]
+    if done.next_gathered is None:
+        return done._replace(next_gathered=next_gathered)
+    return done
 
 
 def _accumulated(total: Loss | None, added: Loss | None, count: int) -> Loss | None:

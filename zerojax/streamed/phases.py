@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from host_offload.schedule import HEAD, HEAD_PIECES, LAYERS, Op, Phase
 from zerojax.state import Index, OnDevice, adds_order
 
 Array = jax.Array
+Fetch = Callable[[Any, Array], list[Array]]
+"""Fetches a record ahead: (carry, i32[] number of the record) -> its arrays."""
 Drain = Callable[[int, Array, Any], Any]
 """Stores a record after a phase's last tick: (layer as int, layer as i32[], carry) -> carry."""
 
@@ -27,11 +29,11 @@ class Tick:
         tile.
       consume: i32[], the layer whose record is taken; only valid if `takes_record`.
       record: the record taken out of the ring, or None if nothing was fetched ahead.
-      landing: the record in flight, or None; a tick returns it.
+      in_flight: the record in flight, or None; a tick returns it.
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
-      lands_first: whether the phase writes the stacks that it fetches from, so that the tick's
-        writes wait for `landing`.
+      writes_after_fetch: whether the phase writes the stacks that it fetches from, so that the
+        tick's writes wait for `in_flight`.
       fetch: i32[], the layer whose record the tick fetches itself, if records are stored late; else
         None.
       stored: i32[], the layer that an earlier tick updated and this tick stores
@@ -45,34 +47,39 @@ class Tick:
     layer: Any
     consume: Array
     record: list[Array] | None
-    landing: list[Array] | None
+    in_flight: list[Array] | None
     takes_record: bool
     on_device: bool
-    lands_first: bool = False
+    writes_after_fetch: bool = False
     fetch: Array | None = None
     stored: Array | None = None
     stores_unstacked: bool = False
     loads_pieces: bool = False
     stores_pieces: bool = False
 
-    def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
+    def index(self, index_of: Callable[[Any], Index] = lambda layer: layer) -> Index:
         """Return the index of the record in stacks of optimizer state.
 
         Args:
-          at: maps the number of a layer or tile to its index in stacks that are off the device.
+          index_of: maps the number of a layer or tile to its index in stacks that are off the
+            device.
         """
-        return OnDevice(self.layer) if self.on_device else at(self.layer)
+        return OnDevice(self.layer) if self.on_device else index_of(self.layer)
+
+
+RunTick = Callable[[Any, Tick], tuple[Any, list[Array] | None]]
+"""Computes a tick: (carry, tick) -> (carry, record in flight or None)."""
 
 
 def run_phase(
     phase: Phase,
     begin: Array,
     carry: Any,
-    tick: Callable[[Any, Tick], tuple[Any, Any]],
+    tick: RunTick,
     *,
     mesh: Mesh,
     slices_host: bool,
-    fetch: Callable[[Any, Array], list[Array]],
+    fetch: Fetch,
     device_layers: int = 0,
     drain: Drain | None = None,
     drains_last: bool = True,
@@ -87,7 +94,7 @@ def run_phase(
       phase: the operations, which decide what is compiled.
       begin: i32[] zero, known when the phase may begin (`wait_for`).
       carry: value that the ticks pass on.
-      tick: `tick(carry, now) -> (carry, landing)`. It may tie `now.landing` to an operation
+      tick: `tick(carry, now) -> (carry, in_flight)`. It may tie `now.in_flight` to an operation
         (`beside`): the transfer then ends before that operation and overlaps earlier ones.
       mesh: the device mesh.
       slices_host: whether records are slices of host memory (`StateRecords.slices_host`).
@@ -100,17 +107,8 @@ def run_phase(
     Returns:
       The final carry.
     """
-    num_slots = len(phase.preload)
-    single = num_slots == 1  # a single slot is carried without a slot dim
-
-    def take(slots: Array, slot: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(slots, slot, 0, keepdims=False)
-
-    def place_in(slots: Array, value: Array, slot: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(slots, value, slot, 0)
-
     ring = None
-    if num_slots:
+    if len(phase.preload):
         ring = _fetch_all(
             phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, slices_host
         )
@@ -118,61 +116,100 @@ def run_phase(
     carry, ring, begin = jax.lax.optimization_barrier((carry, ring, begin))
     added = _added(begin, mesh, slices_host)
     for loop in _tick_loops(phase, device_layers):
-
-        def body(t: Array, state: Any, loop: _TickLoop = loop) -> tuple[Any, Any]:
-            carry, ring = state
-            kind = loop.kind
-            index = functools.partial(loop.index, t=t, added=added)
-            layer = index("layer")
-            consume = index("consume") if kind.takes else layer
-            record = None
-            landing = None
-            lands_first = False
-            fetched = None
-            # Record number n of the ring is in slot n mod d. The record that a tick fetches fills
-            # the slot that the tick takes from.
-            slot = jax.lax.rem(t, jnp.int32(max(1, num_slots)))
-            if kind.takes and kind.from_ring:
-                record = ring if single else [take(r, slot) for r in ring]
-            if kind.fetches and ring is not None and phase.stores_late:
-                fetched = index("fetch")
-            elif kind.fetches and ring is not None:
-                landing = fetch(carry, index("fetch"))
-                # A stack may be read and written in one tick. Unless the write waits for the read,
-                # XLA copies the stack.
-                lands_first = bool(set(phase.fetches) & set(phase.writes))
-            # Without a ring, a record is fetched in the tick that takes it.
-            elif kind.fetches:
-                record = fetch(carry, consume)
-            stored = index("store") if phase.stores_late and kind.stores else None
-            now = Tick(
-                layer,
-                consume,
-                record,
-                landing,
-                kind.takes,
-                kind.on_device,
-                lands_first,
-                fetched,
-                stored,
-                kind.stores_unstacked,
-                kind.loads_pieces,
-                kind.stores_pieces,
-            )
-            carry, landed = tick(carry, now)
-            if landed is not None:
-                # The record was taken out of this slot before.
-                if single:
-                    ring = landed
-                else:
-                    ring = [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
-            return carry, ring
-
+        body = functools.partial(_run_tick, phase, loop, added, tick, fetch)
         carry, ring = run_loop(loop.start, loop.stop, body, (carry, ring), mesh)
     for layer in phase.drain.tolist()[: None if drains_last else -1]:
         assert drain is not None
         carry = one_trip(layer, functools.partial(drain, layer), carry, mesh)
     return carry
+
+
+def _run_tick(
+    phase: Phase,
+    loop: "_TickLoop",
+    added: Array | None,
+    tick: RunTick,
+    fetch: Fetch,
+    t: Array,
+    state: tuple[Any, list[Array] | None],
+) -> tuple[Any, list[Array] | None]:
+    """Run one tick of a loop: start its fetch, take a record out of the ring, and compute.
+
+    Args:
+      phase: the phase.
+      loop: the loop that has the tick.
+      added: number that is added to record numbers (`_added`), or None.
+      tick: the tick's computation, as in `run_phase`.
+      fetch: fetches a record, as in `run_phase`.
+      t: i32[], number of the tick.
+      state: the ticks' carry, and the ring.
+
+    Returns:
+      The carry and the ring after the tick.
+    """
+    carry, ring = state
+    kind = loop.kind
+    num_slots = len(phase.preload)
+    index = functools.partial(loop.index, t=t, added=added)
+    layer = index("layer")
+    consume = index("consume") if kind.takes else layer
+    record = None
+    in_flight = None
+    writes_after_fetch = False
+    fetched = None
+    # Record number n of the ring is in slot n mod d. The record that a tick fetches fills the slot
+    # that the tick takes from.
+    slot = jax.lax.rem(t, jnp.int32(max(1, num_slots)))
+    if kind.takes and kind.from_ring:
+        assert ring is not None
+        record = _take_slot(ring, slot, num_slots)
+    if kind.fetches and ring is not None and phase.stores_late:
+        fetched = index("fetch")
+    elif kind.fetches and ring is not None:
+        in_flight = fetch(carry, index("fetch"))
+        # A stack may be read and written in one tick. Unless the write waits for the read, XLA
+        # copies the stack.
+        writes_after_fetch = bool(set(phase.fetches) & set(phase.writes))
+    # Without a ring, a record is fetched in the tick that takes it.
+    elif kind.fetches:
+        record = fetch(carry, consume)
+    stored = index("store") if phase.stores_late and kind.stores else None
+    now = Tick(
+        layer,
+        consume,
+        record,
+        in_flight,
+        kind.takes,
+        kind.on_device,
+        writes_after_fetch,
+        fetched,
+        stored,
+        kind.stores_unstacked,
+        kind.loads_pieces,
+        kind.stores_pieces,
+    )
+    carry, landed = tick(carry, now)
+    if landed is not None:
+        # The record was taken out of this slot before.
+        ring = _fill_slot(ring or [], landed, slot, num_slots)
+    return carry, ring
+
+
+def _take_slot(ring: list[Array], slot: Array, num_slots: int) -> list[Array]:
+    """Return the record in a slot of the ring; a single slot is carried without a slot dim."""
+    if num_slots == 1:
+        return ring
+    return [jax.lax.dynamic_index_in_dim(slots, slot, 0, keepdims=False) for slots in ring]
+
+
+def _fill_slot(ring: list[Array], record: list[Array], slot: Array, num_slots: int) -> list[Array]:
+    """Return the ring with `record` in a slot; a single slot is carried without a slot dim."""
+    if num_slots == 1:
+        return record
+    return [
+        jax.lax.dynamic_update_index_in_dim(slots, value, slot, 0)
+        for slots, value in zip(ring, record, strict=True)
+    ]
 
 
 def fetch_first(
@@ -204,14 +241,11 @@ def _fetch_all(
             return records[0]
         return [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
 
-    def put(n: Array, ring: list[Array], start: int, step: int) -> list[Array]:
+    def fetch_into(n: Array, ring: list[Array], start: int, step: int) -> list[Array]:
         record = fetch(_linear(layers[start], step, start, n, added))
         if single:
             return record
-        return [
-            jax.lax.dynamic_update_index_in_dim(r, v, n, 0)
-            for r, v in zip(ring, record, strict=True)
-        ]
+        return _fill_slot(ring, record, n, len(layers))
 
     lead = () if single else (len(layers),)
     shapes = jax.eval_shape(fetch, jax.ShapeDtypeStruct((), jnp.int32))
@@ -219,27 +253,39 @@ def _fetch_all(
     # The loops start when `begin` is known, not at the top of the program.
     ring, begin = jax.lax.optimization_barrier((ring, begin))
     added = _added(begin, mesh, slices_host)
-    for start, stop, step in _linear_parts(layers):
-        ring = run_loop(start, stop, functools.partial(put, start=start, step=step), ring, mesh)
+    for progression in _progressions(layers):
+        start = progression.start
+        body = functools.partial(fetch_into, start=start, step=progression.step)
+        ring = run_loop(start, progression.stop, body, ring, mesh)
     return ring
 
 
-def _linear_parts(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Split a sequence into the fewest arithmetic progressions, as (start, stop, step).
+class _Progression(NamedTuple):
+    """Consecutive numbers of a sequence, each `step` after the previous one.
 
-    Start and stop are positions in the sequence; in each part, every number is `step` after the
-    previous one.
+    Attributes:
+      start: position of the first number in the sequence.
+      stop: position after the last number.
+      step: difference between consecutive numbers.
     """
-    parts: list[tuple[int, int, int]] = []
+
+    start: int
+    stop: int
+    step: int
+
+
+def _progressions(numbers: Sequence[int]) -> list[_Progression]:
+    """Split a sequence into the fewest arithmetic progressions."""
+    progressions = list[_Progression]()
     start = 0
     while start < len(numbers):
         stop = start + 1
         step = numbers[stop] - numbers[start] if stop < len(numbers) else 1
         while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
             stop += 1
-        parts.append((start, stop, step))
+        progressions.append(_Progression(start, stop, step))
         start = stop
-    return parts
+    return progressions
 
 
 def _added(begin: Array, mesh: Mesh, slices_host: bool) -> Array | None:
@@ -308,17 +354,21 @@ class _TickLoop:
         """Return one of the numbers in tick t; see `_added`."""
         return _linear(self.numbers[name], self.step, self.start, t, added)
 
-    def goes_on_in(self, other: "_TickLoop") -> bool:
-        """Return whether `other` continues this loop with the next ticks and layers."""
-        moved = self.step * (self.stop - self.start)
-        numbers = {name: number + moved for name, number in self.numbers.items()}
-        mine = (self.kind, self.stop, self.step, numbers)
-        return mine == (other.kind, other.start, other.step, other.numbers)
+    def goes_on_in(self, following: "_TickLoop") -> bool:
+        """Return whether `following` continues this loop with the next ticks and layers."""
+        advance = self.step * (self.stop - self.start)
+        numbers = {name: number + advance for name, number in self.numbers.items()}
+        return (
+            following.kind == self.kind
+            and following.start == self.stop
+            and following.step == self.step
+            and following.numbers == numbers
+        )
 
 
 def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
     """Return the loops to compile: the phase's loops, with equal consecutive loops merged."""
-    found: list[_TickLoop] = []
+    loops = list[_TickLoop]()
     for loop in phase.main:
         start = loop.start
         ops = loop.ops
@@ -339,15 +389,13 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
         columns = {"layer": phase.layer, "consume": phase.consume, "fetch": phase.fetch}
         if phase.stores_late:
             columns["store"] = phase.store
-        numbers = {
-            name: int(column[start]) for name, column in columns.items() if column[start] >= 0
-        }
+        numbers = {name: int(c[start]) for name, c in columns.items() if c[start] >= 0}
         tick_loop = _TickLoop(kind, start, loop.stop, loop.step, numbers)
-        if found and found[-1].goes_on_in(tick_loop):
-            found[-1] = dataclasses.replace(found[-1], stop=loop.stop)
+        if loops and loops[-1].goes_on_in(tick_loop):
+            loops[-1] = dataclasses.replace(loops[-1], stop=loop.stop)
         else:
-            found.append(tick_loop)
-    return found
+            loops.append(tick_loop)
+    return loops
 
 
 def _moves(op: Op, leaves: str, verb: str) -> bool:

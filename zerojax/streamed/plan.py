@@ -548,13 +548,16 @@ class StreamedPlan:
         return [leaves[i - len(self.layout.leaves)] for i in self.stacks[len(self.stacked) :]]
 
     def pick(self, stacks: Sequence[Any], leaf_ids: Sequence[int]) -> list[Any]:
-        """Return the arrays of some leaves; `stacks` has the order of `self.stacks`."""
+        """Return the arrays of some leaves.
+
+        `stacks` is ordered like `self.stacks` or `self.stacked`.
+        """
         return [stacks[self.stacks.index(i)] for i in leaf_ids]
 
     def put(
         self, stacks: Sequence[Any], leaf_ids: Sequence[int], values: Sequence[Any]
     ) -> list[Any]:
-        """Return `stacks`, ordered like `self.stacked`, with new values for some leaves."""
+        """Return `stacks`, ordered like `self.stacked`, with `values` for the leaves `leaf_ids`."""
         by_index = dict(zip(leaf_ids, values, strict=True))
         return [by_index.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 

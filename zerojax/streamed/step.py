@@ -49,6 +49,7 @@ from zerojax.models import (
     BLOCKS,
     LayeredModel,
     Loss,
+    Metrics,
     any_fault,
     divided,
     floating,
@@ -57,10 +58,17 @@ from zerojax.models import (
     with_blocks,
 )
 from zerojax.optim import RecordUpdate
-from zerojax.state import StateRecords, TrainState, wait_for, with_loss_scale, with_model_state
+from zerojax.state import (
+    RecordSpec,
+    StateRecords,
+    TrainState,
+    wait_for,
+    with_loss_scale,
+    with_model_state,
+)
 from zerojax.streamed.activations import ResidualPlan, Scratch
-from zerojax.streamed.embed_head import EmbedHead, embed_head_state
-from zerojax.streamed.loops import StackLoops
+from zerojax.streamed.embed_head import EmbedHead, HeadResult, embed_head_state
+from zerojax.streamed.loops import Cotangents, SavedRun, StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.plan import StreamedPlan, moves
 from zerojax.streamed.residuals import check_names
@@ -75,7 +83,7 @@ from zerojax.streamed.update_policies.interface import (
 )
 from zerojax.streamed.update_policies.on_host import Delayed, HostUpdateInBackward, OnHost
 from zerojax.streamed.update_policies.stored import GradsAlone, UpdateByLayer, UpdateWholeTree
-from zerojax.trees import Batch, Context, ModelState, Params
+from zerojax.trees import Batch, Context, ModelState, Params, Tree
 
 Array = jax.Array
 
@@ -87,16 +95,32 @@ class _Pass(NamedTuple):
       loops: loops over the run.
       y: input of the stack's `enter`: the output of the previous stack, or of the embedding, of all
         microbatches.
-      inputs: the other inputs of the layers.
-      residuals: the arrays that were saved and how they are stored.
-      stacks: the stacks of these arrays.
+      saved: the inputs of the layers, and the arrays that were saved.
     """
 
     loops: StackLoops
-    y: Any
-    inputs: LayerInputs
-    residuals: ResidualPlan
-    stacks: list[Array]
+    y: Tree
+    saved: SavedRun
+
+
+class _ForwardResult(NamedTuple):
+    """Results of forward through the embedding and all layers.
+
+    Attributes:
+      y: output of the last layer.
+      passes: results of each run of layers, in order.
+      added: the addition to the loss of each run of layers, or None, in order.
+      states: states of embedding and head before each microbatch's embedding.
+      read_by_head: the same states after it.
+      begin: i32[] zero, known when backward may begin.
+    """
+
+    y: Tree
+    passes: list[_Pass]
+    added: list[Loss | None]
+    states: ModelState
+    read_by_head: ModelState
+    begin: Array
 
 
 class _Derived(NamedTuple):
@@ -104,14 +128,14 @@ class _Derived(NamedTuple):
 
     Attributes:
       backward: the result for the update policy.
-      own: the model's own metrics, not divided yet.
+      metrics: the model's own metrics, not divided yet.
       embed_head_state: state of embedding and head after the step.
       scratch: the stacks in host memory to return.
     """
 
     backward: BackwardResult[Any]
-    own: Any
-    embed_head_state: Any
+    metrics: Metrics
+    embed_head_state: ModelState
     scratch: Scratch
 
 
@@ -167,8 +191,7 @@ class StreamedStep:
             StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks
         )
 
-    # --- requirements of a step, from shapes alone
-    # ----------------------------------------------------
+    # --- requirements of a step, from shapes alone ------------------------------------------------
 
     def abstract_residuals(self, abstract_batch: Batch) -> list[ResidualPlan]:
         """Return the arrays that forward saves of one layer of each run, from a batch's shapes."""
@@ -204,38 +227,33 @@ class StreamedStep:
             self.layout.join(state), state.model_state, abstract_batch
         )
         pairs = zip(self.plan.of_stacks, entered, strict=True)
-        is_made = lambda stack: stack.model.enter is not None and stack.run.starts_stack  # noqa: E731
-        return [(before, inputs.context) for stack, (before, _, inputs) in pairs if is_made(stack)]
+        arguments = list[Any]()
+        for stack, (before, _, inputs) in pairs:
+            if stack.model.enter is not None and stack.run.starts_stack:
+                arguments.append((before, inputs.context))
+        return arguments
 
     def abstract_scratch(self, abstract_batch: Batch) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
         plan = self.plan
+        saved = list[Any]()
         pairs = zip(self.loops, self.abstract_residuals(abstract_batch), strict=True)
-        return {
-            "grads": plan.abstract_grads() if plan.grads_in_memory else [],
-            "residuals": [
-                plan.abstract_stack(
-                    residuals.records[i], residuals.shapes[i], (loops.stack.num_layers,)
-                )
-                for loops, residuals in pairs
-                for i in residuals.in_memory
-            ],
-        }
+        for loops, residuals in pairs:
+            lead = (loops.stack.num_layers,)
+            for i in residuals.in_memory:
+                saved.append(plan.abstract_stack(residuals.records[i], residuals.shapes[i], lead))
+        grads = plan.abstract_grads() if plan.grads_in_memory else []
+        return {"grads": grads, "residuals": saved}
 
     def records_written(self, abstract_batch: Batch) -> list[DiskRecords]:
         """Return the records on disk that a step writes before it reads them."""
         if self.layout.disk is None:
             return []
-        saved = [
-            record
-            for residuals in self.abstract_residuals(abstract_batch)
-            for record in residuals.records
-        ]
-        return list(
-            dict.fromkeys(
-                r.disk_records for r in (*saved, *self.plan.grads) if r.disk_records is not None
-            )
-        )
+        records = list[RecordSpec]()
+        for residuals in self.abstract_residuals(abstract_batch):
+            records += residuals.records
+        on_disk = [r.disk_records for r in (*records, *self.plan.grads)]
+        return list(dict.fromkeys(disk for disk in on_disk if disk is not None))
 
     def steps(self, kept: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
         """Return all operations of a step, in order; see `StreamedPlan.steps`."""
@@ -255,8 +273,9 @@ class StreamedStep:
         steps = self.plan.steps(
             [loops.tracer.eval_loops() for loops in self.loops], self.policy.unstacked_first
         )
-        found = moves(self.plan, steps, ("embed", "forward"))
-        return tuple(move for move in found if move.kind.split(".")[0] in ("params", "frozen"))
+        forward_moves = moves(self.plan, steps, ("embed", "forward"))
+        reads = ("params", "frozen")
+        return tuple(move for move in forward_moves if move.kind.split(".")[0] in reads)
 
     def grads_moves(self) -> tuple[Move, ...]:
         """Return the disk moves of `grads`, in order: forward and backward alone.
@@ -281,12 +300,13 @@ class StreamedStep:
           ((state after the step, scratch), metrics).
         """
         batch, keys = self._split(state, batch)
-        run = self._derive(state, batch, keys, scratch, self.policy, self._first_token(state))
-        after, metrics = self.policy.end(run.backward)
-        after = with_loss_scale(state, after, any_fault(run.own))
+        derived = self._derive(state, batch, keys, scratch, self.policy, self._first_token(state))
+        after, metrics = self.policy.end(derived.backward)
+        after = with_loss_scale(state, after, any_fault(derived.metrics))
         if state.model_state is not None:
-            after = with_model_state(state, after, {**state.model_state, **run.embed_head_state})
-        return (after, run.scratch), with_own(metrics, divided(run.own))
+            model_state = {**state.model_state, **derived.embed_head_state}
+            after = with_model_state(state, after, model_state)
+        return (after, derived.scratch), with_own(metrics, divided(derived.metrics))
 
     def grads(
         self, state: TrainState, batch: Batch, scratch: Scratch
@@ -304,27 +324,23 @@ class StreamedStep:
         """
         policy = GradsAlone(self.plan)
         batch, keys = self._split(state, batch)
-        run = self._derive(state, batch, keys, scratch, policy, jnp.int32(0))
-        return (
-            evaluation(run.backward.loss, divided(run.own)),
-            policy.tree(run.backward),
-        ), run.scratch
+        derived = self._derive(state, batch, keys, scratch, policy, jnp.int32(0))
+        loss = evaluation(derived.backward.loss, divided(derived.metrics))
+        return (loss, policy.tree(derived.backward)), derived.scratch
 
     def check_grads(self) -> None:
         """Raise NotImplementedError if gradients are not stored on the device."""
-        for name, needed in (
-            ("update", "after_backward"),
-            ("update_on", "device"),
-            ("grads", "device"),
-        ):
-            if (value := getattr(self.config, name) or needed) != needed:
+        required = {"update": "after_backward", "update_on": "device", "grads": "device"}
+        for name, needed in required.items():
+            value = getattr(self.config, name) or needed
+            if value != needed:
                 raise NotImplementedError(
                     f"program.grads is not supported with {name}={value!r}: it returns gradients "
                     "that a step stores on the device; build a program with "
                     f"{name}={needed!r} if they fit"
                 )
 
-    def _split(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
+    def _split(self, state: TrainState, batch: Batch) -> tuple[Batch, Array | None]:
         """Return the microbatches of a step and their random keys."""
         # The key depends only on (key, step): a restored run draws the same masks as the original
         # run.
@@ -335,19 +351,57 @@ class StreamedStep:
         self,
         state: TrainState,
         batch: Batch,
-        keys: Any,
+        keys: Array | None,
         scratch: Scratch,
         sink: GradientSink[Any],
         token: Array,
-    ) -> "_Derived":
+    ) -> _Derived:
         """Run forward, head and backward, and pass the gradients to `sink`.
 
         Its callbacks wait for `token`.
         """
         # Before the layers, in the order of the disk's read-ahead (`moves`).
         params = self.layout.join(state)
-        begin = jnp.int32(0)
         unstacked = self.embed_head.load(params)
+        forward = self._forward(state, params[BLOCKS], unstacked, batch, keys, scratch)
+        y, loaded = sink.load_unstacked(state, forward.y)
+        head = self.embed_head.head_and_grads(
+            unstacked, y, batch, keys, loss_scale(state), forward.read_by_head
+        )
+        loss, metrics = _with_added(head.loss, head.metrics, together(forward.added))
+        carried = sink.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
+        g_unstacked, begin, carried = self._backward(
+            state, unstacked, batch, keys, forward, head, sink, carried
+        )
+        # Scratch is returned in the order in which it was passed in, so that the next step gets the
+        # same host memory.
+        in_memory = list[Array]()
+        for done in forward.passes:
+            in_memory += [done.saved.stacks[i] for i in done.saved.residuals.in_memory]
+        scratch = {"grads": sink.grads(carried), "residuals": in_memory}
+        result = BackwardResult(state, loss, carried, g_unstacked, begin)
+        return _Derived(result, metrics, head.state, scratch)
+
+    def _forward(
+        self,
+        state: TrainState,
+        blocks: Params,
+        unstacked: Params,
+        batch: Batch,
+        keys: Array | None,
+        scratch: Scratch,
+    ) -> _ForwardResult:
+        """Run the embedding and all layers.
+
+        Args:
+          state: the state before the step.
+          blocks: stacked parameters of all layers.
+          unstacked: the leaves of embedding and head, sharded.
+          batch: the microbatches.
+          keys: their random keys, or None.
+          scratch: stacks in host memory.
+        """
+        begin = jnp.int32(0)
         before = embed_head_state(state.model_state)
         y, states, read_by_head = self.embed_head.embed_all(unstacked, batch, keys, before)
         in_memory = list(scratch["residuals"])
@@ -365,52 +419,70 @@ class StreamedStep:
                 x, context = self.embed_head.enter(loops.stack, unstacked, y, batch, keys)
                 inputs = self.embed_head.inputs(loops.stack, context, keys, state.model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
-            mine = in_memory[: len(residuals.in_memory)]
-            in_memory = in_memory[len(residuals.in_memory) :]
-            stacks = loops.tracer.stacks(residuals, mine)
-            y, stacks, added = loops.forward(params[BLOCKS], x, inputs, begin, residuals, stacks)
-            passes.append(_Pass(loops, entered, inputs, residuals, stacks))
+            num_in_memory = len(residuals.in_memory)
+            stacks = loops.tracer.stacks(residuals, in_memory[:num_in_memory])
+            in_memory = in_memory[num_in_memory:]
+            y, stacks, added = loops.forward(blocks, x, inputs, begin, residuals, stacks)
+            passes.append(_Pass(loops, entered, SavedRun(inputs, residuals, stacks)))
             all_added.append(added)
         # Backward's first fetches may overlap the head, but not the layers.
         begin, y = wait_for(begin, y, self.mesh)
-        y, loaded = sink.load_unstacked(state, y)
-        head = self.embed_head.head_and_grads(
-            unstacked, y, batch, keys, loss_scale(state), read_by_head
-        )
-        loss, own = _with_added(head.loss, head.metrics, together(all_added))
-        carried = sink.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
-        dx = head.dy
+        return _ForwardResult(y, passes, all_added, states, read_by_head, begin)
+
+    def _backward(
+        self,
+        state: TrainState,
+        unstacked: Params,
+        batch: Batch,
+        keys: Array | None,
+        forward: _ForwardResult,
+        head: HeadResult,
+        sink: GradientSink[Any],
+        carried: Any,
+    ) -> tuple[list[Array], Array, Any]:
+        """Run backward through all layers and the embedding, and pass gradients to `sink`.
+
+        Args:
+          state: the state before the step.
+          unstacked: the leaves of embedding and head, sharded.
+          batch: the microbatches.
+          keys: their random keys, or None.
+          forward: results of forward.
+          head: results of the head.
+          sink: consumer of the layers' gradients.
+          carried: the value that `sink` carries through backward.
+
+        Returns:
+          The gradients of the unstacked leaves; i32[] zero, known when the update may begin; and
+          `carried`.
+        """
+        begin = forward.begin
         g_unstacked = head.grads
-        d_context = None
-        for done in reversed(passes):
-            if done is not passes[-1]:
-                begin, dx = wait_for(begin, dx, self.mesh)
+        cotangents = Cotangents(head.dy, None)
+        for done in reversed(forward.passes):
+            if done is not forward.passes[-1]:
+                begin, dx = wait_for(begin, cotangents.dx, self.mesh)
+                cotangents = cotangents._replace(dx=dx)
             stack = done.loops.stack
-            dx, d_context, carried = done.loops.backward(
-                sink,
-                state,
-                done.inputs,
-                begin,
-                done.residuals,
-                done.stacks,
-                dx,
-                d_context,
-                carried,
+            cotangents, carried = done.loops.backward(
+                sink, state, done.saved, begin, cotangents, carried
             )
             if stack.run.starts_stack:
-                of_enter = _as_context(d_context, done.inputs.context)
-                d_context = None
+                d_context = _as_context(cotangents.context, done.saved.inputs.context)
                 dx, g_unstacked = self.embed_head.enter_grads(
-                    stack, unstacked, done.y, batch, keys, dx, of_enter, g_unstacked
+                    stack,
+                    unstacked,
+                    done.y,
+                    batch,
+                    keys,
+                    Cotangents(cotangents.dx, d_context),
+                    g_unstacked,
                 )
-        g_unstacked = self.embed_head.embed_grads(unstacked, batch, keys, dx, states, g_unstacked)
-        # Scratch is returned in the order in which it was passed in, so that the next step gets the
-        # same host memory.
-        in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
-        scratch = {"grads": sink.grads(carried), "residuals": in_memory}
-        return _Derived(
-            BackwardResult(state, loss, carried, g_unstacked, begin), own, head.state, scratch
+                cotangents = Cotangents(dx, None)
+        g_unstacked = self.embed_head.embed_grads(
+            unstacked, batch, keys, cotangents.dx, forward.states, g_unstacked
         )
+        return g_unstacked, begin, carried
 
     def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch; if there are metrics, a dict of both.
@@ -419,8 +491,8 @@ class StreamedStep:
         """
         unstacked, y, added, state = self._eval_layers(params, model_state, batch)
         loss, _ = self.eval_embed_head.head(unstacked, y, batch, None, state)
-        value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
-        return evaluation(value, divided(own))
+        value, metrics = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
+        return evaluation(value, divided(metrics))
 
     def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict` for a batch.
@@ -451,8 +523,7 @@ class StreamedStep:
             # An evaluation saves nothing, so there are no stacks to fill.
             y, _, added = loops.forward(params[BLOCKS], y, inputs, begin, None, [])
             all_added.append(added)
-        added = together(all_added)
-        return unstacked, y, added, state
+        return unstacked, y, together(all_added), state
 
     def _first_token(self, state: TrainState) -> Array:
         """Return the token that orders the callbacks of the host update.
@@ -467,14 +538,14 @@ class StreamedStep:
         return self.host.start(self.plan.state_records.flat(state), state.pending, token)
 
 
-def _as_context(d_context: Any, context: Context) -> Any:
+def _as_context(d_context: Tree, context: Context) -> Tree:
     """Return a context's cotangents, summed in float32, in the dtypes of its leaves."""
     if d_context is None:
         return None
     return jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, floating(context))
 
 
-def _with_added(loss: Array, metrics: Any, added: Loss | None) -> tuple[Array, Any]:
+def _with_added(loss: Array, metrics: Metrics, added: Loss | None) -> tuple[Array, Metrics]:
     """Return the head's loss and metrics with the layers' additions."""
     if added is None:
         return loss, metrics
@@ -487,11 +558,9 @@ def build_policy(plan: StreamedPlan, tx: optax.GradientTransformation) -> Update
     if plan.update is None:
         return UpdateWholeTree(plan, tx)
     if plan.host is None:
-        if in_backward:
-            return UpdateInBackward(plan, plan.update)
-        return UpdateByLayer(plan, plan.update)
+        policy = UpdateInBackward if in_backward else UpdateByLayer
+        return policy(plan, plan.update)
     if plan.config.delayed_update:
         return Delayed(plan, plan.update, plan.host)
-    if in_backward:
-        return HostUpdateInBackward(plan, plan.update, plan.host)
-    return OnHost(plan, plan.update, plan.host)
+    policy_on_host = HostUpdateInBackward if in_backward else OnHost
+    return policy_on_host(plan, plan.update, plan.host)

@@ -10,6 +10,7 @@ are summed in float32.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from zerojax.streamed.update_policies.interface import RecordGrads
 
 Array = jax.Array
 OnRecordGrads = Callable[[Any, RecordGrads], tuple[Any, Any]]
-"""Consumes a tile's gradient: (carried, record) -> (carried, landing).
+"""Consumes a tile's gradient: (carried, record) -> (carried, record in flight).
 
 `carried` is the value that the update policy carries through backward.
 """
@@ -77,123 +78,56 @@ class TileRunner:
         return [self._forward(call, group, loops)]
 
     def _forward(self, call: TileLoopCall, group: TileGroup, loops: TileLoops) -> Array:
+        """Run a loop forward; return y[num_out, ...], or y[M, num_out, ...] of M microbatches."""
         loop = call.loop
         microbatches = self.microbatches
-        each = [o[0] for o in call.operands if o is not None and o[1]]
+        of_data = call.data_operands
 
         def tick(y: Array, now: Tick) -> tuple[Array, Any]:
-            full = self._gather(group, now)
+            gathered = self._gather(group, now)
 
-            def one(y: Array, *each: Any) -> Array:
-                return loop.put(y, now.layer, _operands(call, full, each, now.layer))
+            def add_tile(y: Array, *of_data: Array) -> Array:
+                return loop.put(y, now.layer, _operands(call, gathered, of_data, now.layer))
 
             if microbatches.count == 1:
-                return beside(one, (y,), now.landing)
-            return microbatches.each(one, y, *each), now.landing
+                return beside(add_tile, (y,), now.in_flight)
+            return microbatches.each(add_tile, y, *of_data), now.in_flight
 
-        # y[num_out, ...], or y[M, num_out, ...] with several microbatches, filled or added to tile
-        # by tile.
-        y = jnp.zeros(
-            loop.out.shape if microbatches.count == 1 else (microbatches.count, *loop.out.shape),
-            loop.out.dtype,
-        )
+        # Filled or added to tile by tile.
+        y = jnp.zeros((*self._microbatch_dims, *loop.out.shape), loop.out.dtype)
         return self._loop("forward", group, loops, y, tick, lambda carry: self.carried)
+
+    @property
+    def _microbatch_dims(self) -> tuple[int, ...]:
+        """Leading dims of arrays of all microbatches: none for a single microbatch."""
+        count = self.microbatches.count
+        return () if count == 1 else (count,)
 
     def _derive(
         self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads
     ) -> list[Array]:
-        loop = call.loop
-        microbatches = self.microbatches
+        """Run a loop's derivative; return the wanted cotangents in the order of the operands."""
+        derivative = self._plan_derivative(call, group)
         assert call.dy is not None
-        # Two kinds of cotangents: operands that all tiles read have a sum over tiles; in parts,
-        # each tile reads one slice.
-        shared_x = [p for p, wanted in enumerate(call.wanted) if wanted and p not in loop.parts]
-        parts = [p for p, wanted in enumerate(call.wanted) if wanted and p in loop.parts]
-        lead = () if microbatches.count == 1 else (microbatches.count,)
-
-        def zeros(p: int, dtype: Any) -> Array:
-            operand = call.operands[p]
-            assert operand is not None
-            # An operand that depends on no data has no microbatch dim, but its cotangent has one.
-            if microbatches.count == 1 or operand[1]:
-                shape = operand[0].shape
-            else:
-                shape = (microbatches.count, *operand[0].shape)
-            return jnp.zeros(shape, dtype)
-
-        # Cotangents of untiled parameters become part of gradients.
-        in_float32 = [
-            of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
-        ]
-        sums = [zeros(p, jnp.float32) for p in shared_x]
+        sums = [self._zeros(call, p, jnp.float32) for p in derivative.shared]
         # Only one tile reads each slice of a part. Its cotangents are placed side by side and not
         # summed, so their dtype stays.
-        slices = [zeros(p, jnp.float32 if in_float32[p] else _dtype(call, p)) for p in parts]
-        each = [o[0] for o in call.operands if o is not None and o[1]]
-        # A cotangent that depends on no data is the same for each microbatch.
-        if call.dy[1] or microbatches.count == 1:
-            dy = call.dy[0]
-        else:
-            dy = jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
+        slices = [self._zeros(call, p, derivative.dtype(p)) for p in derivative.sliced]
+        of_data = call.data_operands
+        dy = self._dy_of_microbatches(call)
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
-            (sums, slices), carried = carry
-            full = self._gather(group, now)
-            trained = [
-                p
-                for p, i in zip(loop.tiles, self._in_tree(group), strict=True)
-                if not self.plan.leaves[i].frozen
-            ]
-
-            def one(total: list[Array], inputs: Any) -> tuple[list[Array], Any]:
-                sums, slices, dy, each = inputs
-                operands = _operands(call, full, each, now.layer)
-
-                def unit(values: dict[int, Any]) -> Array:
-                    return loop.run([values.get(p, a) for p, a in enumerate(operands)])
-
-                def derivative(
-                    dy: Array, of_data: dict[int, Any], of_params: dict[int, Any]
-                ) -> tuple[Any, Any]:
-                    (grads,) = jax.vjp(unit, of_data | of_params)[1](dy)
-                    return {p: grads[p] for p in of_params}, {p: grads[p] for p in of_data}
-
-                of_params = {
-                    p: operands[p]
-                    for p in (*trained, *shared_x, *parts)
-                    if p in trained or in_float32[p]
-                }
-                of_data = {p: operands[p] for p in (*shared_x, *parts) if p not in of_params}
-                of_cotangent = loop.cotangent(dy, now.layer)
-                grads, cotangents = self.plan.derivative(derivative)(
-                    of_cotangent, of_data, of_params
-                )
-                if (
-                    self.plan.layout.reduces_once
-                ):  # only a tile's gradient is used here; the block adds up the other gradients
-                    grads = {p: g if p in trained else jnp.sum(g, 0) for p, g in grads.items()}
-                dw, dx, d_slices = (
-                    [(grads | cotangents)[p] for p in at] for at in (trained, shared_x, parts)
-                )
-                sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
-                put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
-                slices = [put(s, d) for s, d in zip(slices, d_slices, strict=True)]
-                if microbatches.count > 1:
-                    total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)]
-                else:
-                    total = dw
-                return total, (sums, slices)
-
+            cotangents, carried = carry
+            gathered = self._gather(group, now)
+            derive = partial(self._derive_tile, derivative, gathered, now.layer)
             # With several microbatches, dim 0 of all these arrays counts them: a scan takes the
             # cotangents of one microbatch and returns them.
-            inputs = (sums, slices, dy, each)
-            landing = now.landing
-            if microbatches.count == 1:
-                (grads, cotangents), landing = beside(
-                    lambda inputs: one([], inputs), (inputs,), landing
-                )
+            inputs = (*cotangents, dy, of_data)
+            in_flight = now.in_flight
+            if self.microbatches.count == 1:
+                (grads, cotangents), in_flight = beside(partial(derive, []), (inputs,), in_flight)
             else:
-                grads, cotangents = jax.lax.scan(one, self.plan.zero_grads(group.leaves), inputs)
+                grads, cotangents = jax.lax.scan(derive, self.plan.zero_grads(group.leaves), inputs)
             grads = self.plan.reduced(grads, group.leaves)
             # As for a layer, consumers of the gradients wait for the cotangents.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
@@ -201,22 +135,120 @@ class TileRunner:
             # consists of the layer and the tile.
             now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
             if group.leaves:  # otherwise all of the group is frozen
-                by_index = dict(zip(self._in_tree(group), full, strict=True))
-                record = RecordGrads(
-                    now, group.leaves, grads, [by_index[i] for i in group.leaves], landing
-                )
-                carried, landing = use(carried, record)
-            return (cotangents, carried), landing
+                by_index = dict(zip(self._in_tree(group), gathered, strict=True))
+                trained = [by_index[i] for i in group.leaves]
+                record = RecordGrads(now, group.leaves, grads, trained, in_flight)
+                carried, in_flight = use(carried, record)
+            return (cotangents, carried), in_flight
 
-        carry = ((sums, slices), self.carried)
         (sums, slices), self.carried = self._loop(
-            "backward", group, loops, carry, tick, lambda carry: carry[1]
+            "backward",
+            group,
+            loops,
+            ((sums, slices), self.carried),
+            tick,
+            lambda carry: carry[1],
         )
-        cotangents = dict(zip((*shared_x, *parts), (*sums, *slices), strict=True))
+        positions = (*derivative.shared, *derivative.sliced)
+        cotangents = dict(zip(positions, (*sums, *slices), strict=True))
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
-        return [
-            cotangents[p].astype(jnp.float32 if in_float32[p] else _dtype(call, p)) for p in wanted
+        return [cotangents[p].astype(derivative.dtype(p)) for p in wanted]
+
+    def _plan_derivative(self, call: TileLoopCall, group: TileGroup) -> "_TileDerivative":
+        loop = call.loop
+        wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
+        trained = list[int]()
+        for position, leaf in zip(loop.tiles, self._in_tree(group), strict=True):
+            if not self.plan.leaves[leaf].frozen:
+                trained.append(position)
+        # Cotangents of untiled parameters become part of gradients.
+        in_float32 = [
+            of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
         ]
+        return _TileDerivative(
+            call=call,
+            trained=trained,
+            shared=[p for p in wanted if p not in loop.parts],
+            sliced=[p for p in wanted if p in loop.parts],
+            in_float32=in_float32,
+        )
+
+    def _zeros(self, call: TileLoopCall, position: int, dtype: jnp.dtype) -> Array:
+        """Return zeros for the cotangent of an operand, of all microbatches."""
+        operand = call.operands[position]
+        assert operand is not None
+        value, has_microbatches = operand
+        if has_microbatches:
+            return jnp.zeros(value.shape, dtype)
+        # An operand that depends on no data has no microbatch dim, but its cotangent has one.
+        return jnp.zeros((*self._microbatch_dims, *value.shape), dtype)
+
+    def _dy_of_microbatches(self, call: TileLoopCall) -> Array:
+        """Return the cotangent of a loop's result, of all microbatches."""
+        assert call.dy is not None
+        dy, has_microbatches = call.dy
+        if has_microbatches or self.microbatches.count == 1:
+            return dy
+        # A cotangent that depends on no data is the same for each microbatch.
+        return jnp.broadcast_to(dy, (*self._microbatch_dims, *dy.shape))
+
+    def _derive_tile(
+        self,
+        derivative: "_TileDerivative",
+        gathered: Sequence[Array],
+        tile: Array,
+        total: list[Array],
+        inputs: tuple[list[Array], list[Array], Array, list[Array]],
+    ) -> tuple[list[Array], tuple[list[Array], list[Array]]]:
+        """Derive one tile of one microbatch.
+
+        Args:
+          derivative: which operands are derived, and how.
+          gathered: the tile's leaves, gathered.
+          tile: i32[], number of the tile.
+          total: sums of the tile's gradients so far, if there are several microbatches.
+          inputs: (sums and slices of cotangents so far, cotangent of the loop's result, operands
+            that depend on data).
+
+        Returns:
+          The tile's gradients, summed over microbatches so far; and the sums and slices.
+        """
+        sums, slices, dy, of_data = inputs
+        loop = derivative.call.loop
+        operands = _operands(derivative.call, gathered, of_data, tile)
+
+        def unit(values: dict[int, Array]) -> Array:
+            return loop.run([values.get(p, a) for p, a in enumerate(operands)])
+
+        def derive(dy: Array, data: dict[int, Array], params: dict[int, Array]) -> tuple[Any, Any]:
+            (grads,) = jax.vjp(unit, data | params)[1](dy)
+            return {p: grads[p] for p in params}, {p: grads[p] for p in data}
+
+        trained = derivative.trained
+        params = {p: operands[p] for p in derivative.param_positions}
+        data = dict[int, Any]()
+        for p in (*derivative.shared, *derivative.sliced):
+            if p not in params:
+                data[p] = operands[p]
+        dy_of_tile = loop.cotangent(dy, tile)
+        grads, cotangents = self.plan.derivative(derive)(dy_of_tile, data, params)
+        if self.plan.layout.reduces_once:
+            # Only a tile's gradient is used here; the block adds up the other gradients.
+            grads = {p: g if p in trained else jnp.sum(g, 0) for p, g in grads.items()}
+        cotangents = grads | cotangents
+        tile_grads = [cotangents[p] for p in trained]
+        sums = [
+            s + cotangents[p].astype(jnp.float32)
+            for s, p in zip(sums, derivative.shared, strict=True)
+        ]
+        slices = [
+            jax.lax.dynamic_update_index_in_dim(s, cotangents[p], tile, 0)
+            for s, p in zip(slices, derivative.sliced, strict=True)
+        ]
+        if self.microbatches.count > 1:
+            pairs = zip(total, tile_grads, strict=True)
+            tile_grads = [t + g.astype(jnp.float32) for t, g in pairs]
+        return tile_grads, (sums, slices)
 
     def _loop(
         self,
@@ -246,9 +278,8 @@ class TileRunner:
         begin = self.begin
         mesh = self.plan.mesh
         slices_host = self.plan.state_records.slices_host
-        if (
-            self._before is not None and self.plan.layout.disk is not None
-        ):  # the disk needs one order
+        # The disk needs one order of all loops.
+        if self._before is not None and self.plan.layout.disk is not None:
             begin, _ = wait_for(begin, self._before, mesh)
         after = run_phase(
             loops.phase(phase), begin, carry, take, mesh=mesh, slices_host=slices_host, fetch=read
@@ -260,40 +291,71 @@ class TileRunner:
     def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
         """Return a tile's leaves, gathered, in tree order, as the loop's operands are."""
         assert now.record is not None
-        by_index = dict(
-            zip(group.weights, self.plan.gather(now.record, group.weights), strict=True)
-        )
+        gathered = self.plan.gather(now.record, group.weights)
+        by_index = dict(zip(group.weights, gathered, strict=True))
         return [by_index[i] for i in self._in_tree(group)]
 
     def _in_tree(self, group: TileGroup) -> list[int]:
         return sorted(group.weights, key=self.plan.layout.places.__getitem__)
 
 
-def _dtype(call: TileLoopCall, position: int) -> Any:
-    operand = call.operands[position]
-    assert operand is not None
-    return operand[0].dtype
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TileDerivative:
+    """Which operands of a loop over tiles are derived, by position.
+
+    Attributes:
+      call: the loop.
+      trained: trainable stacks of tiles, whose gradients the update policy uses tile by tile.
+      shared: operands that all tiles read, whose cotangents are summed over tiles.
+      sliced: operands of which each tile reads one slice, whose cotangents are placed side by side.
+      in_float32: for each operand, whether its cotangent is part of a gradient that is summed in
+        float32.
+    """
+
+    call: TileLoopCall
+    trained: Sequence[int]
+    shared: Sequence[int]
+    sliced: Sequence[int]
+    in_float32: Sequence[bool]
+
+    @property
+    def param_positions(self) -> list[int]:
+        """Operands whose cotangents are gradients: trainable tiles, and untiled parameters."""
+        positions = (*self.trained, *self.shared, *self.sliced)
+        return [p for p in positions if p in self.trained or self.in_float32[p]]
+
+    def dtype(self, position: int) -> Any:
+        """Return the dtype of an operand's cotangent."""
+        if self.in_float32[position]:
+            return jnp.float32
+        operand = self.call.operands[position]
+        assert operand is not None
+        value, _ = operand
+        return value.dtype
 
 
 def _operands(
-    call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], tile: Array
+    call: TileLoopCall, gathered: Sequence[Array], of_data: Sequence[Array], tile: Array
 ) -> list[Any]:
     """Return the operands of one tile's unit for one microbatch.
 
-    `full` takes the place of stacks of tiles, and each part is reduced to one slice.
+    Args:
+      call: the loop.
+      gathered: the tile's leaves, which take the place of stacks of tiles.
+      of_data: the operands that depend on data, of this microbatch.
+      tile: i32[], number of the tile; an operand with one entry per tile is reduced to its slice.
     """
-    of_data = iter(each)
-    stacks = iter(full)
+    data = iter(of_data)
+    leaves = iter(gathered)
     values = []
-    for p, operand in enumerate(call.operands):
+    for position, operand in enumerate(call.operands):
         if operand is None:
-            values.append(next(stacks))
+            values.append(next(leaves))
             continue
-        value = next(of_data) if operand[1] else operand[0]
-        # A part has one entry per tile.
-        values.append(
-            jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False)
-            if p in call.loop.parts
-            else value
-        )
+        value, has_microbatches = operand
+        if has_microbatches:
+            value = next(data)
+        if position in call.loop.parts:
+            value = jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False)
+        values.append(value)
     return values

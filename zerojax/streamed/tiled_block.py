@@ -55,6 +55,15 @@ class TileLoopCall:
     wanted: tuple[bool, ...]
     of_params: tuple[bool, ...]
 
+    @property
+    def data_operands(self) -> list[Array]:
+        """The operands whose dim 0 counts microbatches, in order."""
+        values = list[Array]()
+        for operand in self.operands:
+            if operand is not None and operand[1]:
+                values.append(operand[0])
+        return values
+
 
 RunLoop = Callable[[TileLoopCall], Sequence[Any]]
 """Runs a loop; returns its result, or the wanted cotangents.

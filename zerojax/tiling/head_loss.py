@@ -72,13 +72,14 @@ def linear_cross_entropy(
         split = op.Split(mesh, tokens, w_spec or PartitionSpec())
     else:
         tensor = mesh.shape.get(TENSOR, 1)
-        whole = PartitionSpec(None, TENSOR if tensor > 1 and w.shape[1] % tensor == 0 else None)
-        split = op.Split(mesh, tokens, whole, grad_spec(w.shape, whole, mesh))
+        columns = TENSOR if tensor > 1 and w.shape[1] % tensor == 0 else None
+        gathered = PartitionSpec(None, columns)
+        split = op.Split(mesh, tokens, gathered, grad_spec(w.shape, gathered, mesh))
     return op.linear_cross_entropy(x, w, labels, split=split, **options)
 
 
-def grad_spec(shape: tuple[int, ...], whole: PartitionSpec, mesh: Any) -> PartitionSpec:
+def grad_spec(shape: tuple[int, ...], gathered: PartitionSpec, mesh: Any) -> PartitionSpec:
     """Return the spec of the gradient of a gathered w[D, V]: split over `fsdp` like any leaf."""
     if FSDP not in mesh.axis_names:
-        return whole
-    return PartitionSpec(*leaf_spec(shape, mesh, FSDP, pad_spec(whole, 2)).sharded)
+        return gathered
+    return PartitionSpec(*leaf_spec(shape, mesh, FSDP, pad_spec(gathered, 2)).sharded)

@@ -51,11 +51,8 @@ def find_kernel_name(activation: Callable[[Array], Array]) -> str | None:
 
     An activation without a name is applied after the kernel.
     """
-    if (
-        isinstance(activation, functools.partial)
-        and activation.func is jax.nn.gelu
-        and not activation.args
-    ):
+    is_partial = isinstance(activation, functools.partial)
+    if is_partial and activation.func is jax.nn.gelu and not activation.args:
         return "gelu" if activation.keywords == {"approximate": True} else None
     return {jax.nn.gelu: "gelu", jax.nn.silu: "silu"}.get(activation)
 
@@ -90,7 +87,7 @@ def product(
     Raises:
       NotImplementedError: the named implementation does not support this call.
     """
-    w, split = _as_the_mesh_has_it(x, w, columns, summed)
+    w, split = _cast_and_split(x, w, columns, summed)
     options = {"preferred_element_type": preferred_element_type, "split": split}
     return op.matmul(x, w, bias, activation, accumulate, implementation, **options)
 
@@ -113,8 +110,8 @@ def measured_faster(use: Callable[..., Any], *args: Any) -> bool:
         summed: str | None = None,
         **options: Any,
     ) -> Array:
-        cast, split = _as_the_mesh_has_it(x, w, columns, summed)
-        answers.append(op.is_faster(x, cast, *terms, **options, split=split))
+        cast_w, split = _cast_and_split(x, w, columns, summed)
+        answers.append(op.is_faster(x, cast_w, *terms, **options, split=split))
         return product(
             x, w, *terms, implementation="xla", columns=columns, summed=summed, **options
         )
@@ -123,9 +120,10 @@ def measured_faster(use: Callable[..., Any], *args: Any) -> bool:
     return any(answers)
 
 
-def _as_the_mesh_has_it(
+def _cast_and_split(
     x: Array, w: Any, columns: str | None, summed: str | None
 ) -> tuple[Any, op.Split | None]:
+    """Return w in x's dtype, and how the mesh in scope splits the product; see `product`."""
     w = jax.tree.map(lambda a: a.astype(x.dtype), w)
     first = w[0] if isinstance(w, tuple) else w
     return w, _split(x, first.shape, columns, summed)
@@ -134,6 +132,7 @@ def _as_the_mesh_has_it(
 def _split(
     x: Array, shape: tuple[int, ...], columns: str | None, summed: str | None
 ) -> op.Split | None:
+    """Return how the mesh in scope splits a product of x and a weight of this shape."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     # Under shard_map (manual axes) the arrays are already one device's.
     if mesh.empty or mesh.size == 1 or getattr(mesh, "manual_axes", ()):
@@ -144,9 +143,8 @@ def _split(
         count = 1 if axis is None else mesh.shape.get(axis, 1)
         return (axis,) if axis is not None and count > 1 and size % count == 0 else ()
 
-    return op.Split(
-        mesh, batch_axes(mesh) if has_rows else (), axes(columns, shape[1]), axes(summed, shape[0])
-    )
+    rows = batch_axes(mesh) if has_rows else ()
+    return op.Split(mesh, rows, axes(columns, shape[1]), axes(summed, shape[0]))
 
 
 def joined(y: Array, ndim: int, dtype: Any) -> Array:

@@ -88,10 +88,9 @@ class TiledDense(nn.Module):
             self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles)
         )
         kernel = self.param("kernel", init, (size, self.features), self.param_dtype)
+        bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        else:
-            bias = None
         spec = _annotation(self.kernel_init, (size, self.features))
         return tiled_dense(
             x, kernel, bias, in_tiles=self.in_tiles, implementation=self.implementation, spec=spec

@@ -20,7 +20,7 @@ import dataclasses
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -34,6 +34,25 @@ NAME = "zerojax_tiles"
 """Prefix of a loop's name."""
 MARK = "zerojax_mark"
 """Prefix of the name of a placeholder equation for a loop or its derivative, which never runs."""
+
+
+class _Operands(NamedTuple):
+    """Operands of a loop: what all tiles share (consts and x), and what each reads a slice of."""
+
+    consts: Sequence[Any]
+    tiles: Sequence[Any]
+    x: Sequence[Any]
+    parts: Sequence[Any]
+
+    @property
+    def stacks(self) -> tuple[list[Any], list[Any]]:
+        """Stacks of which each tile reads a slice: (tiles, parts)."""
+        return list(self.tiles), list(self.parts)
+
+    def of_tile(self, slices: tuple[list[Any], list[Any]]) -> list[Any]:
+        """Return the operands of one tile, given its slices of `stacks`."""
+        tiles, parts = slices
+        return [*self.consts, *tiles, *self.x, *parts]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,10 +102,9 @@ class TileLoop:
         operands in order, with one slice of each stack and part.
         """
         if self.accumulates:
-            values = [
-                *values,
-                jnp.zeros(self.result.shape, self.result.dtype) if total is None else total,
-            ]
+            if total is None:
+                total = jnp.zeros(self.result.shape, self.result.dtype)
+            values = [*values, total]
         num_consts = len(self.unit.constvars)
         (result,) = flatten(self.unit, values[:num_consts]).run(values[num_consts:])
         return jnp.asarray(result)
@@ -101,25 +119,23 @@ class TileLoop:
         `values` are the operands, with the tile's slice of each stack and part.
         """
         if self.accumulates:
-            if (
-                self.num_out == 1
-            ):  # use the full array, so that in-place addition writes to the loop's carry
+            if self.num_out == 1:
+                # Use the full array, so that in-place addition writes to the loop's carry.
                 return self.run(values, y[0])[None]
             place = self.place(tile)
             total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
             return jax.lax.dynamic_update_index_in_dim(y, self.run(values, total), place, 0)
-        part = self.run(values)
-        if self.summed and self.num_out == 1:
-            return y + part.astype(y.dtype)[None]
-        if self.summed:
-            return y.at[self.place(tile)].add(part)
-        return jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
+        result = self.run(values)
+        if not self.summed:
+            return jax.lax.dynamic_update_index_in_dim(y, result, tile, 0)
+        if self.num_out == 1:
+            return y + result.astype(y.dtype)[None]
+        return y.at[self.place(tile)].add(result)
 
     def cotangent(self, dy: Array, tile: Array) -> Array:
         """Return the cotangent of one tile's result."""
-        return jax.lax.dynamic_index_in_dim(dy, self.place(tile), 0, keepdims=False).astype(
-            self.result.dtype
-        )
+        entry = jax.lax.dynamic_index_in_dim(dy, self.place(tile), 0, keepdims=False)
+        return entry.astype(self.result.dtype)
 
     def scan(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result from full stacks; backward recomputes each tile."""
@@ -128,55 +144,61 @@ class TileLoop:
         # Without the checkpoint, the scan would stack the residuals of every tile. `parse` also
         # finds the unit by this equation.
         unit = jax.checkpoint(lambda *values: self.run(values))
-        shared = list(operands[: self.sizes[0]])
-        x = list(operands[self.tiles.stop : self.parts.start])
-        tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
+        operands = self._split(operands)
         if not self.summed:
-            return jax.lax.scan(
-                lambda _, each: (None, unit(*shared, *each[0], *x, *each[1])), None, (tiles, parts)
-            )[1]
+
+            def stack(_: None, slices: Any) -> tuple[None, Array]:
+                return None, unit(*operands.of_tile(slices))
+
+            return jax.lax.scan(stack, None, operands.stacks)[1]
+
         # Sums are kept in float32: rounded to 16 bits after each tile, they would lose more
         # precision the more tiles there are.
         if self.num_out == 1:
 
-            def add(total: Array, each: Any) -> tuple[Array, None]:
-                return total + unit(*shared, *each[0], *x, *each[1]).astype(jnp.float32), None
+            def add(total: Array, slices: Any) -> tuple[Array, None]:
+                return total + unit(*operands.of_tile(slices)).astype(jnp.float32), None
 
-            return jax.lax.scan(add, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][
-                None
-            ]
+            zeros = jnp.zeros(self.result.shape, jnp.float32)
+            return jax.lax.scan(add, zeros, operands.stacks)[0][None]
 
-        def put(y: Array, each: Any) -> tuple[Array, None]:
-            return y.at[self.place(each[2])].add(unit(*shared, *each[0], *x, *each[1])), None
+        def add_to_entry(y: Array, tile: Any) -> tuple[Array, None]:
+            slices, number = tile
+            return y.at[self.place(number)].add(unit(*operands.of_tile(slices))), None
 
-        y = jnp.zeros(self.out.shape, jnp.float32)
-        return jax.lax.scan(put, y, (tiles, parts, jnp.arange(self.num_tiles)))[0]
+        zeros = jnp.zeros(self.out.shape, jnp.float32)
+        tiles = (operands.stacks, jnp.arange(self.num_tiles))
+        return jax.lax.scan(add_to_entry, zeros, tiles)[0]
 
     def _scan_that_accumulates(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result if the unit itself adds to the sum so far."""
         unit = jax.checkpoint(lambda *values: self.run(values[:-1], values[-1]))
-        shared = operands[: self.sizes[0]]
-        x = operands[self.tiles.stop : self.parts.start]
-        tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
-
-        def whole(total: Array, each: Any) -> tuple[Array, None]:
-            return unit(*shared, *each[0], *x, *each[1], total), None
-
+        operands = self._split(operands)
         if self.num_out == 1:
-            return jax.lax.scan(whole, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[
-                0
-            ][None]
 
-        def entry(y: Array, each: Any) -> tuple[Array, None]:
-            place = self.place(each[2])
+            def add(total: Array, slices: Any) -> tuple[Array, None]:
+                return unit(*operands.of_tile(slices), total), None
+
+            zeros = jnp.zeros(self.result.shape, jnp.float32)
+            return jax.lax.scan(add, zeros, operands.stacks)[0][None]
+
+        def add_to_entry(y: Array, tile: Any) -> tuple[Array, None]:
+            slices, number = tile
+            place = self.place(number)
             total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(y, whole(total, each)[0], place, 0), None
+            total = unit(*operands.of_tile(slices), total)
+            return jax.lax.dynamic_update_index_in_dim(y, total, place, 0), None
 
-        return jax.lax.scan(
-            entry,
-            jnp.zeros(self.out.shape, jnp.float32),
-            (tiles, parts, jnp.arange(self.num_tiles)),
-        )[0]
+        zeros = jnp.zeros(self.out.shape, jnp.float32)
+        tiles = (operands.stacks, jnp.arange(self.num_tiles))
+        return jax.lax.scan(add_to_entry, zeros, tiles)[0]
+
+    def _split(self, operands: Sequence[Any]) -> _Operands:
+        """Return the operands by their kind."""
+        consts = operands[: self.tiles.start]
+        tiles = operands[self.tiles.start : self.tiles.stop]
+        x = operands[self.tiles.stop : self.parts.start]
+        return _Operands(consts, tiles, x, operands[self.parts.start :])
 
     def derivable(self, number: int, operands: Sequence[Any]) -> Array:
         """Return a placeholder equation for the loop, whose derivative is a placeholder too.
@@ -256,57 +278,93 @@ def loop_over(
       ValueError: there is no tile, the stacks differ in length, or the function does not return one
         array.
     """
-    leaves, structure = jax.tree.flatten((tiles, x, parts))
-    counts = [len(jax.tree.leaves(tree)) for tree in (tiles, x, parts)]
-    stacks = [leaves[i] for i in (*range(counts[0]), *range(counts[0] + counts[1], sum(counts)))]
-    lengths = {a.shape[0] if a.ndim else 0 for a in map(jnp.asarray, stacks)}
-    if not counts[0] or len(lengths) > 1 or 0 in lengths:
-        raise ValueError(
-            "tiles and parts are stacks of one length, one entry for each tile, not "
-            f"{list(lengths)}"
-        )
-    middle = range(counts[0], counts[0] + counts[1])
-    # Leaves of x that are not arrays, such as a flag, stay constants of the unit.
-    at = [i for i, a in enumerate(leaves) if i not in middle or hasattr(a, "dtype")]
-    arrays = [jnp.asarray(leaves[i]) for i in at]
-    is_stack = [i not in middle for i in at]
+    arguments = _Arguments(tiles, x, parts)
 
     def unit(*values: Array) -> Array:
-        by_index = dict(zip(at, values, strict=False))
-        total = (values[len(at) :] or (None,)) if accumulates else ()
-        y = function(
-            *jax.tree.unflatten(
-                structure, [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]
-            ),
-            *total,
-        )
+        num_arrays = len(arguments.arrays)
+        args = list(arguments.unflatten(values[:num_arrays]))
+        if accumulates:
+            args.append(values[num_arrays] if len(values) > num_arrays else None)
+        y = function(*args)
         if not isinstance(y, jax.Array):
             raise ValueError(f"a function of a tile returns one array, not {type(y).__name__}")
         return y
 
-    pairs = zip(arrays, is_stack, strict=True)
-    # Keep weak types: otherwise the unit's dtypes would be promoted differently from the caller's.
-    shapes = [
-        jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type)
-        for a, s in pairs
-    ]
+    shapes = arguments.tile_shapes()
     if accumulates:
         shapes.append(jax.ShapeDtypeStruct(jax.eval_shape(unit, *shapes).shape, jnp.float32))
     closed, result = jax.make_jaxpr(unit, return_shape=True)(*shapes)
     # Values that the function closed over become operands, so that the equation lists everything
     # that the loop reads.
     consts = list(map(jnp.asarray, closed.consts))
-    sizes = (len(consts), counts[0], len(at) - counts[0] - counts[2], counts[2])
-    loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result, accumulates)
+    operands = [*consts, *arguments.arrays]
+    sizes = (len(consts), *arguments.sizes)
+    loop = TileLoop(closed.jaxpr, sizes, arguments.num_tiles, num_out, summed, result, accumulates)
     if loop.num_tiles == 1:  # nothing to stream
-        return loop.scan([*consts, *arrays])
+        return loop.scan(operands)
 
     def scan(*operands: Any) -> Array:
         return loop.scan(operands)
 
     # Tracing keeps only the name, from which `parse` reads the loop's description.
-    scan.__name__ = scan.__qualname__ = _name(loop, [*consts, *arrays])
-    return jax.jit(scan)(*consts, *arrays)
+    scan.__name__ = scan.__qualname__ = _name(loop, operands)
+    return jax.jit(scan)(*operands)
+
+
+class _Arguments:
+    """The trees that `loop_over` gets, as the list of their arrays.
+
+    Leaves of x that are not arrays, such as a flag, stay constants of the unit.
+
+    Attributes:
+      arrays: arrays of tiles, x and parts.
+      sizes: numbers of arrays in tiles, x and parts.
+      num_tiles: length of the stacks.
+    """
+
+    def __init__(self, tiles: Any, x: Any, parts: Any) -> None:
+        """Flatten the trees.
+
+        Raises:
+          ValueError: there is no tile, or the stacks differ in length.
+        """
+        self._leaves, self._structure = jax.tree.flatten((tiles, x, parts))
+        num_stacks = len(jax.tree.leaves(tiles))
+        num_parts = len(jax.tree.leaves(parts))
+        x_leaves = range(num_stacks, len(self._leaves) - num_parts)
+        lengths = set()
+        for i, leaf in enumerate(self._leaves):
+            if i not in x_leaves:
+                lengths.add(jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0)
+        if not num_stacks or len(lengths) > 1 or 0 in lengths:
+            raise ValueError(
+                "tiles and parts are stacks of one length, one entry for each tile, not "
+                f"{list(lengths)}"
+            )
+        self.num_tiles = lengths.pop()
+        self._indices = [
+            i for i, leaf in enumerate(self._leaves) if i not in x_leaves or hasattr(leaf, "dtype")
+        ]
+        self._is_stack = [i not in x_leaves for i in self._indices]
+        self.arrays = [jnp.asarray(self._leaves[i]) for i in self._indices]
+        self.sizes = (num_stacks, len(self.arrays) - num_stacks - num_parts, num_parts)
+
+    def tile_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the arrays that one tile reads."""
+        shapes = []
+        for a, is_stack in zip(self.arrays, self._is_stack, strict=True):
+            shape = a.shape[1:] if is_stack else a.shape
+            # Keep weak types: otherwise the unit's dtypes would be promoted differently from the
+            # caller's.
+            shapes.append(jax.ShapeDtypeStruct(shape, a.dtype, weak_type=a.weak_type))
+        return shapes
+
+    def unflatten(self, values: Sequence[Array]) -> tuple[Any, Any, Any]:
+        """Return the trees (tile, x, part) of one tile, given their arrays."""
+        leaves = list(self._leaves)
+        for i, value in zip(self._indices, values, strict=True):
+            leaves[i] = value
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
@@ -332,12 +390,10 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
         return None
     *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
-    units = [
-        e.params["jaxpr"]
-        for s in scans
-        for e in s.params["jaxpr"].jaxpr.eqns
-        if e.primitive.name == REMAT
-    ]
+    units = []
+    for scan in scans:
+        body = scan.params["jaxpr"].jaxpr.eqns
+        units += [e.params["jaxpr"] for e in body if e.primitive.name == REMAT]
     accumulates = summed == 2
     # A transformation keeps the name and may rewrite the body. An unchanged loop is one scan of
     # one checkpointed unit.
@@ -353,7 +409,12 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
 
 def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:
     """Return the loops over tiles in a program, keyed by the slot of their result."""
-    return {i.outs[0]: loop for i in program.instructions if (loop := parse(i.eqn)) is not None}
+    loops = {}
+    for i in program.instructions:
+        loop = parse(i.eqn)
+        if loop is not None:
+            loops[i.outs[0]] = loop
+    return loops
 
 
 def find_stacks(function: Callable[..., Any], params: Params, *args: Any) -> Any:
@@ -365,16 +426,15 @@ def find_stacks(function: Callable[..., Any], params: Params, *args: Any) -> Any
     closed = jax.make_jaxpr(lambda *args: function(*args))(params, *args)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: parse(eqn) is not None)
     loops = find_loops(program)
-    stacks: set[Any] = set()
-    others: set[Any] = {
-        ref for ref in program.outputs if isinstance(ref, int)
-    }  # a stack that is returned is needed in full
+    read_by_tile = set[int]()
+    # A stack that is returned is needed in full.
+    read_in_full = {ref for ref in program.outputs if isinstance(ref, int)}
     for i in program.instructions:
-        at = loops[i.outs[0]].tiles if i.outs and i.outs[0] in loops else range(0)
+        tiles = loops[i.outs[0]].tiles if i.outs and i.outs[0] in loops else range(0)
         for position, ref in enumerate(i.ins):
             if isinstance(ref, int):
-                (stacks if position in at else others).add(ref)
-    leaves, tree = jax.tree.flatten(params)
-    return jax.tree.unflatten(
-        tree, [slot in stacks - others for slot in program.inputs[: len(leaves)]]
-    )
+                slots = read_by_tile if position in tiles else read_in_full
+                slots.add(ref)
+    leaves, structure = jax.tree.flatten(params)
+    stacks = read_by_tile - read_in_full
+    return jax.tree.unflatten(structure, [slot in stacks for slot in program.inputs[: len(leaves)]])

@@ -1,9 +1,9 @@
 """Tiled layers for Flax NNX that store dense weights as tiles and use one tile at a time.
 
 The tiles are used by the functions of `operators`. The layers are initialized with the same
-numbers as the dense layers that they replace, from the same
-random streams, so that either can be used in a model. `tile_kernel` and `tile_mlp` cut dense
-weights into tiles; `untile_kernel` and `untile_mlp` join them.
+numbers as the dense layers that they replace, from the same random streams, so that either can be
+used in a model. `tile_kernel` and `tile_mlp` cut dense weights into tiles; `untile_kernel` and
+`untile_mlp` join them.
 """
 
 from collections.abc import Callable
@@ -102,10 +102,9 @@ class TiledDense(nnx.Module):
             kernel, in_tiles, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles)
         )
         self.spec = annotation(kernel)
+        self.bias = nnx.data(None)
         if use_bias:
             self.bias = _bias(bias_init(rngs.params(), (out_features,), param_dtype))
-        else:
-            self.bias = nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         """Return x W + b: x[..., D] -> [..., F]."""
@@ -115,17 +114,17 @@ class TiledDense(nnx.Module):
             "implementation": self.implementation,
             "spec": self.spec,
         }
-        return tiled_dense(
-            x, self.kernel[...], None if self.bias is None else self.bias[...], **options
-        )
+        bias = None if self.bias is None else self.bias[...]
+        return tiled_dense(x, self.kernel[...], bias, **options)
 
 
 def annotation(param: Any) -> tuple[str | None, ...] | None:
     """Return the mesh axes of a parameter's dims by its `nnx.with_partitioning`, or None."""
     metadata = param.metadata if isinstance(param, nnx.VariableMetadata) else {}
-    return next(
-        (tuple(metadata[name]) for name in _ANNOTATIONS if metadata.get(name) is not None), None
-    )
+    for name in _ANNOTATIONS:
+        if metadata.get(name) is not None:
+            return tuple(metadata[name])
+    return None
 
 
 def _bias(param: Any) -> nnx.Param[Array]:
@@ -206,23 +205,23 @@ class TiledMLP(nnx.Module):
             kernel = up_init(rngs.params(), (features, hidden), param_dtype)
             bias = bias_init(rngs.params(), (hidden,), param_dtype) if use_bias else None
             param = _param(kernel, 1, lambda w: tile_kernel(w, out_tiles=tiles))
-            return param, nnx.data(None) if bias is None else _param(
-                bias, tiles, lambda b: b.reshape(tiles, -1)
-            )
+            if bias is None:
+                return param, nnx.data(None)
+            return param, _param(bias, tiles, lambda b: b.reshape(tiles, -1))
 
         self.up, self.up_bias = column()
         self.gate, self.gate_bias = column() if gated else (nnx.data(None), nnx.data(None))
         down = down_init(rngs.params(), (hidden, features), param_dtype)
         self.down = _param(down, tiles, lambda w: tile_kernel(w, in_tiles=tiles))
+        self.down_bias = nnx.data(None)
         if use_bias:
             self.down_bias = _bias(down_bias_init(rngs.params(), (features,), param_dtype))
-        else:
-            self.down_bias = nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         """Return the MLP's result: x[..., S, D] -> [..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
         names = ("up", "gate", "down", "up_bias", "gate_bias", "down_bias")
-        weights = {name: a[...] for name in names if (a := getattr(self, name)) is not None}
+        params = {name: getattr(self, name) for name in names}
+        weights = {name: param[...] for name, param in params.items() if param is not None}
         options: Any = {"seq_tiles": self.seq_tiles, "implementation": self.implementation}
         return tiled_mlp(x, weights, self.activation, **options)

@@ -132,8 +132,6 @@ def tiled_dense(
         raise ValueError(
             f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}"
         )
-    out_tiles = count // in_tiles
-    lead = x.shape[:-1]
     columns, summed = tensor_dims(spec)
     axes: dict[str, Any] = {"columns": columns, "summed": summed}
     accumulates = in_tiles > 1 or summed is not None
@@ -148,30 +146,48 @@ def tiled_dense(
     if implementation is not None or measured_faster(one_tile, kernel, x, bias):
         run = functools.partial(product, implementation=implementation, **axes)
         if not accumulates:
-            # The kernel adds the bias, one part per tile.
-            parts = None if bias is None else bias.reshape(count, f)
-            y = loop_over(
-                lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False
-            )
-            y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
-            bias = None
-        else:
-            y = _accumulated(
-                functools.partial(run, preferred_element_type=jnp.float32), kernel, x, in_tiles
-            )
+            return _biased_columns(run, kernel, x, bias)
+        run = functools.partial(run, preferred_element_type=jnp.float32)
+        y = _accumulated(run, kernel, x, in_tiles)
     elif in_tiles == 1:
-        y = tile_stack(lambda w, x: x @ w.astype(x.dtype), kernel, x)  # [t, ..., F/t]
-        y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
+        y = _join_columns(tile_stack(lambda w, x: x @ w.astype(x.dtype), kernel, x))
     else:
-        parts = jnp.moveaxis(x.reshape(*lead, in_tiles, d), -2, 0)  # [i, ..., D/i]
-        if out_tiles == 1:
-            y = tile_sum(
-                lambda w, _, part: wide_product(part, w.astype(part.dtype)), kernel, None, parts
-            )
-        else:
-            y = _both(kernel, parts, out_tiles)
-        y = y.astype(x.dtype)
+        y = _summed(kernel, x, in_tiles).astype(x.dtype)
     return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _join_columns(y: Array) -> Array:
+    """Return the columns of all tiles together: y[t, ..., F/t] -> [..., F]."""
+    y = jnp.moveaxis(y, 0, -2)  # [..., t, F/t]
+    *lead, count, f = y.shape
+    return y.reshape(*lead, count * f)
+
+
+def _biased_columns(
+    run: Callable[..., Array], kernel: Array, x: Array, bias: Array | None
+) -> Array:
+    """Return x W + b[..., F] for tiles along F; the kernel adds each tile's part of the bias."""
+    count, _, f = kernel.shape
+    biases = None if bias is None else bias.reshape(count, f)
+    y = loop_over(lambda w, x, b: run(x, w, b), kernel, x, biases, num_out=count, summed=False)
+    return _join_columns(y)
+
+
+def _summed(kernel: Array, x: Array, in_tiles: int) -> Array:
+    """Return x W[..., F] in float32 for tiles along D, or along both dims, by XLA's products."""
+    out_tiles = kernel.shape[0] // in_tiles
+    pieces = _split_rows(x, in_tiles)
+    if out_tiles > 1:
+        return _both(kernel, pieces, out_tiles)
+    return tile_sum(
+        lambda w, _, piece: wide_product(piece, w.astype(piece.dtype)), kernel, None, pieces
+    )
+
+
+def _split_rows(x: Array, in_tiles: int) -> Array:
+    """Return the pieces of x that the tiles along D read: x[..., D] -> [i, ..., D/i]."""
+    *lead, d = x.shape
+    return jnp.moveaxis(x.reshape(*lead, in_tiles, d // in_tiles), -2, 0)
 
 
 def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: int) -> Array:
@@ -179,49 +195,41 @@ def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: i
 
     Each kernel adds its product to the float32 sum of the products before.
     """
-    lead = x.shape[:-1]
     out_tiles = kernel.shape[0] // in_tiles
-    parts = jnp.moveaxis(x.reshape(*lead, in_tiles, -1), -2, 0)  # [i, ..., D/i]
+    pieces = _split_rows(x, in_tiles)
     if out_tiles == 1:
         y = loop_over(
-            lambda w, _, part, total: run(part, w, accumulate=total),
+            lambda w, _, piece, total: run(piece, w, accumulate=total),
             kernel,
             None,
-            parts,
+            pieces,
             accumulates=True,
         )
         return joined(y[0], x.ndim, x.dtype)
 
-    def unit(w: Array, parts: Array, j: Array, total: Array | None) -> Array:
-        return run(jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False), w, accumulate=total)
+    def unit(w: Array, pieces: Array, j: Array, total: Array | None) -> Array:
+        piece = jax.lax.dynamic_index_in_dim(pieces, j, 0, keepdims=False)
+        return run(piece, w, accumulate=total)
 
-    y = loop_over(
-        unit,
-        kernel,
-        parts,
-        jnp.arange(kernel.shape[0]) % in_tiles,
-        num_out=out_tiles,
-        accumulates=True,
-    )
+    piece_numbers = jnp.arange(kernel.shape[0]) % in_tiles
+    y = loop_over(unit, kernel, pieces, piece_numbers, num_out=out_tiles, accumulates=True)
     y = joined(jnp.moveaxis(y, 0, -2), x.ndim + 1, x.dtype)  # [..., o, F/o]
-    return y.reshape(*lead, -1)
+    return y.reshape(*x.shape[:-1], -1)
 
 
-def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
-    """Return y[..., F] for tiles along both dims, in float32; parts are [i, ..., D/i]."""
-    in_tiles = parts.shape[0]
-    lead = parts.shape[1:-1]
-    f = kernel.shape[-1]
+def _both(kernel: Array, pieces: Array, out_tiles: int) -> Array:
+    """Return y[..., F] for tiles along both dims, in float32; pieces are [i, ..., D/i]."""
+    in_tiles = pieces.shape[0]
 
-    def unit(w: Array, parts: Array, j: Array) -> Array:
-        part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
-        return wide_product(part, w.astype(part.dtype))
+    def unit(w: Array, pieces: Array, j: Array) -> Array:
+        piece = jax.lax.dynamic_index_in_dim(pieces, j, 0, keepdims=False)
+        return wide_product(piece, w.astype(piece.dtype))
 
-    # Tile k i + j reads part j. `loop_over` passes a tile its own entry of a stack, so j is passed
+    # Tile k i + j reads piece j. `loop_over` passes a tile its own entry of a stack, so j is passed
     # as a stack of numbers.
-    which = jnp.arange(kernel.shape[0]) % in_tiles
-    y = loop_over(unit, kernel, parts, which, num_out=out_tiles)
-    return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
+    piece_numbers = jnp.arange(kernel.shape[0]) % in_tiles
+    y = loop_over(unit, kernel, pieces, piece_numbers, num_out=out_tiles)
+    return _join_columns(y)
 
 
 def tiled_mlp(
@@ -240,8 +248,7 @@ def tiled_mlp(
     Args:
       x: activations [..., S, D].
       weights: "up"[t, D, H/t], "down"[t, H/t, F], and optionally "gate"[t, D, H/t], "up_bias"[t,
-        H/t],
-        "gate_bias"[t, H/t] and "down_bias"[F], as returned by `tile_mlp`, in the dtype of x.
+        H/t], "gate_bias"[t, H/t] and "down_bias"[F], as returned by `tile_mlp`, in the dtype of x.
       activation: activation function f.
       seq_tiles: number of pieces of S for which each tile is used one after the other; the hidden
         activations are then [..., S / seq_tiles, H / t].
@@ -260,24 +267,7 @@ def tiled_mlp(
     check_implementation(implementation, "tiled_mlp")
     check_activation(activation, "tiled_mlp")
     tiles = {name: a for name, a in weights.items() if name != "down_bias"}
-    if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
-        raise ValueError(
-            f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}"
-        )
-    shapes = {name: a.shape for name, a in tiles.items()}
-    if missing := sorted({"up", "down"} - set(tiles)):
-        raise ValueError(f"an MLP has up and down, and {missing} are missing")
-    up = shapes["up"]
-    down = shapes["down"]
-    biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
-    alike = (
-        len(up) == len(down) == 3
-        and up[::2] == down[:2]
-        and shapes.get("gate", up) == up
-        and biases <= {up[::2]}
-    )
-    if not alike or up[1] != x.shape[-1]:
-        raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
+    _check_mlp(tiles, x)
 
     def one_tile(run: Callable[..., Array], tiles: Mapping[str, Array], x: Array) -> Array:
         tile = {name: a[0] for name, a in tiles.items()}
@@ -292,15 +282,7 @@ def tiled_mlp(
     def use(tile: Mapping[str, Array], x: Array) -> Array:
         if by_op:
             return joined(use_mlp(run, tile, x, activation), x.ndim, jnp.float32)
-
-        def make(name: str) -> Array:
-            product = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
-            if f"{name}_bias" not in tile:
-                return product
-            return product + tile[f"{name}_bias"].astype(x.dtype)
-
-        hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
-        return wide_product(hidden, tile["down"].astype(x.dtype))
+        return _xla_mlp_tile(tile, x, activation)
 
     if by_op and seq_tiles == 1:
         unit = lambda tile, x, _, total: use_mlp(run, tile, x, activation, total)  # noqa: E731
@@ -309,6 +291,47 @@ def tiled_mlp(
         chunked = in_chunks(use, seq_tiles)
         y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
     return y + weights["down_bias"].astype(y.dtype) if "down_bias" in weights else y
+
+
+def _check_mlp(tiles: Mapping[str, Array], x: Array) -> None:
+    """Raise ValueError unless the tiles of an MLP belong together, and to x[..., D]."""
+    unknown = sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"})
+    if unknown:
+        raise ValueError(
+            f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}"
+        )
+    shapes = {name: a.shape for name, a in tiles.items()}
+    missing = sorted({"up", "down"} - set(tiles))
+    if missing:
+        raise ValueError(f"an MLP has up and down, and {missing} are missing")
+    up = shapes["up"]
+    down = shapes["down"]
+    biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
+    alike = (
+        len(up) == len(down) == 3
+        and up[::2] == down[:2]
+        and shapes.get("gate", up) == up
+        and biases <= {up[::2]}
+    )
+    if not alike or up[1] != x.shape[-1]:
+        raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
+
+
+def _xla_mlp_tile(
+    tile: Mapping[str, Array], x: Array, activation: Callable[[Array], Array]
+) -> Array:
+    """Return the result of one tile of an MLP in float32, by XLA's products; see `tiled_mlp`."""
+
+    def linear(name: str) -> Array:
+        y = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
+        bias = tile.get(f"{name}_bias")
+        return y if bias is None else y + bias.astype(x.dtype)
+
+    if "gate" in tile:
+        hidden = activation(linear("gate")) * linear("up")
+    else:
+        hidden = activation(linear("up"))
+    return wide_product(hidden, tile["down"].astype(x.dtype))
 
 
 @jax.custom_vjp
@@ -336,9 +359,12 @@ def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[A
 
 def is_wide_product(eqn: jex.JaxprEqn) -> bool:
     """Return whether an equation is a `wide_product`."""
-    inner = [e for jaxpr in jex.jaxprs_in_params(eqn.params) for e in jaxpr.eqns]
-    return eqn.primitive.name == "custom_vjp_call" and any(
-        e.params.get("name") == WIDE for e in inner
+    if eqn.primitive.name != "custom_vjp_call":
+        return False
+    return any(
+        inner.params.get("name") == WIDE
+        for jaxpr in jex.jaxprs_in_params(eqn.params)
+        for inner in jaxpr.eqns
     )
 
 

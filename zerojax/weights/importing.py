@@ -603,17 +603,9 @@ def _compare(
         differences += [f"no {tensor_name}" for tensor_name in absent]
         if absent or tensor.shape == leaf.shape:
             continue
+        is_mlp = of_mlp(leaf.name, model_shapes) and of_mlp(leaf.name, file_shapes)
         try:
-            if not (name in file.tiled or leaf.tiles):
-                raise ValueError("")
-            # Only for its errors: the restore computes the result again.
-            retiled(
-                tensor.shape,
-                leaf.shape,
-                stacked=leaf.lead > 0,
-                tiled=(is_tiled, leaf.tiles),
-                is_mlp=of_mlp(leaf.name, model_shapes) and of_mlp(leaf.name, file_shapes),
-            )
+            _check_tiles(leaf, tensor.shape, name in file.tiled, is_mlp)
         except ValueError as error:
             differences.append(
                 f"{error_name(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}"
@@ -628,6 +620,30 @@ def _compare(
             f"{file.path} is of another model. It holds: {first_few(differences)}"
         )
     return weights, leaves
+
+
+def _check_tiles(
+    leaf: StateLeaf, tensor_shape: tuple[int, ...], marks_tiles: bool, is_mlp: bool
+) -> None:
+    """Raise ValueError if a tensor of another shape cannot be read as a weight in other tiles.
+
+    Args:
+      leaf: weight of the program.
+      tensor_shape: shape in the file.
+      marks_tiles: whether the file says that the tensor is a stack of tiles.
+      is_mlp: whether the weight belongs to an MLP in both.
+    """
+    if not (marks_tiles or leaf.tiles):
+        raise ValueError("")
+    is_tiled = marks_tiles or (bool(leaf.tiles) and len(tensor_shape) == len(leaf.shape))
+    # Only for its errors: the restore computes the result again.
+    retiled(
+        tensor_shape,
+        leaf.shape,
+        stacked=leaf.lead > 0,
+        tiled=(is_tiled, leaf.tiles),
+        is_mlp=is_mlp,
+    )
 
 
 def _tensor_names(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from simulated_cuda import SimulatedCuda
 from host_offload.device import link
 from host_offload.device.cuda_driver import Driver
 from host_offload.host_update import gpu_worker, queued
-from host_offload.host_update.gpu_worker import LAG, LeafGroup, Part
+from host_offload.host_update.group_memory import LAG, GroupMemory, LeafGroup
 from host_offload.host_update.host_leaves import HostLeaves
 
 F32 = np.dtype(np.float32)
@@ -73,11 +73,13 @@ class Replay:
             monkeypatch.setattr(module, "pointer", lambda buffer: buffer.array.ctypes.data)
         self.leaves = Leaves()
         device = SimpleNamespace(local_hardware_id=0)
-        monkeypatch.setattr(Part, "_slot", lambda self, packing, device: Slot(packing.num_bytes))
+        monkeypatch.setattr(
+            GroupMemory, "_slot", lambda self, packing, device: Slot(packing.num_bytes)
+        )
         self.step = queued.QueuedStep(self.leaves, self.specs, [device], lambda: driver)
         self.step.prepare([0])
         self.worker = self.step._workers[0]
-        self.part = self.worker.parts[0]
+        self.group = self.worker.groups[0]
 
     layers: tuple[int, ...] = tuple(range(LAYERS))
     """Layers that the program hands over, in order."""
@@ -135,7 +137,7 @@ class Delayed(Replay):
 
     def __init__(self, monkeypatch):
         super().__init__(monkeypatch)
-        self.part, leaves = self.worker.stashes[0], self.leaves
+        self.group, leaves = self.worker.stashes[0], self.leaves
         for leaf, shape in enumerate(SHAPES):
             for arrays in (leaves.pending, leaves.stashed, leaves.new_params):
                 arrays[0, leaf] = np.zeros((LAYERS, *shape), F32)
@@ -220,19 +222,19 @@ def delayed(monkeypatch):
 
 def without(replay, monkeypatch, name):
     """Remove one wait, and slow down the operation that it waits for."""
-    driver, part, worker, stream = replay.driver, replay.part, replay.worker, replay.stream
+    driver, group, worker, stream = replay.driver, replay.group, replay.worker, replay.stream
     wait, finish = driver.wait, driver.finish_event
     slow = {"down": worker.down, "up": worker.up, "program": stream}
     skip = {
         "program fills the slot": (
             "down",
-            lambda on, event: on == stream and event in part.arrived,
+            lambda on, event: on == stream and event in group.arrived,
         ),
         "down reads the slot": ("program", lambda on, event: on == worker.down),
-        "worker reads": ("down", lambda on, event: on is None and event in part.arrived),
-        "worker fills the room": ("up", lambda on, event: on is None and event in part.sent),
+        "worker reads": ("down", lambda on, event: on is None and event in group.arrived),
+        "worker fills the room": ("up", lambda on, event: on is None and event in group.sent),
         "up fills the slot": ("program", lambda on, event: on == worker.up),
-        "program reads the slot": ("up", lambda on, event: on == stream and event in part.sent),
+        "program reads the slot": ("up", lambda on, event: on == stream and event in group.sent),
     }
     if name in skip:
         which, is_out = skip[name]
@@ -297,22 +299,22 @@ def test_a_delayed_update_is_given_to_the_layers_of_a_program_that_runs_late(slo
 
 def without_delayed(delayed, monkeypatch, name):
     """Remove one wait of a delayed update, and slow down the operation that it waits for."""
-    driver, part, worker, stream = delayed.driver, delayed.part, delayed.worker, delayed.stream
+    driver, group, worker, stream = delayed.driver, delayed.group, delayed.worker, delayed.stream
     wait, finish = driver.wait, driver.finish_event
     slow, is_out = {
         "program fills the slot down": (
             worker.down,
-            lambda on, event: on == stream and event in part.arrived,
+            lambda on, event: on == stream and event in group.arrived,
         ),
         "down reads the slot": (stream, lambda on, event: on == worker.down),
         "worker reads the scalars": (
             stream,
-            lambda on, event: on is None and event in worker.parts[0].arrived,
+            lambda on, event: on is None and event in worker.groups[0].arrived,
         ),
         "up fills the slot": (stream, lambda on, event: on == worker.up),
         "program reads the slot up": (
             worker.up,
-            lambda on, event: on == stream and event in part.sent,
+            lambda on, event: on == stream and event in group.sent,
         ),
         "callback waits for the worker": (stream, None),
     }[name]

@@ -264,7 +264,7 @@ def test_late_records_have_their_cause(cause):
     late = causes.of(use)
     assert late.cause == cause
     assert late.seconds == pytest.approx(2.0 if cause else 0.0)
-    assert late.rested == pytest.approx({ASKED_TOO_LATE: 9.0, DISK_BUSY: 1.0}.get(cause, 0.0))
+    assert late.idle_seconds == pytest.approx({ASKED_TOO_LATE: 9.0, DISK_BUSY: 1.0}.get(cause, 0.0))
 
 
 def test_late_records_of_another_device_or_kind_are_no_cause():

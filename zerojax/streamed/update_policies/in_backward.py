@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zerojax.optim import (
     DuplexTransfer,
-    Handed,
+    InFlightLayers,
     LateRecord,
     Pending,
     Pieces,
@@ -59,7 +59,7 @@ class UpdatedState:
     token: Array
     pending: dict[int, Pending]
     unstacked: dict[int, list[Array]]
-    handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
+    handed: dict[int, InFlightLayers] = dataclasses.field(default_factory=dict)
     head: "_HeadPieces | None" = None
 
 
@@ -150,7 +150,7 @@ class UpdateInBackward:
         """Take the updated records of `early_unstacked` out of the carried value."""
         return dataclasses.replace(carried, unstacked={}), carried.unstacked
 
-    def transfer(
+    def build_transfer(
         self,
         carried: UpdatedState,
         now: Tick,
@@ -187,7 +187,7 @@ class UpdateInBackward:
         now = record.now
         leaf_ids = record.leaf_ids
         transfer = record.transfer
-        landing = record.landing
+        in_flight = record.in_flight
         fetched = list[Array]()
         if transfer is None:
             opt = records.read_opt(states, leaf_ids, now.index())
@@ -204,22 +204,22 @@ class UpdateInBackward:
         shared = records.list_shared(states)
         mean = [plan.mean(g) for g in record.grads]
         ok = jnp.isfinite(squares)
-        weights, opt, landing = self.record_update.update(
-            leaf_ids, mean, old + opt, shared, carried.loss, ok, landing
+        weights, opt, in_flight = self.record_update.update(
+            leaf_ids, mean, old + opt, shared, carried.loss, ok, in_flight
         )
         if transfer is None:
             states = records.write_layer(states, leaf_ids, now.index(), weights, opt)
-            return dataclasses.replace(carried, states=states, squares=squares), landing
+            return dataclasses.replace(carried, states=states, squares=squares), in_flight
         # The updated record stays on the device until a later tick stores it.
         states, updated = kept_for_later(records, states, leaf_ids, now.layer, weights, opt)
         states, of_pieces = self._updated_pieces(carried, record, states, shared)
         pending = carried.pending | {
             leaf_ids[0]: [*carried.pending[leaf_ids[0]][1:], [*updated, *of_pieces]]
         }
-        landing = None if now.fetch is None else [*fetched, *(landing or ())]
+        in_flight = None if now.fetch is None else [*fetched, *(in_flight or ())]
         return dataclasses.replace(
             carried, states=states, squares=squares, pending=pending
-        ), landing
+        ), in_flight
 
     def _updated_pieces(
         self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]

@@ -62,7 +62,7 @@ class RecordGrads:
       leaf_ids: indices of the record's leaves.
       grads: gradients summed over microbatches, on their shards.
       params: parameters of these leaves, gathered.
-      landing: the record that this tick fetches.
+      in_flight: the record that this tick fetches.
       transfer: transfers over the host link during the tick's products, if records are stored late;
         else None.
       transferred: result of these transfers, or None.
@@ -72,7 +72,7 @@ class RecordGrads:
     leaf_ids: Sequence[int]
     grads: list[Array]
     params: list[Array]
-    landing: Any
+    in_flight: Any
     transfer: DuplexTransfer | None = None
     transferred: DuplexResult | None = None
 
@@ -111,7 +111,7 @@ class GradientSink(Protocol[Carried]):
         ...
 
     def use(self, state: TrainState, carried: Carried, record: RecordGrads) -> tuple[Carried, Any]:
-        """Use one record's gradients; return the carried value and `landing`.
+        """Use one record's gradients; return the carried value and `in_flight`.
 
         Args:
           state: the state before the step.
@@ -120,14 +120,14 @@ class GradientSink(Protocol[Carried]):
         """
         ...
 
-    def transfer(
+    def build_transfer(
         self,
         carried: Carried,
         now: Tick,
         leaf_ids: Sequence[int],
         unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
-        """Return the transfers during a tick's products, or None if only `landing` is in flight.
+        """Return the transfers during a tick's products, or None if there are none.
 
         Args:
           carried: the value that backward carries.

@@ -57,7 +57,7 @@ class HostUpdateInBackward(UpdateInBackward):
         shared = self.records.list_shared(carried.states)
         one = jnp.float32(1)
         scalars = self.host.scalars(shared, head.loss, one, one)
-        return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
+        return dataclasses.replace(carried, scalars=scalars, handed=self.host.none_in_flight())
 
     def use(
         self, state: TrainState, carried: UpdatedState, record: RecordGrads
@@ -68,11 +68,11 @@ class HostUpdateInBackward(UpdateInBackward):
         # Cut the shard out of the gathered layer instead of reading it again.
         old = self.plan.on_shards(record.params, record.leaf_ids) if self.host.needs_weights else []
         grads = record.grads
-        landing = record.landing
+        in_flight = record.in_flight
         if (
-            record.now.lands_first
-        ):  # the new parameters are written to the stacks from which `landing` is fetched
-            grads, landing = jax.lax.optimization_barrier((grads, landing))
+            record.now.writes_after_fetch
+        ):  # the new parameters are written to the stacks from which `in_flight` is fetched
+            grads, in_flight = jax.lax.optimization_barrier((grads, in_flight))
         states, token, handed = self.host.update_layer(
             carried.states,
             record.leaf_ids,
@@ -86,7 +86,7 @@ class HostUpdateInBackward(UpdateInBackward):
         )
         return dataclasses.replace(
             carried, states=states, squares=squares, token=token, handed=handed
-        ), landing
+        ), in_flight
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         """Update the unstacked leaves on the host and finish the step."""
@@ -178,10 +178,10 @@ class OnHost(StoredGrads):
             old = records.read_params(states, leaf_ids, now.layer) if host.needs_weights else []
             return host.update_layer(
                 states, leaf_ids, now.layer, grads, old, ok, scalars, token, handed
-            ), now.landing
+            ), now.in_flight
 
         states, token, handed = self.of_layers(
-            result, tick, (states, result.carried.token, host.nothing_handed())
+            result, tick, (states, result.carried.token, host.none_in_flight())
         )
         states, _ = host.update_unstacked(states, result.unstacked, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
@@ -219,15 +219,15 @@ class Delayed(OnHost):
         self, state: TrainState, carried: GradStacks, record: RecordGrads
     ) -> tuple[GradStacks, Any]:
         """Stash one layer's gradients, then install its new parameters."""
-        carried, landing = super().use(state, carried, record)
+        carried, in_flight = super().use(state, carried, record)
         if not carried.params:
-            return carried, landing
+            return carried, in_flight
         assert state.pending is not None
         # This runs after the gradients are stashed, and so after the layer's last use.
         params, token = self.host.install(
             carried.params, record.leaf_ids, record.now.layer, state.pending, carried.token
         )
-        return dataclasses.replace(carried, params=params, token=token), landing
+        return dataclasses.replace(carried, params=params, token=token), in_flight
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         """Hand this step's gradients to the next step, and finish the step."""

@@ -108,7 +108,7 @@ class StoredGrads:
         # Squares are summed while the gradients are available, so no stack is read a second time
         # for the norm.
         squares = carried.squares + self.plan.squares(record.grads, record.leaf_ids, state)
-        return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
+        return dataclasses.replace(self.store(carried, record), squares=squares), record.in_flight
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         """Write one record's gradients to their stacks."""
@@ -122,14 +122,14 @@ class StoredGrads:
         )
         return dataclasses.replace(carried, grads=plan.put(carried.grads, leaf_ids, after))
 
-    def transfer(
+    def build_transfer(
         self,
         carried: GradStacks,
         now: Tick,
         leaf_ids: Sequence[int],
         unstacked: Mapping[int, list[Array]],
     ) -> DuplexTransfer | None:
-        """Return None: only `landing` is in flight during a tick's products."""
+        """Return None: only the fetched record is in flight during a tick's products."""
         del carried, now, leaf_ids, unstacked
         return None
 
@@ -165,7 +165,7 @@ class GradsAlone(StoredGrads):
     ) -> tuple[GradStacks, Any]:
         """Store one record's gradients."""
         del state
-        return self.store(carried, record), record.landing
+        return self.store(carried, record), record.in_flight
 
     def tree(self, result: BackwardResult[GradStacks]) -> Any:
         """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
@@ -349,14 +349,14 @@ class UpdateByLayer(StoredGrads):
                 states, old = self._cross(late, now, pending, states)
                 grads = self.read_grads(result.carried, leaf_ids, now.layer)
             mean = [ready(g) for g in grads]
-            weights, opt, landing = self.record_update.update(
-                leaf_ids, mean, old, shared, result.loss, ok, now.landing
+            weights, opt, in_flight = self.record_update.update(
+                leaf_ids, mean, old, shared, result.loss, ok, now.in_flight
             )
             if late is None:
                 return (
                     records.write_layer(states, leaf_ids, now.index(loop.at), weights, opt),
                     pending,
-                ), landing
+                ), in_flight
             states, updated = kept_for_later(records, states, leaf_ids, now.layer, weights, opt)
             return (states, [*pending[1:], updated]), None
 
