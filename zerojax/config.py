@@ -45,7 +45,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "moments": ("float32", "bfloat16"),
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
     "reduce_every": (None, "microbatch", "step"),
-    "update": (None, "after_backward", "in_backward"),
+    "update": (None, "after_backward", "in_backward", "in_forward"),
     "update_on": ("device", "host"),
     "io": ("direct", "tensorstore"),
     "frozen": (None, *TIERS),
@@ -160,7 +160,10 @@ class ZeroConfig:
         Gradients that the optimizer never uses (frozen weights) do not count.
       update: when a layer's optimizer runs. None: "after_backward". "in_backward" updates each
         layer as soon as its gradient is computed; after a non-finite gradient it skips the
-        remaining layers.
+        remaining layers. "in_forward" (LayeredModel only) updates each layer in the next step's
+        forward, just before the layer computes: it is as exact as "after_backward", with clipping
+        and loss scaling, and the update's transfers overlap with forward's products. Between steps
+        the state then holds the gradients; `program.settle` applies them.
       update_on: where the optimizer runs if `opt_state` is off the device.
       delayed_update: with update_on="host", the host updates with one step's gradients while the
         device computes the next step, whose parameters are therefore one update old (ZeRO-Offload,
@@ -213,7 +216,7 @@ class ZeroConfig:
     reduce_every: Literal["microbatch", "step"] | None = None
     num_microbatches: int = 1
     clip_norm: float | None = None
-    update: Literal["after_backward", "in_backward"] | None = None
+    update: Literal["after_backward", "in_backward", "in_forward"] | None = None
     update_on: Literal["device", "host"] = "device"
     delayed_update: bool = False
     prefetch_distance: int = 1
@@ -402,7 +405,8 @@ class ZeroConfig:
                 "update, and is known only after the backward pass; use precision='bf16', or "
                 "update='after_backward'"
             )
-        if self.delayed_update and (self.update_on != "host" or self.update == "in_backward"):
+        in_a_pass = self.update in ("in_backward", "in_forward")
+        if self.delayed_update and (self.update_on != "host" or in_a_pass):
             raise ValueError(
                 "delayed_update=True needs update_on='host' and update='after_backward': it "
                 "delays the host's update"
@@ -535,8 +539,8 @@ def streams(config: ZeroConfig) -> bool:
         or bool(config.offloaded_names)
         or config.partition_activations
     )
-    updates_in_backward = config.update == "in_backward"
-    return off_device or keeps_by_choice or updates_in_backward or config.gather_ahead
+    updates_in_a_pass = config.update in ("in_backward", "in_forward")
+    return off_device or keeps_by_choice or updates_in_a_pass or config.gather_ahead
 
 
 def moves_host_memory(config: ZeroConfig) -> bool:
@@ -572,7 +576,7 @@ def calls_host(config: ZeroConfig) -> bool:
 def updates_by_parts(config: ZeroConfig) -> bool:
     """Return whether the optimizer runs on one layer or leaf at a time, so must be elementwise."""
     off_device = {config.params, config.grads, config.opt_state} != {"device"}
-    return off_device or config.update == "in_backward"
+    return off_device or config.update in ("in_backward", "in_forward")
 
 
 def require_built(config: ZeroConfig) -> None:

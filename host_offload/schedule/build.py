@@ -58,7 +58,7 @@ def build_schedule(
       num_layers: number of equal layers of the stack.
       distance: ticks between the fetch of a record and its use; may exceed num_layers.
       tiers: tier in TIERS by kind in KINDS; missing kinds are on the device.
-      update: when a layer's optimizer runs, "after_backward" or "in_backward".
+      update: when a layer's optimizer runs, "after_backward", "in_backward" or "in_forward".
       gather_ahead: whether to take and gather the next layer while the current layer computes; two
         layers are then gathered at the same time.
       master: whether parameters have float32 masters, stored and moved with opt_state; without them
@@ -87,7 +87,8 @@ def build_schedule(
     _check_unstacked(unstacked, num_layers)
     _check_records(tiers or {}, record_bytes or {})
     if update not in UPDATES:
-        raise ValueError(f"update={update!r}: 'after_backward' or 'in_backward' is needed")
+        choices = ", ".join(map(repr, UPDATES))
+        raise ValueError(f"update={update!r}: choose from {choices}")
 
     all_tiers = {kind: (tiers or {}).get(kind, "device") for kind in KINDS}
     sizes = None
@@ -100,7 +101,7 @@ def build_schedule(
             layers=range(first_layer, first_layer + num_layers),
             distance=distance,
             tiers=all_tiers,
-            in_backward=update == "in_backward",
+            update=update,
             gather_ahead=gather_ahead,
             master=master,
             device_layers=device_layers,

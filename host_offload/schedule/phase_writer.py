@@ -72,7 +72,7 @@ class PhaseWriter:
     layers: range
     distance: int
     tiers: Mapping[str, str]
-    in_backward: bool
+    update: str
     gather_ahead: bool
     master: bool
     device_layers: int
@@ -102,17 +102,18 @@ class PhaseWriter:
         forward = LayerPass(
             "forward", upward, off_device("params", "frozen"), (), off_device("activations")
         )
+        if self.update == "in_forward":
+            return [self._updating_forward(), self._plain_backward()]
         backward_fetches = off_device("params", "frozen", "activations")
         # Callbacks write updated records to their tiers themselves; the device only takes part
         # for parameters.
         updated = off_device("params") if host else off_device("opt_state", "params")
 
-        if self.in_backward:
+        if self.update == "in_backward":
             reads = () if host else off_device("opt_state")
             return [forward, LayerPass("backward", downward, backward_fetches, reads, updated)]
 
-        grads = () if host else off_device("grads")
-        backward = LayerPass("backward", downward, backward_fetches, (), grads)
+        backward = self._plain_backward()
         if host and host.is_delayed:
             return [forward, backward]
 
@@ -127,6 +128,23 @@ class PhaseWriter:
         ranges = (self.layers[split:], self.layers[:split])
         order = tuple(layers for layers in ranges if layers)
         return [forward, backward, LayerPass("update", order, update_reads, (), updated)]
+
+    def _plain_backward(self) -> LayerPass:
+        """Return the pass of a backward that stores gradients and updates nothing."""
+        fetches = self._off_device("params", "frozen", "activations")
+        writes = () if self.host else self._off_device("grads")
+        return LayerPass("backward", (self.layers[::-1],), fetches, (), writes)
+
+    def _updating_forward(self) -> LayerPass:
+        """Return the pass of a forward that updates each layer before it computes it.
+
+        The parameters are made from the updated weights, so they are read only if they are the
+        weights.
+        """
+        weights = ["opt_state"] if self.master else ["params", "opt_state"]
+        fetches = self._off_device("grads", *weights, "frozen")
+        writes = self._off_device("activations", "opt_state", "params")
+        return LayerPass("forward", (self.layers,), fetches, (), writes)
 
     # --- which kinds move -------------------------------------------------------------------------
 
@@ -148,7 +166,8 @@ class PhaseWriter:
 
     def _updates_in(self, layer_pass: LayerPass) -> bool:
         """Return whether layers are updated in a pass."""
-        return layer_pass.name == ("backward" if self.in_backward else "update")
+        phases = {"in_backward": "backward", "in_forward": "forward"}
+        return layer_pass.name == phases.get(self.update, "update")
 
     def _lag(self, layer_pass: LayerPass) -> int:
         """Return the number of ticks by which a phase's stores are late."""
@@ -316,13 +335,17 @@ class PhaseWriter:
 
         ops = list[Op]()
         if layer_pass.name == "forward":
+            if self._updates_in(layer_pass):
+                ops.append(Op("update", Record("opt_state"), layer, "compute"))
+                if self.regathers:
+                    ops.append(self._op("gather", "params", layer, "network"))
             num_bytes = self._bytes_gathered_ahead(layer_pass) + new_bytes
             ops.append(Op("compute", Record("layer"), layer, "compute", num_bytes))
         if layer_pass.name == "backward":
             num_bytes = self._bytes_gathered_ahead(layer_pass) + self._size("derivative")
             ops.append(Op("compute", Record("layer"), layer, "compute", num_bytes))
             ops.append(self._op("reduce", "grads", layer, "network"))
-        if layer_pass.name == "update" or (layer_pass.name == "backward" and self.in_backward):
+        if self._updates_in(layer_pass) and layer_pass.name != "forward":
             if not self.host:
                 ops.append(Op("update", Record("opt_state"), layer, "compute", new_bytes))
             if self.regathers:
@@ -340,7 +363,7 @@ class PhaseWriter:
         if layer_pass.name == "forward":
             return num_bytes
         used_later = ["activations"]
-        if self.in_backward and not self.master:
+        if self.update == "in_backward" and not self.master:
             used_later.append("params")
         return num_bytes + sum(
             self._size(kind) for kind in layer_pass.fetches if kind in used_later

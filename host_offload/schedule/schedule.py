@@ -8,7 +8,8 @@ start at `first_layer`; here it is 0:
     backward  L-1 .. 0   its gradients; the layer is recomputed
     update    0 .. L-1   its parameters, once all gradients are known (their norm may scale them)
 
-With update="in_backward" a backward tick also updates its layer, and there is no third phase.
+With update="in_backward" a backward tick also updates its layer, and there is no third phase. With
+update="in_forward" a forward tick first updates its layer, with the gradients of the step before.
 
 Records (the params, frozen params, grads, opt_state or activations of one layer) whose tier is not
 "device" move while the step runs. `host_offload.schedule.phase_writer` writes each phase as a list
@@ -41,11 +42,13 @@ complete before a later loop begins.
 
     phase     reads ahead (`fetches`)      reads in the tick (`reads`)  writes (`writes`)
     forward   params, frozen                                            activations
+      or      grads, opt_state, params*, frozen                         activations, opt_state, params
     backward  params, frozen, activations                               grads
       or      params, frozen, activations  opt_state                    opt_state, params
     update    grads, opt_state, params*                                 opt_state, params
 
-The second row of backward is for update="in_backward". Only kinds off the device count. params*:
+The second row of forward is for update="in_forward", the second row of backward for
+update="in_backward". Only kinds off the device count. params*:
 only if parameters have no float32 masters, because then the parameters themselves are updated. The
 optimizer state of layers 0 .. device_layers-1 may stay on the device (a fractional offload): the
 update phase visits these layers last, and fetches nothing for them unless another kind is off the
@@ -84,7 +87,7 @@ from host_offload.schedule.phase import Phase
 from host_offload.schedule.phase_text import build_strip, describe_moves, table_rows
 from host_offload.schedule.timeline import Strip, draw_html, draw_svg, draw_text
 
-UPDATES = ("after_backward", "in_backward")
+UPDATES = ("after_backward", "in_backward", "in_forward")
 # The valid keys of `record_bytes`.
 SIZES = (
     "gathered",
@@ -104,7 +107,7 @@ class Schedule:
     Attributes:
       num_layers: number of layers, L.
       distance: ticks between the fetch of a record and its use.
-      update: "after_backward" or "in_backward".
+      update: "after_backward", "in_backward" or "in_forward".
       gather_ahead: whether the next layer is gathered while the current layer computes.
       master: whether parameters have float32 masters, stored and moved with opt_state.
       tiers: tier of every kind.

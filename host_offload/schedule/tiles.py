@@ -189,7 +189,7 @@ def build_tiled_schedule(
       groups: number of tiles per layer, T, by group name.
       group_bytes: for each group, bytes of one tile per device by kind, as in `record_bytes`.
       tiers: tier by kind, as in `host_offload.build_schedule`.
-      update: when the optimizer runs, "after_backward" or "in_backward".
+      update: when the optimizer runs, as in `host_offload.build_schedule`.
       master: whether parameters have float32 masters, stored and moved with opt_state.
       record_bytes: bytes of a layer's record without its tiles, per device by kind, as in
         `host_offload.build_schedule`.

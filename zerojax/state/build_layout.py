@@ -375,7 +375,8 @@ def _build_all_arrays(
     if weights.frozen_leaves:
         frozen = _build_frozen_arrays(weights, config, mesh)
         arrays = dataclasses.replace(arrays, frozen=frozen)
-    if config.delayed_update and isinstance(model, LayeredModel):
+    leaves_pending = config.delayed_update or config.update == "in_forward"
+    if leaves_pending and isinstance(model, LayeredModel):
         pending = _build_pending(weights.leaves, optimizer.opt_map, config, mesh)
         arrays = dataclasses.replace(arrays, pending=pending)
     return arrays
@@ -449,7 +450,7 @@ def _with_shardings(abstract: Tree, shardings: Tree) -> Any:
 def _build_pending(
     leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh
 ) -> Pending:
-    """Return the shapes of a delayed update, stacked leaves first."""
+    """Return the shapes of an update that a step leaves to the next one, stacked leaves first."""
     # The same dtype as `Layout.grad_dtype`.
     if grads_in_float32(config):
         dtype = jnp.dtype("float32")
@@ -458,7 +459,12 @@ def _build_pending(
 
     def grad(leaf: Leaf) -> Any:
         spec = stored_spec(leaf.spec, STAGES[config.stage].opt_state)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, config.opt_state))
+        # The host reads a delayed update's gradients where the optimizer state is. An update in
+        # forward reads the gradients where backward stores them.
+        tier = config.opt_state
+        if config.update == "in_forward":
+            tier = config.grads if leaf.is_stacked else "device"
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, tier))
 
     def scalar(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, ()))

@@ -22,7 +22,13 @@ from zerojax.streamed.phases import Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 from zerojax.streamed.tiled_block import TiledBlock
-from zerojax.streamed.update_policies.interface import GradientSink, RecordGrads, loss_scale
+from zerojax.streamed.update_policies.interface import (
+    GradientSink,
+    ParamSource,
+    RecordGrads,
+    StoredParams,
+    loss_scale,
+)
 from zerojax.trees import Context, Params, Tree
 
 Array = jax.Array
@@ -79,27 +85,28 @@ class StackLoops:
 
     def forward(
         self,
-        blocks: Params,
+        source: ParamSource[Any],
         x: Tree,
         inputs: LayerInputs,
         begin: Array,
         residuals: ResidualPlan | None,
         stacks: list[Array],
-    ) -> tuple[Tree, list[Array], Loss | None]:
+        carried: Any = None,
+    ) -> tuple["ForwardResult", Any]:
         """Run the layers, first layer first.
 
         Args:
-          blocks: the model's stacked parameters, trainable and frozen.
+          source: provider of the layers' parameters.
           x: the first layer's input.
           inputs: the other inputs of all layers.
           begin: i32[] zero, known when the loops may begin.
           residuals: the arrays to save and how they are stored; None in an evaluation, which has
             one microbatch.
           stacks: empty stacks for the saved arrays.
+          carried: the value that forward carries for the source.
 
         Returns:
-          The last layer's output, the filled `stacks`, and the layers' addition to the loss (a mean
-          over microbatches), or None.
+          The results of forward, and `carried`.
         """
         if residuals is None:
             tiled = self.tracer.without_residuals(x, inputs)
@@ -107,9 +114,8 @@ class StackLoops:
         else:
             tiled = residuals.tiled
             microbatches = self.microbatches
-        params = self.plan.weight_stacks(blocks)
-        run = _Forward(self, microbatches, inputs, begin, residuals, tiled, params)
-        return run(x, stacks)
+        run = _Forward(self, microbatches, inputs, begin, residuals, tiled, source)
+        return run(x, stacks, carried)
 
     def backward(
         self,
@@ -192,6 +198,20 @@ class _Overlapped(NamedTuple):
     transferred: DuplexResult | None = None
 
 
+class ForwardResult(NamedTuple):
+    """Results of forward through one run of layers.
+
+    Attributes:
+      y: output of the last layer.
+      stacks: the stacks of saved arrays.
+      added: the layers' addition to the loss, a mean over microbatches, or None.
+    """
+
+    y: Tree
+    stacks: list[Array]
+    added: Loss | None
+
+
 class _ForwardCarry(NamedTuple):
     """Values that the ticks of forward pass on.
 
@@ -200,12 +220,14 @@ class _ForwardCarry(NamedTuple):
       gathered: the tick's layer, if the previous tick gathered it; else None.
       stacks: the stacks of saved arrays.
       added: the layers' addition to the loss so far, or None.
+      carried: the value that forward carries for the source of parameters.
     """
 
     x: Tree
     gathered: list[Array] | None
     stacks: list[Array]
     added: Loss | None
+    carried: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,7 +241,7 @@ class _Forward:
       begin: i32[] zero, known when the loops may begin.
       residuals: the arrays to save and how they are stored; None if nothing is saved.
       tiled: the block cut at its loops over tiles, if tiles are records; else None.
-      params: the stacks of parameters.
+      source: provider of the layers' parameters.
     """
 
     loops: StackLoops
@@ -228,51 +250,48 @@ class _Forward:
     begin: Array
     residuals: ResidualPlan | None
     tiled: TiledBlock | None
-    params: list[Any]
+    source: ParamSource[Any]
 
-    def __call__(self, x: Tree, stacks: list[Array]) -> tuple[Tree, list[Array], Loss | None]:
-        """Return the last layer's output, the filled stacks, and the addition to the loss."""
+    def __call__(self, x: Tree, stacks: list[Array], carried: Any) -> tuple[ForwardResult, Any]:
+        """Return the results of forward, and the value that it carried for the source."""
         loops = self.loops
         plan = loops.plan
-        layer_leaves = loops.stack.layer
         phase = loops.stack.schedule.phase("forward")
         slices_host = plan.state_records.slices_host
         # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
         # previous tick, so its layer is gathered here.
         gathered = None
         if loops.config.gather_ahead:
-            record = fetch_first(
-                phase, self.begin, partial(self._fetch, None), loops.mesh, slices_host
-            )
-            shards = plan.take_params(self.params, layer_leaves, record, jnp.int32(phase.first))
-            gathered = plan.gather(shards, layer_leaves)
+            first = jnp.int32(phase.first)
+            fetch = partial(self.source.fetch, carried, loops.stack)
+            record = fetch_first(phase, self.begin, fetch, loops.mesh, slices_host)
+            shards, updated = self.source.take(carried, loops.stack, record, first)
+            gathered = plan.gather(shards, loops.stack.layer)
+            carried, _ = self.source.put(carried, loops.stack, updated, first, None)
         added = loops.tracer.abstract_added(x, self.inputs, self.microbatches.count)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), added)
         carry = run_phase(
             phase,
             self.begin,
-            _ForwardCarry(x, gathered, stacks, zeros),
+            _ForwardCarry(x, gathered, stacks, zeros, carried),
             self._tick,
             mesh=loops.mesh,
             slices_host=slices_host,
-            fetch=self._fetch,
+            fetch=lambda carry, layer: self.source.fetch(carry.carried, loops.stack, layer),
         )
-        return carry.x, carry.stacks, carry.added
-
-    def _fetch(self, carry: _ForwardCarry | None, layer: Array) -> list[Array]:
-        """Return the record of a layer: its parameters that are off the device."""
-        del carry
-        plan = self.loops.plan
-        return plan.read_params(self.params, plan.away(self.loops.stack.layer), layer)
+        return ForwardResult(carry.x, carry.stacks, carry.added), carry.carried
 
     def _tick(self, carry: _ForwardCarry, now: Tick) -> tuple[_ForwardCarry, Any]:
         """Run one layer, and save its input and residuals."""
         loops = self.loops
+        updated = None
 
         def take() -> list[Array]:
-            return loops.plan.take_params(
-                self.params, loops.stack.layer, now.record or [], now.consume
+            nonlocal updated
+            shards, updated = self.source.take(
+                carry.carried, loops.stack, now.record or [], now.consume
             )
+            return shards
 
         x = carry.x
         gathered, next_gathered = loops.gather_turn(carry.gathered, now, take)
@@ -286,7 +305,10 @@ class _Forward:
         if self.residuals is not None:
             stacks = self.residuals.write(stacks, now.layer, x, values)
         total = _accumulated(carry.added, added, self.microbatches.count)
-        return _ForwardCarry(y, overlapped.next_gathered, stacks, total), overlapped.in_flight
+        carried, in_flight = self.source.put(
+            carry.carried, loops.stack, updated, now.consume, overlapped.in_flight
+        )
+        return _ForwardCarry(y, overlapped.next_gathered, stacks, total, carried), in_flight
 
     def _run_block(
         self, gathered: list[Array], x: Tree, now: Tick, next_gathered: list[Array] | None
@@ -334,8 +356,11 @@ class _Forward:
         """Run one layer tile by tile; return (output, addition to the loss, residuals)."""
         loops = self.loops
         microbatches = self.microbatches
+        # Tiles are never updated in forward.
+        assert isinstance(self.source, StoredParams)
+        params = self.source.stacks
         tiles = TileRunner(
-            loops.plan, loops.stack, microbatches, self.begin, now, lambda carried: self.params
+            loops.plan, loops.stack, microbatches, self.begin, now, lambda carried: params
         )
         keys = microbatches.derive_keys(self.inputs.keys, loops.stack.number(now.layer))
         given = self.inputs.given_all(now.layer, microbatches)

@@ -191,8 +191,8 @@ class StreamedPlan:
       grads: how each gradient is stored from backward to update.
       params_away: whether trainable parameters are stored off the device.
       grads_away: whether gradients are stored off the device.
-      grads_in_memory: whether gradients are stored in stacks in host memory, which XLA writes and
-        reads.
+      grads_in_memory: whether gradients are stored in stacks in host memory that live inside a
+        step, which XLA writes and reads.
     """
 
     def __init__(
@@ -253,7 +253,9 @@ class StreamedPlan:
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
-        self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
+        self.grads_in_memory = (
+            self.grads_away and grads_tier == "pinned_host" and config.update != "in_forward"
+        )
         self._check_budget({})
         self.host = None
         if self.update is not None and on_host:

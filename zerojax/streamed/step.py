@@ -74,10 +74,12 @@ from zerojax.streamed.plan import StreamedPlan, moves
 from zerojax.streamed.residuals import check_names
 from zerojax.streamed.traced_block import TracedBlock
 from zerojax.streamed.update_policies.in_backward import UpdateInBackward
+from zerojax.streamed.update_policies.in_forward import UpdateInForward
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     GradientSink,
     HeadDone,
+    StoredParams,
     UpdatePolicy,
     loss_scale,
 )
@@ -107,6 +109,7 @@ class _ForwardResult(NamedTuple):
     """Results of forward through the embedding and all layers.
 
     Attributes:
+      state: the state after forward, which may have updated it.
       y: output of the last layer.
       passes: results of each run of layers, in order.
       added: the addition to the loss of each run of layers, or None, in order.
@@ -115,6 +118,7 @@ class _ForwardResult(NamedTuple):
       begin: i32[] zero, known when backward may begin.
     """
 
+    state: TrainState
     y: Tree
     passes: list[_Pass]
     added: list[Loss | None]
@@ -360,10 +364,12 @@ class StreamedStep:
 
         Its callbacks wait for `token`.
         """
+        state = self.policy.begin_step(state)
         # Before the layers, in the order of the disk's read-ahead (`moves`).
         params = self.layout.join(state)
         unstacked = self.embed_head.load(params)
-        forward = self._forward(state, params[BLOCKS], unstacked, batch, keys, scratch)
+        forward = self._forward(state, unstacked, batch, keys, scratch)
+        state = forward.state
         y, loaded = sink.load_unstacked(state, forward.y)
         head = self.embed_head.head_and_grads(
             unstacked, y, batch, keys, loss_scale(state), forward.read_by_head
@@ -385,7 +391,6 @@ class StreamedStep:
     def _forward(
         self,
         state: TrainState,
-        blocks: Params,
         unstacked: Params,
         batch: Batch,
         keys: Array | None,
@@ -394,8 +399,7 @@ class StreamedStep:
         """Run the embedding and all layers.
 
         Args:
-          state: the state before the step.
-          blocks: stacked parameters of all layers.
+          state: the state before the step, with unstacked leaves that are up to date.
           unstacked: the leaves of embedding and head, sharded.
           batch: the microbatches.
           keys: their random keys, or None.
@@ -409,6 +413,7 @@ class StreamedStep:
         all_added = list[Loss | None]()
         entered = y
         inputs = LayerInputs()
+        source, carried = self.policy.source(state)
         for loops in self.loops:
             # The first fetches of these layers may only overlap the end of the previous layers.
             if passes:
@@ -422,12 +427,14 @@ class StreamedStep:
             num_in_memory = len(residuals.in_memory)
             stacks = loops.tracer.stacks(residuals, in_memory[:num_in_memory])
             in_memory = in_memory[num_in_memory:]
-            y, stacks, added = loops.forward(blocks, x, inputs, begin, residuals, stacks)
-            passes.append(_Pass(loops, entered, SavedRun(inputs, residuals, stacks)))
-            all_added.append(added)
+            done, carried = loops.forward(source, x, inputs, begin, residuals, stacks, carried)
+            y = done.y
+            passes.append(_Pass(loops, entered, SavedRun(inputs, residuals, done.stacks)))
+            all_added.append(done.added)
         # Backward's first fetches may overlap the head, but not the layers.
         begin, y = wait_for(begin, y, self.mesh)
-        return _ForwardResult(y, passes, all_added, states, read_by_head, begin)
+        state = self.policy.end_forward(state, carried)
+        return _ForwardResult(state, y, passes, all_added, states, read_by_head, begin)
 
     def _backward(
         self,
@@ -514,6 +521,7 @@ class StreamedStep:
         all_added = list[Loss | None]()
         inputs = LayerInputs()
         begin = jnp.int32(0)
+        source = StoredParams(self.plan, params[BLOCKS])
         for loops in self.loops:
             if all_added:
                 begin, y = wait_for(begin, y, self.mesh)
@@ -521,8 +529,9 @@ class StreamedStep:
                 y, context = self.eval_embed_head.enter(loops.stack, unstacked, y, batch, None)
                 inputs = self.eval_embed_head.inputs(loops.stack, context, None, model_state)
             # An evaluation saves nothing, so there are no stacks to fill.
-            y, _, added = loops.forward(params[BLOCKS], y, inputs, begin, None, [])
-            all_added.append(added)
+            done, _ = loops.forward(source, y, inputs, begin, None, [])
+            y = done.y
+            all_added.append(done.added)
         return unstacked, y, together(all_added), state
 
     def _first_token(self, state: TrainState) -> Array:
@@ -555,6 +564,9 @@ def _with_added(loss: Array, metrics: Metrics, added: Loss | None) -> tuple[Arra
 def build_policy(plan: StreamedPlan, tx: optax.GradientTransformation) -> UpdatePolicy[Any]:
     """Return the update policy that a config asks for."""
     in_backward = plan.config.update == "in_backward"
+    if plan.config.update == "in_forward":
+        assert plan.update is not None
+        return UpdateInForward(plan, plan.update)
     if plan.update is None:
         return UpdateWholeTree(plan, tx)
     if plan.host is None:

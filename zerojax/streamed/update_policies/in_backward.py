@@ -25,6 +25,7 @@ from zerojax.streamed.update_policies.beside_drain import end_beside_drain
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     HeadDone,
+    PlainForward,
     RecordGrads,
     Result,
     closed,
@@ -77,7 +78,7 @@ class _HeadPieces:
     ok: Array
 
 
-class UpdateInBackward:
+class UpdateInBackward(PlainForward):
     """Ending that updates a layer in the tick that computes its gradient, which is never stored.
 
     A gradient that is not finite stops the updates from its layer on, but later layers are already

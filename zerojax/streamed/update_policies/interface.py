@@ -7,10 +7,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
+from zerojax.models import BLOCKS
 from zerojax.optim import DuplexResult, DuplexTransfer, RecordUpdate, finish
 from zerojax.state import FlatState, Pending, TrainState
 from zerojax.streamed.phases import Tick
-from zerojax.streamed.plan import StackPlan
+from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.trees import Params
 
 Array = jax.Array
 
@@ -75,6 +77,91 @@ class RecordGrads:
     in_flight: Any
     transfer: DuplexTransfer | None = None
     transferred: DuplexResult | None = None
+
+
+class ParamSource(Protocol[Carried]):
+    """Provider of the layers' parameters to forward, which may update them first."""
+
+    def fetch(self, carried: Carried, stack: StackPlan, layer: Array) -> list[Array]:
+        """Return the arrays of a layer that forward fetches ahead.
+
+        Args:
+          carried: the value that forward carries for this source.
+          stack: the run of layers.
+          layer: i32[], number of the layer.
+        """
+        ...
+
+    def take(
+        self, carried: Carried, stack: StackPlan, record: Sequence[Array], layer: Array
+    ) -> tuple[list[Array], Any]:
+        """Return the shards of a layer's parameters, and what `put` writes once they are used.
+
+        Args:
+          carried: the value that forward carries for this source.
+          stack: the run of layers.
+          record: the layer's arrays that `fetch` returned.
+          layer: i32[], number of the layer.
+        """
+        ...
+
+    def put(
+        self,
+        carried: Carried,
+        stack: StackPlan,
+        updated: Any,
+        layer: Array,
+        in_flight: list[Array] | None,
+    ) -> tuple[Carried, list[Array] | None]:
+        """Write what `take` updated, after the layer's products; return the next carried value.
+
+        Args:
+          carried: the value that forward carries for this source.
+          stack: the run of layers.
+          updated: the second result of `take`.
+          layer: i32[], number of the layer.
+          in_flight: a record that is fetched from the stacks that are written, or None.
+
+        Returns:
+          The carried value, and `in_flight`, which is read before the stacks are written.
+        """
+        ...
+
+
+class StoredParams:
+    """The layers' parameters as they are stored, which forward only reads.
+
+    The loops of forward do not carry the stacks.
+    """
+
+    def __init__(self, plan: StreamedPlan, blocks: Params) -> None:
+        """Read `blocks`, the tree of all layers' parameters, as `plan` says."""
+        self.plan = plan
+        self.stacks = plan.weight_stacks(blocks)
+
+    def fetch(self, carried: None, stack: StackPlan, layer: Array) -> list[Array]:
+        """Return the parameters of a layer that are off the device."""
+        del carried
+        return self.plan.read_params(self.stacks, self.plan.away(stack.layer), layer)
+
+    def take(
+        self, carried: None, stack: StackPlan, record: Sequence[Array], layer: Array
+    ) -> tuple[list[Array], None]:
+        """Return the shards of a layer's parameters."""
+        del carried
+        return self.plan.take_params(self.stacks, stack.layer, record, layer), None
+
+    def put(
+        self,
+        carried: None,
+        stack: StackPlan,
+        updated: None,
+        layer: Array,
+        in_flight: list[Array] | None,
+    ) -> tuple[None, list[Array] | None]:
+        """Write nothing."""
+        del carried, stack, updated, layer
+        return None, in_flight
 
 
 class GradientSink(Protocol[Carried]):
@@ -159,9 +246,49 @@ class UpdatePolicy(GradientSink[Carried], Protocol[Carried]):
     unstacked_first: bool
     """Whether the unstacked leaves are updated before the layers."""
 
+    def begin_step(self, state: TrainState) -> TrainState:
+        """Return the state with the unstacked leaves that forward reads up to date."""
+        ...
+
+    def source(self, state: TrainState) -> tuple[ParamSource[Any], Any]:
+        """Return the source of forward's parameters, and the value that forward carries for it.
+
+        Args:
+          state: the result of `begin_step`.
+        """
+        ...
+
+    def end_forward(self, state: TrainState, carried: Any) -> TrainState:
+        """Return the state after forward.
+
+        Args:
+          state: the result of `begin_step`.
+          carried: the value that forward carried for the source.
+        """
+        ...
+
     def end(self, result: BackwardResult[Carried]) -> Result:
         """Finish the step; return the state after it and the metrics."""
         ...
+
+
+class PlainForward:
+    """Base of the update policies whose forward only reads the parameters."""
+
+    plan: StreamedPlan
+
+    def begin_step(self, state: TrainState) -> TrainState:
+        """Return the state unchanged."""
+        return state
+
+    def source(self, state: TrainState) -> tuple[StoredParams, None]:
+        """Return a source of the parameters as they are stored."""
+        return StoredParams(self.plan, self.plan.layout.join(state)[BLOCKS]), None
+
+    def end_forward(self, state: TrainState, carried: None) -> TrainState:
+        """Return the state unchanged."""
+        del carried
+        return state
 
 
 def closed(

@@ -38,6 +38,7 @@ from zerojax.streamed.update_policies.beside_drain import end_beside_drain
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     HeadDone,
+    PlainForward,
     RecordGrads,
     Result,
     closed,
@@ -66,7 +67,7 @@ class GradStacks:
     params: dict[int, Array] = dataclasses.field(default_factory=dict)
 
 
-class StoredGrads:
+class StoredGrads(PlainForward):
     """Base of the update policies that store gradients until all are known."""
 
     unstacked_first = False

@@ -1,0 +1,305 @@
+"""The update policy that updates a layer in the next step's forward, before the layer computes.
+
+    backward   for t:  ...;  store g(l)                                   the norm is known at the end
+    forward    for t:  g, w, s = take(l);  scale by the norm of the step that computed g;  update;
+                       x = block(all_gather(w));  write back w, s
+
+All gradients of a step are known before any of them is used, so clipping, loss scaling and skipped
+steps are as exact as in an update after backward. The update has no phase of its own: its records
+cross the link while forward's products run. Between steps the state holds the gradients
+(`TrainState.pending`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.optim import RecordUpdate, clip_factor
+from zerojax.state import (
+    FlatState,
+    Pending,
+    TrainState,
+    order_read_before_write,
+    pick,
+    read_layer,
+)
+from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.update_policies.interface import (
+    BackwardResult,
+    HeadDone,
+    Result,
+    closed,
+    loss_scale,
+)
+from zerojax.streamed.update_policies.stored import GradStacks, StoredGrads
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UpdatingState:
+    """The value that forward carries while it updates.
+
+    Attributes:
+      states: all leaves of the state; layers that forward has passed are updated.
+      grads: stacks of the pending gradients, in the order of `StreamedPlan.stacked`. Forward only
+        reads them; it carries them so that backward can overwrite them in place.
+    """
+
+    states: FlatState
+    grads: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Updated:
+    """A layer's record after its update, which is written after the layer's products.
+
+    Attributes:
+      weights: float32 weights.
+      opt: optimizer state.
+    """
+
+    weights: list[Array]
+    opt: list[Array]
+
+
+class PendingUpdate:
+    """The update that a step left to the next one, applied record by record.
+
+    Attributes:
+      plan: plan of the step.
+      record_update: the update by records.
+      pending: the gradients, and the scalars of the step that computed them.
+    """
+
+    def __init__(self, plan: StreamedPlan, update: RecordUpdate, pending: Pending) -> None:
+        """Apply `pending` with `update` to the records of `plan`."""
+        self.plan = plan
+        self.record_update = update
+        self.records = update.records
+        self.pending = pending
+
+    @property
+    def _loss(self) -> Array:
+        return self.pending.scalars[0]
+
+    def ready(self, grad: Array) -> Array:
+        """Return the gradient to update with: the mean over microbatches, unscaled and clipped."""
+        _, factor, scale = self.pending.scalars
+        config = self.plan.config
+        grad = self.plan.mean(grad)
+        if config.precision == "fp16":
+            grad = grad / scale
+        return grad if config.clip_norm is None else grad * factor
+
+    def update_unstacked(self, states: FlatState) -> FlatState:
+        """Return the states with the unstacked leaves updated."""
+        pending = self.pending
+        _, grads = split_grads(self.plan, pending.grads)
+        unstacked = dict(zip(self.plan.unstacked, grads, strict=True))
+        return self.record_update.update_unstacked(
+            states, unstacked, pending.shared, self._loss, pending.ready, self.ready
+        )
+
+    def update_layer(
+        self, leaf_ids: Sequence[int], grads: Sequence[Array], read: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the float32 weights and the optimizer state of one record after its update.
+
+        Args:
+          leaf_ids: indices of the record's leaves.
+          grads: the pending gradients, on the device.
+          read: the float32 weights followed by the optimizer state, on the device.
+        """
+        pending = self.pending
+        mean = [self.ready(grad) for grad in grads]
+        weights, opt, _ = self.record_update.update(
+            leaf_ids, mean, read, pending.shared, self._loss, pending.ready
+        )
+        return weights, opt
+
+
+class UpdatingParams:
+    """The layers' parameters, each updated just before it is used."""
+
+    def __init__(self, update: PendingUpdate, frozen: list[Any]) -> None:
+        """Provide the parameters that `update` makes, and the `frozen` stacks of parameters."""
+        self.update = update
+        self.plan = update.plan
+        self.records = update.records
+        self.frozen = frozen
+        config = self.plan.config
+        self._grads_away = self.plan.grads_away
+        self._weights_away = not self.records.layout.has_master and self.plan.params_away
+        self._opt_away = config.opt_state != "device"
+
+    def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Array) -> list[Array]:
+        """Return the arrays of a layer that are off the device: gradients, weights, frozen ones."""
+        leaf_ids = stack.blocks
+        states = carried.states
+        fetched = list[Array]()
+        if self._grads_away:
+            fetched += self._read_grads(carried, leaf_ids, layer)
+        if self._weights_away:
+            fetched += self.records.read_params(states, leaf_ids, layer)
+        if self._opt_away:
+            fetched += self.records.read_opt(states, leaf_ids, layer)
+        frozen = self.plan.away(stack.leaves.frozen_blocks)
+        return fetched + self.plan.read_params(self._stacks(states), frozen, layer)
+
+    def take(
+        self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Array
+    ) -> tuple[list[Array], _Updated]:
+        """Update a layer; return the shards of its parameters, and the updated record."""
+        leaf_ids = stack.blocks
+        states = carried.states
+        count = len(leaf_ids)
+        rest = list(record)
+        if self._grads_away:
+            grads, rest = rest[:count], rest[count:]
+        else:
+            grads = self._read_grads(carried, leaf_ids, layer)
+        read = list[Array]()
+        if self._weights_away:
+            read, rest = rest[:count], rest[count:]
+        elif states.master is None:
+            read = self.records.read_params(states, leaf_ids, layer)
+        if self._opt_away:
+            num_opt = len(self.records.opt_records(leaf_ids))
+            read, rest = read + rest[:num_opt], rest[num_opt:]
+        else:
+            read = read + self.records.read_opt(states, leaf_ids, layer)
+        weights, opt = self.update.update_layer(leaf_ids, grads, read)
+        params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
+        frozen = self.plan.take_params(
+            self._stacks(states), stack.leaves.frozen_blocks, rest, layer
+        )
+        return params + frozen, _Updated(weights, opt)
+
+    def put(
+        self,
+        carried: UpdatingState,
+        stack: StackPlan,
+        updated: _Updated | None,
+        layer: Array,
+        in_flight: list[Array] | None,
+    ) -> tuple[UpdatingState, list[Array] | None]:
+        """Write an updated record after the record in flight has been read from the same stacks."""
+        if updated is None:
+            return carried, in_flight
+        weights, opt, in_flight = order_read_before_write(
+            self.update.pending.ready,
+            lambda values: values,
+            lambda values: values,
+            (updated.weights, updated.opt, in_flight),
+            self.plan.mesh,
+        )
+        states = self.records.write_layer(carried.states, stack.blocks, layer, weights, opt)
+        return dataclasses.replace(carried, states=states), in_flight
+
+    def _read_grads(
+        self, carried: UpdatingState, leaf_ids: Sequence[int], layer: Array
+    ) -> list[Array]:
+        specs = pick(self.plan.grads, leaf_ids)
+        return read_layer(specs, self.plan.pick(carried.grads, leaf_ids), layer)
+
+    def _stacks(self, states: FlatState) -> list[Any]:
+        """Return the stacks of parameters in the order of `StreamedPlan.stacks`."""
+        return [*(states.params[i] for i in self.plan.stacked), *self.frozen]
+
+
+class UpdateInForward(StoredGrads):
+    """Ending that leaves its gradients to the next step, whose forward updates each layer."""
+
+    unstacked_first = True
+
+    def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        """Update with `update` by the records of `plan`."""
+        super().__init__(plan)
+        self.record_update = update
+        self.records = update.records
+
+    def begin_step(self, state: TrainState) -> TrainState:
+        """Update the unstacked leaves, which forward reads first."""
+        states = self._pending(state).update_unstacked(self.records.flat(state))
+        return self._with_states(state, states)
+
+    def source(self, state: TrainState) -> tuple[UpdatingParams, UpdatingState]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return a source that updates each layer before it is used."""
+        assert state.pending is not None
+        grads, _ = split_grads(self.plan, state.pending.grads)
+        source = UpdatingParams(self._pending(state), self.plan.frozen_stacks(state))
+        return source, UpdatingState(self.records.flat(state), grads)
+
+    def end_forward(self, state: TrainState, carried: UpdatingState) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the updated state, whose pending gradients backward overwrites."""
+        assert state.pending is not None
+        _, unstacked = split_grads(self.plan, state.pending.grads)
+        grads = join_grads(self.plan, carried.grads, unstacked)
+        pending = dataclasses.replace(state.pending, grads=grads)
+        return dataclasses.replace(self._with_states(state, carried.states), pending=pending)
+
+    def begin(
+        self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
+    ) -> GradStacks:
+        """Return the value that backward carries; it overwrites the gradients already applied."""
+        del head, grads
+        assert state.pending is not None
+        stacks, _ = split_grads(self.plan, state.pending.grads)
+        return GradStacks(stacks, jnp.float32(0), token)
+
+    def grads(self, carried: GradStacks) -> list[Array]:
+        """Return no stacks: the state holds the gradients."""
+        del carried
+        return []
+
+    def end(self, result: BackwardResult[GradStacks]) -> Result:
+        """Leave the gradients to the next step, and finish the step."""
+        state = result.state
+        norm = self.norm(result)
+        factor = clip_factor(norm, self.config.clip_norm)
+        states = self.records.flat(state)
+        # The next step needs this step's loss, clipping factor, loss scale and shared scalars.
+        # `closed` then advances the scalars in the state.
+        pending = Pending(
+            join_grads(self.plan, result.carried.grads, result.unstacked),
+            self.records.list_shared(states),
+            jnp.stack([result.loss, factor, loss_scale(state)]),
+            jnp.isfinite(norm),
+        )
+        return closed(self.record_update, result, states, norm, pending)
+
+    def _pending(self, state: TrainState) -> PendingUpdate:
+        assert state.pending is not None
+        return PendingUpdate(self.plan, self.record_update, state.pending)
+
+    def _with_states(self, state: TrainState, states: FlatState) -> TrainState:
+        params, master, opt_state = self.records.trees(state, states)
+        return dataclasses.replace(state, params=params, master=master, opt_state=opt_state)
+
+
+def split_grads(plan: StreamedPlan, grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return pending gradients of stacked leaves and of unstacked leaves, in the plan's orders.
+
+    Args:
+      plan: plan of the step.
+      grads: gradients in the order of `Pending.grads`.
+    """
+    by_leaf = dict(zip(_pending_order(plan), grads, strict=True))
+    return [by_leaf[i] for i in plan.stacked], [by_leaf[i] for i in plan.unstacked]
+
+
+def join_grads(plan: StreamedPlan, stacked: Sequence[Any], unstacked: Sequence[Any]) -> list[Any]:
+    """Return gradients in the order of `Pending.grads`; the inverse of `split_grads`."""
+    leaf_ids = (*plan.stacked, *plan.unstacked)
+    by_leaf = dict(zip(leaf_ids, [*stacked, *unstacked], strict=True))
+    return [by_leaf[i] for i in _pending_order(plan)]
+
+
+def _pending_order(plan: StreamedPlan) -> list[int]:
+    """Return the leaf of each pending gradient: stacked leaves first, by index."""
+    return [*sorted(plan.stacked), *sorted(plan.unstacked)]
