@@ -11,6 +11,7 @@ the same memory.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -205,6 +206,18 @@ class StepCompiler:
             order_calls(closed)
             self._ordered[id(closed)] = closed
         return traced
+
+    @functools.cached_property
+    def settle(self) -> Any:
+        """`settle(state)`, jitted with the state donated."""
+        shardings = explicit(self._layout.shardings)
+        return jax.jit(
+            self._step.settle,
+            donate_argnums=0,
+            in_shardings=(shardings,),
+            out_shardings=shardings,
+            compiler_options=self.options,
+        )
 
     def eval(self, rows: Rows | None) -> Any:
         """Return `eval(params, model_state, batch)`, jitted, for batches of any shape.

@@ -527,6 +527,29 @@ class Program:
         )
 
     @without_mesh
+    def settle(self, state: TrainState) -> TrainState:
+        """Return the state with the update applied that the last step left to the next one.
+
+        Only a step with update="in_forward" leaves one; any other state is returned unchanged. The
+        next step applies the update by itself, so training does not need this call. Evaluations and
+        reads of an unsettled state apply the update to what they read, each time: settle the state
+        before several of them. It costs as much as the update phase of update="after_backward",
+        and no second state.
+
+        Args:
+          state: state from `init` or the previous step. It is donated.
+
+        Raises:
+          ValueError: the state was already donated.
+        """
+        check_is_there(state)
+        if self.config.update != "in_forward":
+            return state
+        with self.calling(), jax.set_mesh(self.mesh):
+            state = self.check_state(state, self._state_numbers)
+            return self._runner.finished(self._runner.call(self._compiler.settle, state))
+
+    @without_mesh
     def eval(self, state: TrainState, batch: Batch) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 

@@ -57,6 +57,13 @@ class Step(Protocol):
         """
         ...
 
+    def settle(self, state: TrainState) -> TrainState:
+        """Return the state with its pending update applied; to be jitted with `state` donated.
+
+        It is called only if the config leaves an update to the next step's forward.
+        """
+        ...
+
     def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch without random keys, f32[]; to be jitted.
 

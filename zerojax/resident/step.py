@@ -197,6 +197,10 @@ class ResidentStep:
         grads = result.grads if scale is None else jax.tree.map(lambda g: g / scale, result.grads)
         return (evaluation(result.loss, divided(result.metrics)), grads), scratch
 
+    def settle(self, state: TrainState) -> TrainState:
+        """Raise AssertionError: a resident step leaves no update pending."""
+        raise AssertionError("a resident step leaves no update pending")
+
     def check_grads(self) -> None:
         """Accept every config: all resident steps have their gradients on the device."""
 

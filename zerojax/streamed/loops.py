@@ -117,6 +117,45 @@ class StackLoops:
         run = _Forward(self, microbatches, inputs, begin, residuals, tiled, source)
         return run(x, stacks, carried)
 
+    def settle(self, source: ParamSource[Any], begin: Array, carried: Any) -> Any:
+        """Update the layers without computing them, in forward's order; return `carried`.
+
+        Args:
+          source: source of parameters that updates each layer that is taken from it.
+          begin: i32[] zero, known when the loops may begin.
+          carried: the value that forward carries for the source.
+        """
+        stack = self.stack
+        phase = stack.schedule.phase("forward")
+        slices_host = self.plan.state_records.slices_host
+
+        def update(
+            carried: Any, record: Sequence[Array], layer: Array, in_flight: list[Array] | None
+        ) -> tuple[Any, list[Array] | None]:
+            _, updated = source.take(carried, stack, record, layer)
+            return source.put(carried, stack, updated, layer, in_flight)
+
+        def tick(carried: Any, now: Tick) -> tuple[Any, list[Array] | None]:
+            # With gather_ahead the first layer is taken before the loop, so the last tick takes
+            # none.
+            if self.config.gather_ahead and not now.takes_record:
+                return carried, now.in_flight
+            return update(carried, now.record or [], now.consume, now.in_flight)
+
+        if self.config.gather_ahead:
+            fetch = partial(source.fetch, carried, stack)
+            record = fetch_first(phase, begin, fetch, self.mesh, slices_host)
+            carried, _ = update(carried, record, jnp.int32(phase.first), None)
+        return run_phase(
+            phase,
+            begin,
+            carried,
+            tick,
+            mesh=self.mesh,
+            slices_host=slices_host,
+            fetch=lambda carried, layer: source.fetch(carried, stack, layer),
+        )
+
     def backward(
         self,
         sink: GradientSink[Any],

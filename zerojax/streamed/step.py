@@ -35,6 +35,7 @@ saves different values for backward (`zerojax.state.runs`), have separate loops 
 stack's context.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -331,6 +332,25 @@ class StreamedStep:
         derived = self._derive(state, batch, keys, scratch, policy, jnp.int32(0))
         loss = evaluation(derived.backward.loss, divided(derived.metrics))
         return (loss, policy.tree(derived.backward)), derived.scratch
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Return the state with the update applied that the previous step left pending.
+
+        Args:
+          state: a state with a pending update; donated.
+        """
+        assert state.pending is not None
+        state = self.policy.begin_step(state)
+        source, carried = self.policy.source(state)
+        begin = jnp.int32(0)
+        for loops in self.loops:
+            carried = loops.settle(source, begin, carried)
+            # The next run's first fetches come after this run.
+            begin, carried = jax.lax.optimization_barrier((begin, carried))
+        state = self.policy.end_forward(state, carried)
+        assert state.pending is not None
+        applied = dataclasses.replace(state.pending, ready=jnp.zeros_like(state.pending.ready))
+        return dataclasses.replace(state, pending=applied)
 
     def check_grads(self) -> None:
         """Raise NotImplementedError if gradients are not stored on the device."""
