@@ -665,7 +665,7 @@ class Program:
         """Run `compiled(*args)`, a jitted function of a state's parameters and model state."""
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)
-            params = self.layout.join(state)
+            params = self._step.readable(state)
             args = (params, state.model_state, batch)
             program = compiled(*as_arguments(args))
             # A trace finds the loops over tiles, and so the moves.

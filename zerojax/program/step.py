@@ -17,7 +17,7 @@ from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, Schedule
 from zerojax.optim import HostUpdate, RecordUpdate
 from zerojax.state import TrainState
-from zerojax.trees import Batch, ModelState, Params
+from zerojax.trees import Batch, ModelState
 
 Scratch = dict[str, list[Any]]
 """Stacks in host memory that live inside a step, by use; empty if all of it is on the device."""
@@ -64,14 +64,18 @@ class Step(Protocol):
         """
         ...
 
-    def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
+    def readable(self, state: TrainState) -> Any:
+        """Return what `eval` and `apply` read of a state: all parameters, or more."""
+        ...
+
+    def eval(self, params: Any, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch without random keys, f32[]; to be jitted.
 
         If the model has metrics, return a dict of the loss and the metrics.
         """
         ...
 
-    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
+    def apply(self, params: Any, model_state: ModelState, batch: Batch) -> Any:
         """Return the outputs of the model's `predict` for a batch, without keys; to be jitted."""
         ...
 

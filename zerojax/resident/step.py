@@ -197,6 +197,10 @@ class ResidentStep:
         grads = result.grads if scale is None else jax.tree.map(lambda g: g / scale, result.grads)
         return (evaluation(result.loss, divided(result.metrics)), grads), scratch
 
+    def readable(self, state: TrainState) -> Params:
+        """Return what `eval` and `apply` read of a state: all parameters."""
+        return self.layout.join(state)
+
     def settle(self, state: TrainState) -> TrainState:
         """Raise AssertionError: a resident step leaves no update pending."""
         raise AssertionError("a resident step leaves no update pending")

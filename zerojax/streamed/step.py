@@ -80,6 +80,7 @@ from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     GradientSink,
     HeadDone,
+    ParamSource,
     StoredParams,
     UpdatePolicy,
     loss_scale,
@@ -511,7 +512,13 @@ class StreamedStep:
         )
         return g_unstacked, begin, carried
 
-    def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
+    def readable(self, state: TrainState) -> Any:
+        """Return what `eval` and `apply` read: the parameters, or a state with a pending update."""
+        if isinstance(self.policy, UpdateInForward):
+            return dataclasses.replace(state, loss_scale=None, model_state=None)
+        return self.layout.join(state)
+
+    def eval(self, params: Params | TrainState, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch; if there are metrics, a dict of both.
 
         The batch is one microbatch, without random keys.
@@ -521,7 +528,7 @@ class StreamedStep:
         value, metrics = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
         return evaluation(value, divided(metrics))
 
-    def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
+    def apply(self, params: Params | TrainState, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict` for a batch.
 
         The batch is one microbatch, without random keys.
@@ -530,18 +537,24 @@ class StreamedStep:
         return self.eval_embed_head.predict(unstacked, y, batch, state)
 
     def _eval_layers(
-        self, params: Params, model_state: ModelState, batch: Batch
+        self, params: Params | TrainState, model_state: ModelState, batch: Batch
     ) -> tuple[Any, Any, Loss | None, Any]:
         """Return (leaves of embedding and head, last layer's output, loss addition, state).
 
         The loss addition is the layers', and the state belongs to embedding and head.
         """
+        source: ParamSource[Any]
+        carried = None
+        if isinstance(params, TrainState):
+            assert isinstance(self.policy, UpdateInForward)
+            params, source, carried = self.policy.read_source(params)
+        else:
+            source = StoredParams(self.plan, params[BLOCKS])
         unstacked = self.embed_head.load(params)
         y, state = self.eval_embed_head.embed(unstacked, batch, None, embed_head_state(model_state))
         all_added = list[Loss | None]()
         inputs = LayerInputs()
         begin = jnp.int32(0)
-        source = StoredParams(self.plan, params[BLOCKS])
         for loops in self.loops:
             if all_added:
                 begin, y = wait_for(begin, y, self.mesh)
@@ -549,7 +562,7 @@ class StreamedStep:
                 y, context = self.eval_embed_head.enter(loops.stack, unstacked, y, batch, None)
                 inputs = self.eval_embed_head.inputs(loops.stack, context, None, model_state)
             # An evaluation saves nothing, so there are no stacks to fill.
-            done, _ = loops.forward(source, y, inputs, begin, None, [])
+            done, carried = loops.forward(source, y, inputs, begin, None, [], carried)
             y = done.y
             all_added.append(done.added)
         return unstacked, y, together(all_added), state

@@ -35,6 +35,7 @@ from zerojax.streamed.update_policies.interface import (
     loss_scale,
 )
 from zerojax.streamed.update_policies.stored import GradStacks, StoredGrads
+from zerojax.trees import Params
 
 Array = jax.Array
 
@@ -105,7 +106,19 @@ class PendingUpdate:
             states, unstacked, pending.shared, self._loss, pending.ready, self.ready
         )
 
-    def update_layer(
+    def read_unstacked(self, states: FlatState) -> FlatState:
+        """Return the states with updated parameters of embedding and head, on the device.
+
+        Nothing is stored, and each leaf is updated in one piece.
+        """
+        _, grads = split_grads(self.plan, self.pending.grads)
+        params = list(states.params)
+        for i, grad in zip(self.plan.unstacked, grads, strict=True):
+            (weight,), _ = self.update_record((i,), [grad], self.record_update.load_end(states, i))
+            params[i] = self.records.cast(i, weight)
+        return dataclasses.replace(states, params=params)
+
+    def update_record(
         self, leaf_ids: Sequence[int], grads: Sequence[Array], read: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
         """Return the float32 weights and the optimizer state of one record after its update.
@@ -126,9 +139,16 @@ class PendingUpdate:
 class UpdatingParams:
     """The layers' parameters, each updated just before it is used."""
 
-    def __init__(self, update: PendingUpdate, frozen: list[Any]) -> None:
-        """Provide the parameters that `update` makes, and the `frozen` stacks of parameters."""
+    def __init__(self, update: PendingUpdate, frozen: list[Any], stores: bool = True) -> None:
+        """Provide the parameters that `update` makes, and the `frozen` stacks of parameters.
+
+        Args:
+          update: the update that is pending.
+          frozen: the frozen stacks of parameters.
+          stores: whether updated records are stored; an evaluation only reads.
+        """
         self.update = update
+        self.stores = stores
         self.plan = update.plan
         self.records = update.records
         self.frozen = frozen
@@ -173,7 +193,7 @@ class UpdatingParams:
             read, rest = read + rest[:num_opt], rest[num_opt:]
         else:
             read = read + self.records.read_opt(states, leaf_ids, layer)
-        weights, opt = self.update.update_layer(leaf_ids, grads, read)
+        weights, opt = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
             self._stacks(states), stack.leaves.frozen_blocks, rest, layer
@@ -189,7 +209,7 @@ class UpdatingParams:
         in_flight: list[Array] | None,
     ) -> tuple[UpdatingState, list[Array] | None]:
         """Write an updated record after the record in flight has been read from the same stacks."""
-        if updated is None:
+        if updated is None or not self.stores:
             return carried, in_flight
         weights, opt, in_flight = order_read_before_write(
             self.update.pending.ready,
@@ -234,6 +254,24 @@ class UpdateInForward(StoredGrads):
         grads, _ = split_grads(self.plan, state.pending.grads)
         source = UpdatingParams(self._pending(state), self.plan.frozen_stacks(state))
         return source, UpdatingState(self.records.flat(state), grads)
+
+    def read_source(self, state: TrainState) -> tuple[Params, UpdatingParams, UpdatingState]:
+        """Return what an evaluation reads: parameters, and a source that stores nothing.
+
+        Args:
+          state: a state with a pending update.
+
+        Returns:
+          The tree of parameters, of which embedding and head are updated; the source of the layers;
+          and the value that forward carries for it.
+        """
+        assert state.pending is not None
+        states = self._pending(state).read_unstacked(self.records.flat(state))
+        params = self.plan.layout.join(self._with_states(state, states))
+        grads, _ = split_grads(self.plan, state.pending.grads)
+        frozen = self.plan.frozen_stacks(state)
+        source = UpdatingParams(self._pending(state), frozen, stores=False)
+        return params, source, UpdatingState(states, grads)
 
     def end_forward(self, state: TrainState, carried: UpdatingState) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the updated state, whose pending gradients backward overwrites."""
