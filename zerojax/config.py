@@ -594,6 +594,20 @@ def require_built(config: ZeroConfig) -> None:
             f"delayed_update=True is not supported with {name}='nvme': use "
             "delayed_update=False, or 'pinned_host'"
         )
+    if config.update == "in_forward":
+        unsupported = {"update_on": "device", "opt_state_device_fraction": 0.0}
+        for name, supported in unsupported.items():
+            if (value := getattr(config, name)) != supported:
+                raise NotImplementedError(
+                    f"update='in_forward' is not supported with {name}={value!r}: use "
+                    f"{name}={supported!r}, or update='after_backward'"
+                )
+        for name in ("params", "grads", "opt_state", "frozen"):
+            if getattr(config, name) == "nvme":
+                raise NotImplementedError(
+                    f"update='in_forward' is not supported with {name}='nvme': use 'pinned_host', "
+                    "or update='after_backward'"
+                )
     numbers = []
     for segment in _segments(config):
         offloaded = _numbered(segment.offloaded_names)
@@ -634,7 +648,7 @@ def untiled_setting(config: ZeroConfig) -> str | None:
         value = getattr(config, name)
         if value != tiled:
             return f"{name}={value!r}"
-    return None
+    return "update='in_forward'" if config.update == "in_forward" else None
 
 
 def piecewise_update_setting(config: ZeroConfig) -> str:

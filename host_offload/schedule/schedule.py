@@ -40,12 +40,14 @@ for the take from its slot. A fetch never waits for a store of its own loop: a l
 before it writes it, and never reads a record that it has written. The writes of an earlier loop are
 complete before a later loop begins.
 
-    phase     reads ahead (`fetches`)      reads in the tick (`reads`)  writes (`writes`)
-    forward   params, frozen                                            activations
-      or      grads, opt_state, params*, frozen                         activations, opt_state, params
-    backward  params, frozen, activations                               grads
-      or      params, frozen, activations  opt_state                    opt_state, params
-    update    grads, opt_state, params*                                 opt_state, params
+    phase     reads ahead (`fetches`)      reads in the tick  writes (`writes`)
+                                           (`reads`)
+    forward   params, frozen                                  activations
+      or      grads, opt_state, params*,                      activations, opt_state, params
+              frozen
+    backward  params, frozen, activations                     grads
+      or      params, frozen, activations  opt_state          opt_state, params
+    update    grads, opt_state, params*                       opt_state, params
 
 The second row of forward is for update="in_forward", the second row of backward for
 update="in_backward". Only kinds off the device count. params*:

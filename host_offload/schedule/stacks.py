@@ -6,7 +6,8 @@
     backward        stack by stack, last to first
     embed_backward
     update          stack by stack, first to last
-    unstacked       update of the unstacked leaves: before the update of the layers, or after it
+    unstacked       update of the unstacked leaves: before the update of the layers, or after it; if
+                    forward updates the layers, before `embed`
 
 Each stack has a schedule of its own (`host_offload.schedule.schedule`), which provides its loops. A
 loop fills its rings when it begins and empties them before it ends, so stacks share no slot, and
@@ -99,9 +100,8 @@ class StepPlan:
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """All phases, in the order in which they run."""
-        update = ["unstacked", "update"] if self.unstacked_first else ["update", "unstacked"]
         parts = list[Part]()
-        for name in (*_BEFORE_UPDATE, *update):
+        for name in self._phase_names():
             if name in self.unstacked:
                 parts.append(Part(self.unstacked[name], name))
             stacks = list(self.stacks.items())
@@ -110,6 +110,15 @@ class StepPlan:
             for stack, schedule in stacks:
                 parts += _list_parts(name, stack, schedule)
         return tuple(parts)
+
+    def _phase_names(self) -> tuple[str, ...]:
+        """Return the names of all phases, in the order in which they run."""
+        if any(schedule.update == "in_forward" for schedule in self.stacks.values()):
+            # The previous step's gradients update embedding and head before anything reads them.
+            return ("unstacked", *_BEFORE_UPDATE)
+        if self.unstacked_first:
+            return (*_BEFORE_UPDATE, "unstacked", "update")
+        return (*_BEFORE_UPDATE, "update", "unstacked")
 
     def __repr__(self) -> str:
         """Return one line with the names of the phases."""

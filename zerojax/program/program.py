@@ -138,7 +138,7 @@ class Program:
         self._init = StateInit(model, tx, records, step.update)
         self.warnings = SkipWarnings(self.config)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
-        self._reader = ParamReader(model, records, self._runner)
+        self._reader = ParamReader(model, records, self._runner, step)
         self.calls: Calls | None = None
 
     def __enter__(self) -> Self:
@@ -780,7 +780,8 @@ class Program:
         """Return the sharded parameter tree in the compute dtype.
 
         A LayeredModel's tree is `{"embed", "blocks", "head"}`. Leaves on nvme are
-        `zerojax.state.OnDisk`.
+        `zerojax.state.OnDisk`. With update="in_forward" and an unsettled state, the trainable
+        leaves are copies to which the pending update is applied (`settle`).
 
         Args:
           state: state of this program.
@@ -789,7 +790,14 @@ class Program:
           ValueError: the state was donated.
         """
         check_is_there(state)
+        if self._is_unsettled(state):
+            copies = self._reader.copies(state, ema=False)
+            return self.layout.join(dataclasses.replace(state, params=copies))
         return self.layout.join(state)
+
+    def _is_unsettled(self, state: TrainState) -> bool:
+        """Return whether a state holds an update that the next step's forward applies."""
+        return self.config.update == "in_forward" and bool(state.pending.ready)  # pyright: ignore[reportOptionalMemberAccess]
 
     @without_mesh
     def master_params(self, state: TrainState) -> Any:
@@ -802,9 +810,15 @@ class Program:
           state: state of this program.
 
         Raises:
-          ValueError: the state was donated.
+          ValueError: the state was donated, or with update="in_forward" it is not settled.
         """
         check_is_there(state)
+        if self._is_unsettled(state):
+            raise ValueError(
+                "master_params returns the state's own arrays, and this state holds an update that "
+                "is not applied yet: call state = program.settle(state) first, or read the float32 "
+                "weights with program.iter_params(state)"
+            )
         return masters(state)
 
     @without_mesh
@@ -824,7 +838,7 @@ class Program:
             stored on nvme (use `iter_params`), or the state was donated.
           SwapError: a record cannot be read.
         """
-        return self._reader.averages(state)
+        return self._reader.copies(state, ema=True)
 
     def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.

@@ -16,8 +16,8 @@ from host_offload.device import run_loop
 from zerojax.models import LayeredModel, Model, block_path
 from zerojax.optim import ema_of_each
 from zerojax.program.runner import Runner
+from zerojax.program.step import Step
 from zerojax.state import (
-    FlatState,
     Index,
     OnDevice,
     OnDisk,
@@ -48,6 +48,7 @@ class ParamReader:
         model: Model | LayeredModel,
         records: StateRecords,
         runner: Runner,
+        step: Step,
     ) -> None:
         """Prepare to read states of a program.
 
@@ -55,11 +56,14 @@ class ParamReader:
           model: model of the program.
           records: how its states are stored.
           runner: runner of the program.
+          step: step of the program, which knows the update that a state leaves pending.
         """
         self.model = model
         self.layout = records.layout
         self.records = records
         self._runner = runner
+        self._step = step
+        self._updates = self.layout.config.update == "in_forward"
         self._unstacked: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
@@ -118,13 +122,22 @@ class ParamReader:
         return ema_of_each(self.layout)
 
     def _read_record(
-        self, states: FlatState, leaf_ids: Sequence[int], index: Index, ema: bool
+        self, state: TrainState, leaf_ids: Sequence[int], index: Index, ema: bool
     ) -> list[jax.Array]:
-        """Return one record's float32 weights, or their averages, on the device."""
-        if not ema or not leaf_ids:
+        """Return one record's float32 weights, or their averages, on the device.
+
+        The state's pending update, if any, is applied to them.
+        """
+        states = self.records.flat(state)
+        if self._updates and leaf_ids:
+            weights, read = self._step.updated_record(state, leaf_ids, index)
+            if not ema:
+                return weights
+        elif not ema or not leaf_ids:
             return self.records.read_weights(states, leaf_ids, index)
-        # Masters and optimizer state are one record. Its unused parts are only read from disk.
-        read = self.records.read_opt(states, leaf_ids, index)
+        else:
+            # Masters and optimizer state are one record. Its unused parts are only read from disk.
+            read = self.records.read_opt(states, leaf_ids, index)
         mirrors = self.layout.opt_map.list_state_leaves(leaf_ids)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
         return [by_state[self._averages[i]] for i in leaf_ids]
@@ -153,6 +166,12 @@ class ParamReader:
         first_frozen = len(self.layout.leaves)
         if index >= first_frozen:
             return self._frozen_end(state, index, index - first_frozen)
+        if self._updates:
+            if (index, ema) not in self._unstacked:
+                self._unstacked[index, ema] = jax.jit(
+                    lambda state: self._read_record(state, (index,), jnp.int32(0), ema)[0]
+                )
+            return self._read(self._unstacked[index, ema], state)
         if ema:
             tree = state.opt_state
             place = self._averages[index]
@@ -210,10 +229,9 @@ class ParamReader:
         def read(
             state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int
         ) -> Any:
-            states = records.flat(state)
             stack = layout.stacks[number]
             index = OnDevice(layer) if on_device else layer
-            trained = self._read_record(states, stack.blocks, index, ema)
+            trained = self._read_record(state, stack.blocks, index, ema)
             frozen = read_frozen(state, stack.frozen_blocks, layer)
             leaves = dict(zip(stack.blocks, trained, strict=True))
             leaves |= zip(stack.frozen_blocks, frozen, strict=True)
@@ -223,7 +241,7 @@ class ParamReader:
                     index = Tile(layer, k, group.num_tiles)
                     trained = []
                     if group.leaves:
-                        trained = self._read_record(states, group.leaves, index, ema)
+                        trained = self._read_record(state, group.leaves, index, ema)
                     return trained + read_frozen(state, group.frozen, index)
 
                 # The full layer is needed here, so its tiles are stacked again.
@@ -237,16 +255,20 @@ class ParamReader:
 
         return jax.jit(read, static_argnums=(2, 3, 4))
 
-    # --- averages as a step has the parameters ----------------------------------------------------
+    # --- copies as a step has the parameters ------------------------------------------------------
 
-    def averages(self, state: TrainState) -> Any:
-        """Return the averages in the dtype, shardings and tier of the parameters.
+    def copies(self, state: TrainState, ema: bool) -> Any:
+        """Return copies in the dtype, shardings and tier of the parameters.
+
+        Args:
+          state: state to read; its pending update, if any, is applied to the copies.
+          ema: whether to return the averages instead of the parameters.
 
         Raises:
           ValueError: there are no averages, or the parameters are stored on disk.
         """
         layout = self.layout
-        places = self._averages
+        places = self._averages if ema else [*range(len(layout.leaves))]
         if layout.config.params == "nvme":
             raise ValueError(
                 "params='nvme': averages of parameters on disk are read piece by piece, with "
@@ -275,46 +297,51 @@ class ParamReader:
                 return jax.tree.unflatten(tree, averages)
             params: list[Any] = [None] * len(places)
             for i in layout.unstacked:
-                (params[i],) = cast([i])([self._end(state, i, ema=True)])
-            for i, stack in zip(layout.stacked, self._stacks_of_averages(state), strict=True):
+                (params[i],) = cast([i])([self._end(state, i, ema)])
+            for i, stack in zip(layout.stacked, self._copy_stacks(state, ema), strict=True):
                 params[i] = stack
             return jax.block_until_ready(jax.tree.unflatten(tree, params))
 
-    def _stacks_of_averages(self, state: TrainState) -> list[jax.Array]:
-        """Return the averages of the stacks like the parameters' stacks, filled layer by layer."""
+    def _copy_stacks(self, state: TrainState, ema: bool) -> list[jax.Array]:
+        """Return stacks like the parameters' stacks, filled layer by layer."""
         layout = self.layout
         leaves = jax.tree.leaves(layout.abstract_state.params)
         stacks = _empty([leaves[i] for i in layout.stacked])
         for number, stack in enumerate(layout.stacks):
             for layer in range(stack.num_layers):
-                args = (state, stacks, jnp.int32(layer), layer < stack.device_layers, number)
+                on_device = layer < stack.device_layers
+                args = (state, stacks, jnp.int32(layer), on_device, number, ema)
                 with self._runner.calling():
                     check_is_there(state)
                     stacks = self._runner.run("read", self._put_layer, *args, reads=state)
-                # One layer's float32 averages on the device at a time.
+                # One layer's float32 values on the device at a time.
                 jax.block_until_ready(stacks)
         return stacks
 
     @cached_property
     def _put_layer(self) -> Any:
-        """Function `put(state, stacks, layer, on_device, number)`.
+        """Function `put(state, stacks, layer, on_device, number, ema)`.
 
-        It returns `stacks`, which are donated, with one layer's averages stored.
+        It returns `stacks`, which are donated, with one layer's parameters or averages stored.
         """
         layout = self.layout
         records = self.records
 
         def put(
-            state: TrainState, stacks: list[Any], layer: jax.Array, on_device: bool, number: int
+            state: TrainState,
+            stacks: list[Any],
+            layer: jax.Array,
+            on_device: bool,
+            number: int,
+            ema: bool,
         ) -> list[Any]:
             of_stack = layout.stacks[number]
-            states = records.flat(state)
             after = dict(zip(layout.stacked, stacks, strict=True))
 
             def write(
                 after: dict[int, Any], leaf_ids: Sequence[int], source: Index, target: Index
             ) -> dict[int, Any]:
-                values = self._read_record(states, leaf_ids, source, ema=True)
+                values = self._read_record(state, leaf_ids, source, ema)
                 values = [records.cast(i, value) for i, value in zip(leaf_ids, values, strict=True)]
                 written = write_layer(
                     pick(records.params, leaf_ids), [after[i] for i in leaf_ids], target, values
@@ -336,7 +363,7 @@ class ParamReader:
         shardings = jax.tree.leaves(layout.shardings.params)
         return jax.jit(
             put,
-            static_argnums=(3, 4),
+            static_argnums=(3, 4, 5),
             donate_argnums=1,
             out_shardings=[shardings[i] for i in layout.stacked],
         )

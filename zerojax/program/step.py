@@ -16,7 +16,7 @@ import jax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, Schedule
 from zerojax.optim import HostUpdate, RecordUpdate
-from zerojax.state import TrainState
+from zerojax.state import Index, TrainState
 from zerojax.trees import Batch, ModelState
 
 Scratch = dict[str, list[Any]]
@@ -61,6 +61,20 @@ class Step(Protocol):
         """Return the state with its pending update applied; to be jitted with `state` donated.
 
         It is called only if the config leaves an update to the next step's forward.
+        """
+        ...
+
+    def updated_record(
+        self, state: TrainState, leaf_ids: Sequence[int], index: Index
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return a record's float32 weights and optimizer state after its pending update.
+
+        It is called only if the config leaves an update to the next step's forward.
+
+        Args:
+          state: a state with a pending update, which is only read.
+          leaf_ids: indices of the record's leaves.
+          index: index of the record.
         """
         ...
 

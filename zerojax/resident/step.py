@@ -56,6 +56,7 @@ from zerojax.optim import (
 from zerojax.resident.segments import keep_by_segments
 from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
 from zerojax.state import (
+    Index,
     Layout,
     Leaf,
     StateRecords,
@@ -202,6 +203,12 @@ class ResidentStep:
         return self.layout.join(state)
 
     def settle(self, state: TrainState) -> TrainState:
+        """Raise AssertionError: a resident step leaves no update pending."""
+        raise AssertionError("a resident step leaves no update pending")
+
+    def updated_record(
+        self, state: TrainState, leaf_ids: Sequence[int], index: Index
+    ) -> tuple[list[Array], list[Array]]:
         """Raise AssertionError: a resident step leaves no update pending."""
         raise AssertionError("a resident step leaves no update pending")
 

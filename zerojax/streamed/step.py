@@ -60,6 +60,7 @@ from zerojax.models import (
 )
 from zerojax.optim import RecordUpdate
 from zerojax.state import (
+    Index,
     RecordSpec,
     StateRecords,
     TrainState,
@@ -352,6 +353,13 @@ class StreamedStep:
         assert state.pending is not None
         applied = dataclasses.replace(state.pending, ready=jnp.zeros_like(state.pending.ready))
         return dataclasses.replace(state, pending=applied)
+
+    def updated_record(
+        self, state: TrainState, leaf_ids: Sequence[int], index: Index
+    ) -> tuple[list[Array], list[Array]]:
+        """Return a record's float32 weights and optimizer state after its pending update."""
+        assert isinstance(self.policy, UpdateInForward)
+        return self.policy.updated_record(state, leaf_ids, index)
 
     def check_grads(self) -> None:
         """Raise NotImplementedError if gradients are not stored on the device."""

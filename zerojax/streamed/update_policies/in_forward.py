@@ -1,6 +1,6 @@
 """The update policy that updates a layer in the next step's forward, before the layer computes.
 
-    backward   for t:  ...;  store g(l)                                   the norm is known at the end
+    backward   for t:  ...;  store g(l);  at the end the norm of all gradients is known
     forward    for t:  g, w, s = take(l);  scale by the norm of the step that computed g;  update;
                        x = block(all_gather(w));  write back w, s
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from zerojax.optim import RecordUpdate, clip_factor
 from zerojax.state import (
     FlatState,
+    Index,
     Pending,
     TrainState,
     order_read_before_write,
@@ -272,6 +273,32 @@ class UpdateInForward(StoredGrads):
         frozen = self.plan.frozen_stacks(state)
         source = UpdatingParams(self._pending(state), frozen, stores=False)
         return params, source, UpdatingState(states, grads)
+
+    def updated_record(
+        self, state: TrainState, leaf_ids: Sequence[int], index: Index
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the float32 weights and the optimizer state of one record after its update.
+
+        Args:
+          state: a state with a pending update, which is only read.
+          leaf_ids: indices of the record's leaves.
+          index: index of the record; unused for an unstacked leaf, whose record is the leaf.
+        """
+        assert state.pending is not None
+        pending = self._pending(state)
+        states = self.records.flat(state)
+        stacks, unstacked = split_grads(self.plan, state.pending.grads)
+        if leaf_ids[0] in self.plan.unstacked:
+            (leaf,) = leaf_ids
+            grads = [unstacked[self.plan.unstacked.index(leaf)]]
+            return pending.update_record(leaf_ids, grads, self.record_update.load_end(states, leaf))
+        specs = pick(self.plan.grads, leaf_ids)
+        grads = read_layer(specs, self.plan.pick(stacks, leaf_ids), index)
+        read = list[Array]()
+        if states.master is None:
+            read = self.records.read_params(states, leaf_ids, index)
+        read = read + self.records.read_opt(states, leaf_ids, index)
+        return pending.update_record(leaf_ids, grads, read)
 
     def end_forward(self, state: TrainState, carried: UpdatingState) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the updated state, whose pending gradients backward overwrites."""

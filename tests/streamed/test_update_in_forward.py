@@ -1,0 +1,195 @@
+"""An update in the next step's forward equals an update after backward, and nothing is stale."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+
+HOST = "pinned_host"
+STEPS = 6
+ALL_ON_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST}
+CASES = {
+    "all_on_host": {**ALL_ON_HOST, "clip_norm": 1.2},
+    "bf16_opt_state_on_host": {"opt_state": HOST, "precision": "bf16", "clip_norm": 1.2},
+    "gather_ahead": {**ALL_ON_HOST, "gather_ahead": True, "clip_norm": 1.2, "num_microbatches": 2},
+    "no_prefetch": {**ALL_ON_HOST, "prefetch_distance": 0},
+    "two_ahead_stage_2": {"stage": 2, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2},
+}
+
+
+def build(update: str, model: Any = None, tx: Any = None, **fields: Any) -> zj.Program:
+    config = zj.ZeroConfig(**{"stage": 3, "update": update, **fields})
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
+
+
+def train(program: zj.Program, data: list[Any], state: Any = None) -> tuple[list[dict], Any]:
+    """Return the metrics of each step, and the last state."""
+    state = program.init(jax.random.key(0)) if state is None else state
+    rows = []
+    for batch in data:
+        state, metrics = jax.block_until_ready(program.step(state, batch))
+        rows.append({name: np.asarray(value) for name, value in metrics.items()})
+    return rows, state
+
+
+def read(program: zj.Program, state: Any) -> Any:
+    return {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
+
+
+def assert_same(case: dict[str, Any], data: list[Any], **kwargs: Any) -> list[dict]:
+    """Assert equal metrics in every step and equal parameters after the last, bit for bit."""
+    expected, last = train(after := build("after_backward", **kwargs, **case), data)
+    actual, state = train(program := build("in_forward", **kwargs, **case), data)
+    for old, new in zip(expected, actual, strict=True):
+        assert old.keys() == new.keys()
+        for name in old:
+            np.testing.assert_array_equal(old[name], new[name], err_msg=name)
+    # First of the unsettled state, which applies the update to what is read, then of the settled.
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, read(after, last), read(program, state))
+        state = program.settle(state)
+    return actual
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_an_update_after_backward(case):
+    rows = assert_same(case, toys.batches(STEPS))
+    if "clip_norm" in case:  # the norm is clipped in some steps and not in others
+        assert {bool(row["grad_norm"] > case["clip_norm"]) for row in rows} == {True, False}
+
+
+@pytest.mark.usefixtures("default_fusions")
+def test_everything_on_the_device_is_equal_but_for_the_order_of_sums():
+    expected, _ = train(build("after_backward", clip_norm=1.2), toys.batches(STEPS))
+    actual, _ = train(build("in_forward", clip_norm=1.2), toys.batches(STEPS))
+    for old, new in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(old["loss"], new["loss"], rtol=1e-6)
+
+
+def test_steps_that_overflow_are_skipped():
+    data = toys.batches(STEPS)
+    data[1] = {**data[1], "weight": np.float32(np.nan)}
+    scaling = zj.LossScaling(initial=2.0**20)
+    case = {**ALL_ON_HOST, "precision": "fp16", "clip_norm": 1.2, "loss_scaling": scaling}
+    rows = assert_same(case, data)
+    assert int(rows[-1]["skipped_steps"]) >= 2  # the NaN, and at least one overflow
+
+
+def test_optimizers_that_update_whole_leaves_or_average_the_weights():
+    muon = optax.contrib.muon(1e-2)
+    assert_same(ALL_ON_HOST, toys.batches(3), model=toys.small(), tx=muon)
+    tx = optax.chain(optax.adamw(1e-2), zj.Ema(0.9))
+    data = toys.batches(3)
+    _, last = train(after := build("after_backward", tx=tx, **ALL_ON_HOST), data)
+    _, state = train(program := build("in_forward", tx=tx, **ALL_ON_HOST), data)
+    expected = dict(after.iter_params(last, ema=True))
+    actual = dict(program.iter_params(state, ema=True))
+    jax.tree.map(np.testing.assert_array_equal, expected, actual)
+    jax.tree.map(np.testing.assert_array_equal, after.ema_params(last), program.ema_params(state))
+
+
+def test_nothing_that_a_user_reads_is_stale(tmp_path):
+    case = {**ALL_ON_HOST, "clip_norm": 1.2}
+    data = toys.batches(4)
+    _, last = train(after := build("after_backward", **case), data[:3])
+    _, state = train(program := build("in_forward", **case), data[:3])
+    assert float(program.eval(state, data[3])) == float(after.eval(last, data[3]))
+    jax.tree.map(np.testing.assert_array_equal, program.params(state), after.params(last))
+    with pytest.raises(ValueError, match=r"program\.settle\(state\)"):
+        program.master_params(state)
+    # Reading changed nothing: the state trains on, and settling it changes no later step.
+    settled = program.settle(state)
+    jax.tree.map(np.testing.assert_array_equal, program.params(settled), after.params(last))
+    program.master_params(settled)
+    rows, _ = train(program, data[3:], settled)
+    expected, _ = train(after, data[3:], last)
+    assert rows[0]["loss"] == expected[0]["loss"]
+
+
+def test_checkpoints_hold_the_pending_update(tmp_path):
+    case = {**ALL_ON_HOST, "clip_norm": 1.2}
+    data = toys.batches(4)
+    program = build("in_forward", **case)
+    _, state = train(program, data[:2])
+    with zj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(program, state)
+    expected, _ = train(program, data[2:], state)
+    other = build("in_forward", opt_state=HOST, clip_norm=1.2)
+    with zj.Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(other)
+    actual, _ = train(other, data[2:], restored)
+    assert [row["loss"] for row in actual] == [row["loss"] for row in expected]
+    with (
+        pytest.raises(zj.CheckpointError, match="pending update"),
+        zj.Checkpointer(tmp_path) as checkpointer,
+    ):
+        checkpointer.restore(build("after_backward", **case))
+
+
+def test_settled_checkpoints_restore_into_any_update(tmp_path):
+    data = toys.batches(4)
+    case = {**ALL_ON_HOST, "clip_norm": 1.2}
+    program = build("in_forward", **case)
+    _, state = train(program, data[:2])
+    state = program.settle(state)
+    with zj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(program, state)
+    expected, _ = train(program, data[2:], state)
+    for update in ("after_backward", "in_forward"):
+        other = build(update, **case)
+        with zj.Checkpointer(tmp_path) as checkpointer:
+            restored = checkpointer.restore(other)
+        actual, _ = train(other, data[2:], restored)
+        assert [row["loss"] for row in actual] == [row["loss"] for row in expected]
+
+
+def test_settle_returns_other_states_unchanged():
+    program = build("after_backward", opt_state=HOST)
+    state = program.init(jax.random.key(0))
+    assert program.settle(state) is state
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"update_on": "host", "opt_state": HOST}, "update_on='host'"),
+        ({"opt_state": HOST, "opt_state_device_fraction": 0.5}, "opt_state_device_fraction=0.5"),
+        ({"opt_state": "nvme", "swap_dir": "."}, "opt_state='nvme'"),
+    ],
+)
+def test_unsupported_settings_are_refused(fields, match, tmp_path):
+    if "swap_dir" in fields:
+        fields = {**fields, "swap_dir": str(tmp_path)}
+    with pytest.raises(NotImplementedError, match=match):
+        build("in_forward", **fields)
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ValueError, match="update='in_forward'"):
+        zj.build_train_step(
+            toys.unrolled(),
+            toys.optimizer(),
+            zj.ZeroConfig(update="in_forward"),
+            zj.make_mesh(fsdp=4, devices=jax.devices()[:4]),
+        )
+
+
+def test_operations_update_a_layer_before_it_is_computed():
+    program = build("in_forward", **ALL_ON_HOST)
+    steps = program.operations(toys.batches(1)[0])
+    names = [part.name for part in steps.parts]
+    assert names.index("unstacked") < names.index("embed")
+    assert "update" not in names
+    (forward,) = (part.phase for part in steps.parts if part.name == "forward")
+    verbs = [op.verb for loop in forward.loops for op in loop.ops]
+    assert verbs.index("update") < verbs.index("compute")
+    after = build("after_backward", **ALL_ON_HOST).operations(toys.batches(1)[0])
+    # fp32 parameters are their own masters: an update after backward loads them once more.
+    assert steps.moved("up") < after.moved("up")
+    assert steps.moved("down") == after.moved("down")
