@@ -348,9 +348,9 @@ def _may_be_left(name: str, saved: SavedState) -> bool:
     if name.startswith("pending."):
         if np.any(saved.values.get("pending.ready", True)):
             raise CheckpointError(
-                f"the checkpoint {saved.folder} holds a pending update: restore it with the setting "
-                "that it was saved with, delayed_update=True or update='in_forward', or save the "
-                "result of program.settle(state)"
+                f"the checkpoint {saved.folder} holds a pending update: restore it with the "
+                "setting that it was saved with, delayed_update=True or update='in_forward', or "
+                "save the result of program.settle(state)"
             )
         return True
     return name.startswith("loss_scale.") or name == ROUNDING_STEP
