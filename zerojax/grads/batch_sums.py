@@ -145,10 +145,12 @@ def is_initial_value(i: Instruction, position: int) -> bool:
 
 def find_reductions(eqn: jex.JaxprEqn, mesh: Mesh) -> list[Sequence[Step] | None]:
     """Return for each result of a shard_map the steps from a batch sum to the result, or None."""
+    batch_axes = {axis for axis in BATCH_AXES if mesh.shape[axis] > 1}
+    if not batch_axes:  # one batch shard: nothing to leave out
+        return [None] * len(eqn.outvars)
     (region,) = list_regions(eqn)
     program = region.flatten()
     makers = {out: i for i in program.instructions for out in i.outs}
-    batch_axes = {axis for axis in BATCH_AXES if mesh.shape[axis] > 1}
     reductions: list[Sequence[Step] | None] = []
     for ref in program.outputs:
         steps, summed_axes = _follow_reductions(ref, makers)

@@ -268,7 +268,7 @@ class UnreducedGradRewriter(GradRewriter):
         if not isinstance(ref, int):
             return self.rule.lift(ref.value)
         if ref not in self.formed_values:
-            if ref in self.possible_sums:
+            if ref in self.possible_sums and self.rule.num_rows > 1:
                 self.rule.reduced_early.append(describe(self.makers[ref].eqn))
             self.formed_values[ref] = self.rule.lift(self.plain(ref))
         return self.formed_values[ref]
