@@ -44,7 +44,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from host_offload.schedule import LANES, LAYERS, Op, Part, Phase, Record, StepPlan
+from host_offload.schedule import LANES, LAYERS, Op, Phase, Record, StepPhase, StepPlan
 from zerojax.costs.lane_times import LayerWork, PhaseTime, Span, StepTime, UnstackedWork, Wires
 
 ON_CORES = frozenset({"up", "down", "host"})
@@ -288,18 +288,18 @@ class _StepWalk:
 
     # --- phases -----------------------------------------------------------------------------------
 
-    def run_phase(self, part: Part, begin: Event) -> Event:
+    def run_phase(self, step_phase: StepPhase, begin: Event) -> Event:
         """Run a phase, and return when the last of its stores has ended.
 
         Args:
-          part: phase, with its stack.
+          step_phase: phase, with its stack.
           begin: earliest start of its first fetches.
         """
         clock = self.clock
-        clock.first_layer = self.first_layers[part.stack]
-        clock.rates = clock.wires.sharing(_moved(part.phase))
-        phase_walk = _PhaseWalk(self, part, begin)
-        for tick, ops in part.phase.ticks():
+        clock.first_layer = self.first_layers[step_phase.stack]
+        clock.rates = clock.wires.sharing(_moved(step_phase.phase))
+        phase_walk = _PhaseWalk(self, step_phase, begin)
+        for tick, ops in step_phase.phase.ticks():
             phase_walk.run_tick(ops, clock.now if tick >= 0 else begin)
         return phase_walk.last
 
@@ -310,13 +310,13 @@ class _StepWalk:
           *names: names of the phases.
           begin: earliest start of the first fetches of the first phase; by default, now.
         """
-        for part in self._list_phases(*names):
+        for step_phase in self._list_phases(*names):
             start = self.clock.now if begin is None else begin
-            self.last = _latest(self.last, self.run_phase(part, start))
+            self.last = _latest(self.last, self.run_phase(step_phase, start))
             begin = None
 
-    def _list_phases(self, *names: str) -> list[Part]:
-        return [part for part in self.steps.parts if part.name in names]
+    def _list_phases(self, *names: str) -> list[StepPhase]:
+        return [step_phase for step_phase in self.steps.phases if step_phase.name in names]
 
     # --- parts of the step ------------------------------------------------------------------------
 
@@ -398,13 +398,13 @@ class _PhaseWalk:
       last: latest end of the phase's work and stores so far.
     """
 
-    def __init__(self, step_walk: _StepWalk, part: Part, begin: Event) -> None:
+    def __init__(self, step_walk: _StepWalk, step_phase: StepPhase, begin: Event) -> None:
         self.step_walk = step_walk
         self.clock = step_walk.clock
-        self.stack = part.stack
-        self.name = part.name
-        self.seconds = step_walk.seconds[part.stack]
-        ops = [op for loop in part.phase.loops for op in loop.ops]
+        self.stack = step_phase.stack
+        self.name = step_phase.name
+        self.seconds = step_walk.seconds[step_phase.stack]
+        ops = [op for loop in step_phase.phase.loops for op in loop.ops]
         self.gathers = any(op.record.kind == "gathered" for op in ops)
         self.arrived = dict[int, Event]()
         self.gathered = dict[int, Event]()
