@@ -307,8 +307,8 @@ class BlockTracer:
         # The leaves of the input come first, then the residuals: `ResidualPlan.split` separates
         # them in this order.
         leaves, x_tree = jax.tree.flatten(x_one)
-        tier = segment.activations if segment.activations not in MODES else "device"
-        tiers = [tier] * len(leaves) + [
+        x_tier = segment.activations if segment.activations not in MODES else "device"
+        tiers = [x_tier] * len(leaves) + [
             "pinned_host" if off else "device" for off in layer.offloaded
         ]
         stream = dataclasses.replace(self.plan.stream, num_microbatches=count)
@@ -349,7 +349,7 @@ class BlockTracer:
         ]
         # The leaves of x are one record: they are written together and read together, and no step
         # reads the leaves of another step.
-        if tier == "nvme" and self.layout.disk is not None:
+        if x_tier == "nvme" and self.layout.disk is not None:
             of_x = records[: len(leaves)]
             num = self.stack.num_layers
             specs = [r.spec for r in of_x]
