@@ -6,7 +6,7 @@ import jax
 
 from host_offload.device import one_trip
 from zerojax.optim import LateRecord, Pending, RecordUpdate, record_specs, with_unstacked
-from zerojax.state import FlatState
+from zerojax.state import FlatState, StateRecords
 from zerojax.streamed.plan import StreamedPlan
 
 Array = jax.Array
@@ -52,11 +52,6 @@ def end_beside_drain(
     def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
         return {i: update.load_end(states, i) for i in group}
 
-    def store(states: FlatState, leaf: int, values: list[Array]) -> FlatState:
-        specs = record_specs(records, (leaf,))
-        stored = [spec.store(value) for spec, value in zip(specs, values, strict=True)]
-        return with_unstacked(records, states, {leaf: stored})
-
     def body(layer: Array, states: FlatState) -> FlatState:
         states, _ = late.drain(states, number, layer, pending)
         loaded = load(states, groups[0])
@@ -70,9 +65,16 @@ def end_beside_drain(
                 updated, following = jax.lax.optimization_barrier((updated, states))
                 loaded = load(following, groups[turn + 1])
             for i, values in updated.items():
-                states = store(states, i, values)
+                states = _store(records, states, i, values)
         return states
 
     states = one_trip(number, body, states, plan.mesh)
     in_pieces = {i: grads[i] for i in plan.chunked_unstacked}
     return update.update_unstacked(states, in_pieces, records.list_shared(states), loss, ok, ready)
+
+
+def _store(records: StateRecords, states: FlatState, leaf: int, values: list[Array]) -> FlatState:
+    """Return the state with an updated unstacked leaf stored in its tier."""
+    specs = record_specs(records, (leaf,))
+    stored = [spec.store(value) for spec, value in zip(specs, values, strict=True)]
+    return with_unstacked(records, states, {leaf: stored})
