@@ -105,10 +105,10 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
     stored = 0
     for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
         layer_bytes = 0
-        for n, record in enumerate(residuals.records):
-            if residuals.whole[n] is not None:
-                a = residuals.shapes[n]
-                layer_bytes += local_record_bytes(record, a.shape, a.dtype)
+        for array in residuals.arrays:
+            if array.gathered_spec is not None:
+                a = array.abstract
+                layer_bytes += local_record_bytes(array.record, a.shape, a.dtype)
         stored += loops.stack.num_layers * layer_bytes
     return stored * (streamed.mesh.shape[TENSOR] - 1)
 
@@ -117,10 +117,11 @@ def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
     """Return the values that a range of layers saves."""
     values = list[Kept]()
     lead = residuals.lead
-    for n, record in enumerate(residuals.records):
-        a = residuals.shapes[n]
+    for name, array in zip(residuals.names, residuals.arrays, strict=True):
+        record = array.record
+        a = array.abstract
         value = Kept(
-            name=residuals.names[n],
+            name=name,
             shape=a.shape[lead:],
             dtype=a.dtype,
             spec=_constrained_entries(record.spec)[lead:],
@@ -128,7 +129,7 @@ def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
             count=run.num_layers * math.prod(a.shape[:lead]),
             num_bytes=run.num_layers * local_record_bytes(record, a.shape, a.dtype),
             stack=run.name,
-            replicated=residuals.replicated[n] or "",
+            replicated=array.replicated or "",
         )
         values.append(value)
     return values

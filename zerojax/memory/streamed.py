@@ -82,7 +82,9 @@ def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
     The entry "on_disk" has the bytes of its record on the disk.
     """
     tiers = {"device": 0, "pinned_host": 0, "nvme": 0, "on_disk": 0}
-    for record, a in zip(residuals.records, residuals.shapes, strict=True):
+    for array in residuals.arrays:
+        record = array.record
+        a = array.abstract
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
         if record.disk_records is not None:
             # Everything that a layer saves on the disk is one padded record.
