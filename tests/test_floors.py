@@ -35,7 +35,7 @@ ROOMS = {
     "zerojax.environment": (),
     # folders, from the ground up
     "zerojax.sharding": ("user_values", "trees"),
-    "zerojax.jaxprs": ("trees",),
+    "zerojax.jaxprs": (),
     "zerojax.gather": ("activations", "jaxprs", "sharding", "trees"),
     "zerojax.tiling": ("user_values", "jaxprs", "sharding", "trees"),
     "zerojax.models": ("user_values", "tiling", "jaxprs", "sharding", "trees"),

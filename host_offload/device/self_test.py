@@ -69,10 +69,10 @@ class Form:
     """One way in which a step uses a stack.
 
     Attributes:
-      run: function (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device
-        memory), jittable with order and kind static. `taken[i]` is the record that tick i computed
-        with. The stack may be donated.
-      expect: function (order, stack) -> (stack, taken) that computes the same result in numpy.
+      run: function (order, stack[L, D, F] in host memory, kind) -> (stack, inputs[L, D, F] in
+        device memory), jittable with order and kind static. `inputs[i]` is the record that tick i
+        computed with. The stack may be donated.
+      expect: function (order, stack) -> (stack, inputs) that computes the same result in numpy.
     """
 
     run: Callable[[Order, jax.Array, str], tuple[jax.Array, jax.Array]]
@@ -127,7 +127,7 @@ def forms() -> Mapping[str, Form]:
 def build_form(
     form: Form, device: Any, kind: str = "pinned_host"
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Build a function (order, stack) -> (stack, taken) that runs a form on a device.
+    """Build a function (order, stack) -> (stack, inputs) that runs a form on a device.
 
     `order` is a numpy int32[L]. The first call with an order compiles. The stack is first copied to
     memory of `kind`, and the copy is donated. The function raises ValueError if the order is not
@@ -172,7 +172,7 @@ def linear_order(order: np.ndarray) -> Order:
 
 def records(shape: tuple[int, int, int] = _SHAPE) -> np.ndarray:
     """Return a numpy int32[L, D, F] with distinct elements, none of which is 0."""
-    # Elements of a record that was never taken are 0.
+    # Elements of a record that was never loaded are 0.
     return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) + 1
 
 
@@ -190,7 +190,7 @@ def _store(stack: jax.Array, record: jax.Array, layer: jax.Array, kind: str) -> 
 
 
 def _empty(stack: jax.Array) -> jax.Array:
-    return jnp.zeros(stack.shape, stack.dtype)  # taken[L, D, F], in device memory
+    return jnp.zeros(stack.shape, stack.dtype)  # inputs[L, D, F], in device memory
 
 
 def _compute(record: Any) -> Any:
@@ -200,8 +200,8 @@ def _compute(record: Any) -> Any:
 def _read(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     del kind
 
-    def tick(i: jax.Array, taken: jax.Array) -> jax.Array:
-        return taken.at[i].set(_load(stack, order[i]))
+    def tick(i: jax.Array, inputs: jax.Array) -> jax.Array:
+        return inputs.at[i].set(_load(stack, order[i]))
 
     return stack, jax.lax.fori_loop(0, len(order), tick, _empty(stack))
 
@@ -214,12 +214,12 @@ def _read_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, j
         return ring.at[i].set(_load(stack, order[i]))
 
     def last(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        ring, taken = carry  # [d, D, F], [L, D, F]
-        return ring, taken.at[i].set(ring[i % DISTANCE])
+        ring, inputs = carry  # [d, D, F], [L, D, F]
+        return ring, inputs.at[i].set(ring[i % DISTANCE])
 
     def tick(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        ring, taken = last(i, carry)
-        return ring.at[i % DISTANCE].set(_load(stack, order[i + DISTANCE])), taken
+        ring, inputs = last(i, carry)
+        return ring.at[i % DISTANCE].set(_load(stack, order[i + DISTANCE])), inputs
 
     ring = jax.lax.fori_loop(
         0, DISTANCE, preload, jnp.zeros((DISTANCE, *stack.shape[1:]), stack.dtype)
@@ -230,9 +230,9 @@ def _read_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, j
 
 def _update(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     def tick(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        stack, taken = carry
+        stack, inputs = carry
         record = _load(stack, order[i])
-        return _store(stack, _compute(record), order[i], kind), taken.at[i].set(record)
+        return _store(stack, _compute(record), order[i], kind), inputs.at[i].set(record)
 
     return jax.lax.fori_loop(0, len(order), tick, (stack, _empty(stack)))
 
@@ -243,11 +243,11 @@ def _update_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array,
     def tick(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], fetches: bool = True
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        stack, record, taken = carry
+        stack, record, inputs = carry
         ahead = _load(stack, order[i + 1]) if fetches else record
         # The write must not be moved before the read, or XLA copies the stack.
         stack, ahead = jax.lax.optimization_barrier((stack, ahead))
-        return _store(stack, _compute(record), order[i], kind), ahead, taken.at[i].set(record)
+        return _store(stack, _compute(record), order[i], kind), ahead, inputs.at[i].set(record)
 
     record = one_trip(
         0,
@@ -255,8 +255,8 @@ def _update_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array,
         jnp.zeros(stack.shape[1:], stack.dtype),
     )
     carry = jax.lax.fori_loop(0, last, tick, (stack, record, _empty(stack)))
-    stack, _, taken = one_trip(last, functools.partial(tick, fetches=False), carry)
-    return stack, taken
+    stack, _, inputs = one_trip(last, functools.partial(tick, fetches=False), carry)
+    return stack, inputs
 
 
 def _activations(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
@@ -267,16 +267,16 @@ def _activations(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, 
         return _store(stack, x, order[i], kind), _compute(x)
 
     def backward(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        taken, total = carry
+        inputs, total = carry
         x = _load(stack, order[num - 1 - i])
-        return taken.at[i].set(x + total), total + x
+        return inputs.at[i].set(x + total), total + x
 
     x = one_trip(
         0, lambda i, x: x + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype)
     )
     stack, _ = jax.lax.fori_loop(0, num, forward, (stack, x))
-    taken, _ = jax.lax.fori_loop(0, num, backward, (_empty(stack), jnp.zeros_like(x)))
-    return stack, taken
+    inputs, _ = jax.lax.fori_loop(0, num, backward, (_empty(stack), jnp.zeros_like(x)))
+    return stack, inputs
 
 
 def _expect_read(order: np.ndarray, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

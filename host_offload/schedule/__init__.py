@@ -20,8 +20,8 @@ from host_offload.schedule.ops import Op as Op
 from host_offload.schedule.ops import Record as Record
 from host_offload.schedule.phase import Phase as Phase
 from host_offload.schedule.schedule import Schedule as Schedule
-from host_offload.schedule.stacks import Part as Part
 from host_offload.schedule.stacks import StackedSchedule as StackedSchedule
+from host_offload.schedule.stacks import StepPhase as StepPhase
 from host_offload.schedule.stacks import StepPlan as StepPlan
 from host_offload.schedule.stacks import layers_kind as layers_kind
 from host_offload.schedule.stacks import stacked_schedule as stacked_schedule

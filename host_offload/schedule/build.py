@@ -5,6 +5,7 @@ distance, so bisection finds the largest distance that fits a budget.
 """
 
 import bisect
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -90,50 +91,68 @@ def build_schedule(
         choices = ", ".join(map(repr, UPDATES))
         raise ValueError(f"update={update!r}: choose from {choices}")
 
-    all_tiers = {kind: (tiers or {}).get(kind, "device") for kind in KINDS}
     sizes = None
     if record_bytes is not None:
         zeros = {kind: 0 for kind in SIZES if not kind.endswith(ON_DISK)}
         sizes = MappingProxyType(zeros | dict(record_bytes))
+    writer = PhaseWriter(
+        layers=range(first_layer, first_layer + num_layers),
+        distance=distance,
+        tiers={kind: (tiers or {}).get(kind, "device") for kind in KINDS},
+        update=update,
+        gather_ahead=gather_ahead,
+        master=master,
+        device_layers=device_layers,
+        stores_late=stores_late,
+        unstacked=tuple(unstacked),
+        host=host,
+        regathers=regathers,
+        sizes=sizes or {},
+    )
 
     def build(distance: int, gather_ahead: bool) -> Schedule:
-        writer = PhaseWriter(
-            layers=range(first_layer, first_layer + num_layers),
-            distance=distance,
-            tiers=all_tiers,
-            update=update,
-            gather_ahead=gather_ahead,
-            master=master,
-            device_layers=device_layers,
-            stores_late=stores_late,
-            unstacked=tuple(unstacked),
-            host=host,
-            regathers=regathers,
-            sizes=sizes or {},
-        )
-        return Schedule(
-            num_layers=num_layers,
-            distance=distance,
-            update=update,
-            gather_ahead=gather_ahead,
-            master=master,
-            tiers=MappingProxyType(all_tiers),
-            device_layers=device_layers,
-            phases=writer.phases(),
-            record_bytes=sizes,
-            first_layer=first_layer,
-        )
+        changed = dataclasses.replace(writer, distance=distance, gather_ahead=gather_ahead)
+        return _write_schedule(changed, sizes)
 
     schedule = build(distance, gather_ahead)
     if budget_bytes is not None:
-        _check_int("budget_bytes", budget_bytes, 0)
-        if record_bytes is None:
-            raise ValueError(
-                f"budget_bytes={budget_bytes} needs record_bytes, the bytes of one layer by kind"
-            )
-        if schedule.peak_bytes > budget_bytes:
-            raise _over_budget(schedule, build, budget_bytes)
+        _check_budget(schedule, build, budget_bytes)
     return schedule
+
+
+def _write_schedule(writer: PhaseWriter, record_bytes: Mapping[str, int] | None) -> Schedule:
+    """Return the schedule with the writer's phases; `record_bytes` is None if sizes are unknown."""
+    return Schedule(
+        num_layers=len(writer.layers),
+        distance=writer.distance,
+        update=writer.update,
+        gather_ahead=writer.gather_ahead,
+        master=writer.master,
+        tiers=MappingProxyType(dict(writer.tiers)),
+        device_layers=writer.device_layers,
+        phases=writer.phases(),
+        record_bytes=record_bytes,
+        first_layer=writer.layers.start,
+    )
+
+
+def _check_budget(
+    schedule: Schedule, build: Callable[[int, bool], Schedule], budget_bytes: int
+) -> None:
+    """Raise ValueError if a schedule exceeds its budget, or if its bytes are unknown.
+
+    Args:
+      schedule: schedule to check.
+      build: function that builds the schedule of another prefetch distance and `gather_ahead`.
+      budget_bytes: most bytes in flight per device.
+    """
+    _check_int("budget_bytes", budget_bytes, 0)
+    if schedule.record_bytes is None:
+        raise ValueError(
+            f"budget_bytes={budget_bytes} needs record_bytes, the bytes of one layer by kind"
+        )
+    if schedule.peak_bytes > budget_bytes:
+        raise _over_budget(schedule, build, budget_bytes)
 
 
 def _over_budget(
@@ -221,6 +240,7 @@ def _check_int(name: str, value: object, least: int, most: int | None = None) ->
 
 
 def _check_names(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
-    if unknown := sorted(set(names) - set(known), key=str):
+    unknown = sorted(set(names) - set(known), key=str)
+    if unknown:
         wrong = ", ".join(map(repr, unknown))
         raise ValueError(f"{argument} has unknown {wrong}: choose from {', '.join(known)}")

@@ -26,7 +26,7 @@ import numpy as np
 
 from host_offload.schedule.ops import Op, Record
 from host_offload.schedule.phase import Phase
-from host_offload.schedule.stacks import Part, StepPlan, layers_kind
+from host_offload.schedule.stacks import StepPhase, StepPlan, layers_kind
 from host_offload.schedule.tiles import tiles_kind
 
 
@@ -63,19 +63,19 @@ def list_moves(
         layers have their own.
     """
     moves: list[Move] = []
-    for part in steps.parts:
-        if phases is None or part.name in phases:
-            moves += _moves_of_phase(part.phase, partial(_kind, part, names or {}))
+    for step_phase in steps.phases:
+        if phases is None or step_phase.name in phases:
+            moves += _moves_of_phase(step_phase.phase, partial(_kind, step_phase, names or {}))
     return tuple(move for move in moves if move.kind in kinds)
 
 
-def _kind(part: Part, names: Mapping[str, tuple[str, str]], record: Record) -> str:
+def _kind(step_phase: StepPhase, names: Mapping[str, tuple[str, str]], record: Record) -> str:
     """Return the on-disk name of the records to which a record belongs."""
-    if part.stack is None:
+    if step_phase.stack is None:
         return f"{record.kind}.{record.leaves}"
-    if part.group:
-        return tiles_kind(record.kind, part.group)
-    stack, activations = names.get(part.stack, (part.stack, ""))
+    if step_phase.group:
+        return tiles_kind(record.kind, step_phase.group)
+    stack, activations = names.get(step_phase.stack, (step_phase.stack, ""))
     if activations and record.kind == "activations":
         return activations
     return layers_kind(record.kind, stack)
@@ -154,26 +154,26 @@ class Window:
             i for i in range(2 * len(self.moves)) if not self.moves[i % len(self.moves)].writes
         ]
         self._horizon = compute_horizon(self.moves, distance)
-        self._done = [False] * len(self.moves)
+        self._handed_over = [False] * len(self.moves)
         self.position = 0
 
     def restarted(self) -> "Window":
         """Return a window over the same moves, before the first of them."""
         window = copy.copy(self)
-        window._done = [False] * len(self.moves)
+        window._handed_over = [False] * len(self.moves)
         window.position = 0
         return window
 
     def advance(self, move: Move) -> bool:
         """Mark a move as handed over; return whether it was expected."""
         moves = self.moves
-        done = self._done
+        handed_over = self._handed_over
         n = len(self.moves)
         for i in range(self.position, min(self.position + self._horizon, n)):
-            if moves[i] == move and not done[i]:
-                done[i] = True
+            if moves[i] == move and not handed_over[i]:
+                handed_over[i] = True
                 # Moves can be made out of order: the position stays at the first missing move.
-                while self.position < n and done[self.position]:
+                while self.position < n and handed_over[self.position]:
                     self.position += 1
                 return True
         return False
@@ -188,7 +188,7 @@ class Window:
           waiting: (kind, layer) of records that have been or are being read, and are not used yet.
         """
         moves = self.moves
-        done = self._done
+        handed_over = self._handed_over
         after = self._after
         n = len(self.moves)
         reads: list[Move] = []
@@ -206,11 +206,11 @@ class Window:
             move = moves[i % n]
             kind, layer, _ = move
             # Moves from n on belong to the next step, and none of them has been made.
-            if (i < n and done[i]) or coming.get(kind, 0) == distance:
+            if (i < n and handed_over[i]) or coming.get(kind, 0) == distance:
                 continue
             coming[kind] = coming.get(kind, 0) + 1
             write = after[i]  # the write that the read must wait for
-            is_written = write < position or (write < n and done[write])
+            is_written = write < position or (write < n and handed_over[write])
             if is_written and (kind, layer) not in records and count.get(kind, 0) < distance:
                 records.add((kind, layer))
                 count[kind] = count.get(kind, 0) + 1

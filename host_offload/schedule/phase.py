@@ -193,9 +193,10 @@ class Phase:
     @property
     def stores_late(self) -> int:
         """The number of ticks between a record's update and its store."""
-        return max(
-            (op.lag for loop in self._after for op in loop.ops if _is_late_store(op)), default=0
-        )
+        lags = [0]
+        for loop in self._after:
+            lags += [op.lag for op in loop.ops if _is_late_store(op)]
+        return max(lags)
 
     def list_ticks(self, leaves: str, verb: str) -> list[int]:
         """Return the ticks in which unstacked leaves are loaded, updated or stored.
@@ -318,11 +319,10 @@ class Phase:
         """
         tiles = max((op.inner.peak_bytes for op in loop.ops if op.inner is not None), default=0)
         # A record that a tick gathers twice, for forward and for the derivative, counts once.
-        records = {
-            (op.verb, op.record, op.number): op.num_bytes
-            for op in loop.ops
-            if op.verb in _HOLD or _adds_bytes(op, loop)
-        }
+        records = dict[tuple[str, Record, int], int]()
+        for op in loop.ops:
+            if op.verb in _HOLD or _adds_bytes(op, loop):
+                records[op.verb, op.record, op.number] = op.num_bytes
         return self._bytes_in_every_tick + tiles + sum(records.values())
 
 

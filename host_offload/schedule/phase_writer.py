@@ -84,14 +84,14 @@ class PhaseWriter:
 
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases, in the order in which they run."""
-        return tuple(
-            Phase(
-                name=layer_pass.name,
-                loops=merge_loops(self._loops(layer_pass)),
-                device_layers=self.device_layers,
-                first_layer=self.layers.start,
-            )
-            for layer_pass in self._passes()
+        return tuple(map(self._phase, self._passes()))
+
+    def _phase(self, layer_pass: LayerPass) -> Phase:
+        return Phase(
+            name=layer_pass.name,
+            loops=merge_loops(self._loops(layer_pass)),
+            device_layers=self.device_layers,
+            first_layer=self.layers.start,
         )
 
     def _passes(self) -> list[LayerPass]:

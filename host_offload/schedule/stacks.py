@@ -61,7 +61,7 @@ def layers_kind(kind: str, stack: str) -> str:
     return f"{kind}.{stack}" if stack else kind
 
 
-class Part(NamedTuple):
+class StepPhase(NamedTuple):
     """One phase of a step.
 
     Attributes:
@@ -98,18 +98,18 @@ class StepPlan:
     num_microbatches: int = 1
 
     @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def phases(self) -> tuple[StepPhase, ...]:
         """All phases, in the order in which they run."""
-        parts = list[Part]()
+        phases = list[StepPhase]()
         for name in self._phase_names():
             if name in self.unstacked:
-                parts.append(Part(self.unstacked[name], name))
+                phases.append(StepPhase(self.unstacked[name], name))
             stacks = list(self.stacks.items())
             if name == "backward":
                 stacks.reverse()
             for stack, schedule in stacks:
-                parts += _list_parts(name, stack, schedule)
-        return tuple(parts)
+                phases += _list_phases(name, stack, schedule)
+        return tuple(phases)
 
     def _phase_names(self) -> tuple[str, ...]:
         """Return the names of all phases, in the order in which they run."""
@@ -122,17 +122,17 @@ class StepPlan:
 
     def __repr__(self) -> str:
         """Return one line with the names of the phases."""
-        phases = dict.fromkeys(_title(part) for part in self.parts)
-        return f"<StepPlan of {', '.join(phases)}; print it for a table>"
+        titles = dict.fromkeys(_title(step_phase) for step_phase in self.phases)
+        return f"<StepPlan of {', '.join(titles)}; print it for a table>"
 
     def __str__(self) -> str:
         """Return a table with one row per operation of each loop."""
         rows: list[tuple[str, ...]] = [_TABLE_HEADS]
-        for part in self.parts:
-            for depth, loop, op in _operations(part.phase):
+        for step_phase in self.phases:
+            for depth, loop, op in _operations(step_phase.phase):
                 # Skip gathers of replicated parameters.
                 if op.verb != "gather" or op.num_bytes:
-                    rows.append(self._row(_title(part), depth, loop, op))
+                    rows.append(self._row(_title(step_phase), depth, loop, op))
         lines = [self._head()] if self.peak_bytes else []
         columns = list[list[str]]()
         for head, *cells in zip(*rows, strict=True):
@@ -179,7 +179,7 @@ class StepPlan:
         Raises:
           ValueError: no lane is given, or records never move in a given lane.
         """
-        return sum(part.phase.moved(*lanes, called=called) for part in self.parts)
+        return sum(step_phase.phase.moved(*lanes, called=called) for step_phase in self.phases)
 
     def find_peak(self, name: str) -> int:
         """Return the most bytes in flight per device in any tick of the phases with a name.
@@ -194,13 +194,16 @@ class StepPlan:
           ValueError: no step has a phase with that name.
         """
         known = (*_BEFORE_UPDATE, "update", "unstacked")
-        titles = [_title(part) for part in self.parts]
+        titles = [_title(step_phase) for step_phase in self.phases]
         if name not in (*known, *titles):
             present = ", ".join(dict.fromkeys(titles))
             raise ValueError(
                 f"phase {name!r}: this step has {present}, and steps have {', '.join(known)}"
             )
-        peaks = [part.phase.peak_bytes for part in self.parts if name in (part.name, _title(part))]
+        peaks = list[int]()
+        for title, step_phase in zip(titles, self.phases, strict=True):
+            if name in (step_phase.name, title):
+                peaks.append(step_phase.phase.peak_bytes)
         return max(peaks, default=0)
 
     @functools.cached_property
@@ -211,13 +214,13 @@ class StepPlan:
         """
         loaded = self.unstacked["embed"].moved("up") if "embed" in self.unstacked else 0
         peak = ("", 0)
-        for part in self.parts:
-            num_bytes = part.phase.peak_bytes
+        for step_phase in self.phases:
+            num_bytes = step_phase.phase.peak_bytes
             # `embed` counts its own loads, and the update does not need them.
-            if part.name in _BEFORE_UPDATE[1:]:
+            if step_phase.name in _BEFORE_UPDATE[1:]:
                 num_bytes += loaded
             if num_bytes > peak[1]:
-                peak = (_title(part), num_bytes)
+                peak = (_title(step_phase), num_bytes)
         return peak
 
     @property
@@ -257,11 +260,11 @@ class StackedSchedule(Schedule):
         Raises:
           ValueError: the schedules were built without record_bytes.
         """
-        return {
-            _named(name, loop): n
-            for name, stack in self.stacks.items()
-            for loop, n in stack.in_flight().items()
-        }
+        num_bytes = dict[str, np.ndarray]()
+        for name, stack in self.stacks.items():
+            for loop, loop_bytes in stack.in_flight().items():
+                num_bytes[_named(name, loop)] = loop_bytes
+        return num_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -281,14 +284,14 @@ class StackedSchedule(Schedule):
         return "\n\n".join(f"{name}: {stack}" for name, stack in self.stacks.items())
 
 
-def _list_parts(name: str, stack: str, schedule: Schedule) -> list[Part]:
+def _list_phases(name: str, stack: str, schedule: Schedule) -> list[StepPhase]:
     """Return a stack's phases with a name; its layers come before the tiles of its groups."""
-    parts = [Part(phase, name, stack) for phase in schedule.phases if phase.name == name]
-    if parts and name == "update" and isinstance(schedule, TiledSchedule):
+    phases = [StepPhase(phase, name, stack) for phase in schedule.phases if phase.name == name]
+    if phases and name == "update" and isinstance(schedule, TiledSchedule):
         # After a stack's layers, the tiles of all its layers are updated, group by group.
         for group in schedule.tiles:
-            parts.append(Part(group.phase("update"), "update", stack, group.name))
-    return parts
+            phases.append(StepPhase(group.phase("update"), "update", stack, group.name))
+    return phases
 
 
 def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
@@ -302,10 +305,10 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
         return stacks[""]
     schedules = list(stacks.values())
     # A stack may lack a kind, so take the tier from a stack that has it.
-    tiers = {
-        kind: max((s.tiers[kind] for s in schedules), key=lambda tier: tier != "device")
-        for kind in schedules[0].tiers
-    }
+    tiers = dict[str, str]()
+    for kind in schedules[0].tiers:
+        stack_tiers = [schedule.tiers[kind] for schedule in schedules]
+        tiers[kind] = max(stack_tiers, key=lambda tier: tier != "device")
     fields: dict[str, Any] = {
         field.name: getattr(schedules[0], field.name) for field in dataclasses.fields(Schedule)
     }
@@ -339,12 +342,12 @@ def _align(cells: list[str], to_right: bool) -> list[str]:
     return [cell.rjust(width) if to_right else cell.ljust(width) for cell in cells]
 
 
-def _title(part: Part) -> str:
+def _title(step_phase: StepPhase) -> str:
     """Return the name of a phase in the table."""
-    if part.stack is None:
-        return part.name
-    title = _named(part.stack, part.name)
-    return f"{title}/{part.group}" if part.group else title
+    if step_phase.stack is None:
+        return step_phase.name
+    title = _named(step_phase.stack, step_phase.name)
+    return f"{title}/{step_phase.group}" if step_phase.group else title
 
 
 def _lag(op: Op) -> str:

@@ -18,7 +18,7 @@ result must be recomputed.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -205,23 +205,21 @@ def build_tiled_schedule(
     tile_tiers = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
     assert set(tile_tiers) <= set(KINDS)
 
+    build_records = partial(
+        build_schedule, update=update, master=master, host=host, regathers=regathers
+    )
+
     def build(distance: int, gather_ahead: bool) -> TiledSchedule:
         # `advise` passes this argument, but a step with tiles never gathers ahead.
         del gather_ahead
-        build_records = partial(
-            build_schedule,
-            distance=distance,
-            update=update,
-            master=master,
-            host=host,
-            regathers=regathers,
-        )
         layers = build_records(
-            num_layers, tiers=tiers, record_bytes=record_bytes, first_layer=first_layer
+            num_layers, distance, tiers=tiers, record_bytes=record_bytes, first_layer=first_layer
         )
         tiles = []
         for (name, num_tiles), tile_bytes in zip(groups.items(), group_bytes, strict=True):
-            build_tiles = partial(build_records, tiers=tile_tiers, record_bytes=tile_bytes)
+            build_tiles = partial(
+                build_records, distance=distance, tiers=tile_tiers, record_bytes=tile_bytes
+            )
             inner = build_tiles(num_tiles)
             flat = build_tiles(num_layers * num_tiles, first_layer=first_layer * num_tiles)
             tiles.append(TileLoops(name=name, num_tiles=num_tiles, inner=inner, flat=flat))
@@ -229,13 +227,20 @@ def build_tiled_schedule(
 
     schedule = build(distance, False)
     if budget_bytes is not None and schedule.peak_bytes > budget_bytes:
-        raise ValueError(
-            f"budget_bytes={budget_bytes}: prefetch_distance={distance} puts "
-            f"{schedule.peak_bytes} bytes in flight on a device, "
-            f"{schedule.peak_bytes - budget_bytes} more; "
-            + advise(build, distance, (False,), budget_bytes)
-        )
+        raise _over_budget(schedule, build, budget_bytes)
     return schedule
+
+
+def _over_budget(
+    schedule: TiledSchedule, build: Callable[[int, bool], TiledSchedule], budget_bytes: int
+) -> ValueError:
+    """Return the error for a schedule that exceeds its budget, with a change that makes it fit."""
+    peak_bytes = schedule.peak_bytes
+    return ValueError(
+        f"budget_bytes={budget_bytes}: prefetch_distance={schedule.distance} puts "
+        f"{peak_bytes} bytes in flight on a device, {peak_bytes - budget_bytes} more; "
+        + advise(build, schedule.distance, (False,), budget_bytes)
+    )
 
 
 def _add_tiles(layers: Schedule, tiles: Sequence[TileLoops]) -> TiledSchedule:

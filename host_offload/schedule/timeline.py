@@ -22,7 +22,13 @@ COLOURS = {
     "gathered": "#b0a4e3",
     "compute": "#d4d4d4",
 }
-LEFT, RIGHT, ROW, DIGIT, LEGEND = 84, 24, 26, 8, 104  # pixels
+
+# Pixels of a picture.
+LEFT = 84  # margin that holds the names of the lanes
+RIGHT = 24  # margin
+ROW = 26  # height of a lane
+DIGIT = 8  # width of a digit
+LEGEND = 104  # width of an entry of the legend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

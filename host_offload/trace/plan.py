@@ -188,7 +188,10 @@ def list_uses(runs: Sequence[Run]) -> list[Use]:
     A device's k-th use of a record is matched with the record's k-th planned move. If the oldest
     events of a run were dropped, both are counted from the end.
     """
-    return [use for index, run in enumerate(runs) for use in _uses_of_run(index, run)]
+    uses = list[Use]()
+    for index, run in enumerate(runs):
+        uses += _uses_of_run(index, run)
+    return uses
 
 
 def _uses_of_run(index: int, run: Run) -> list[Use]:
@@ -312,18 +315,21 @@ def plan(
             write_ends[key] = free
 
     starts |= _place_reads(_released(runs, wanted, write_ends, distance), costs)
-    return [
-        Planned(
-            run=run,
-            turn=turn,
-            move=runs[run].moves[turn],
-            start=starts[run, turn],
-            seconds=costs[run, turn].seconds,
-            num_bytes=costs[run, turn].num_bytes,
-            wanted=wanted[run][turn],
+    planned = []
+    for key in keys:
+        run, turn = key
+        planned.append(
+            Planned(
+                run=run,
+                turn=turn,
+                move=runs[run].moves[turn],
+                start=starts[key],
+                seconds=costs[key].seconds,
+                num_bytes=costs[key].num_bytes,
+                wanted=wanted[run][turn],
+            )
         )
-        for run, turn in keys
-    ]
+    return planned
 
 
 class _Cost(NamedTuple):
@@ -363,10 +369,10 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
 
     A move without a use gets the time of the move before it.
     """
-    stalls = [
-        Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait"))
-        for run in runs
-    ]
+    stalls = []
+    for run in runs:
+        waits = [event for event in run.events if event.name in ("read_wait", "write_wait")]
+        stalls.append(Intervals((wait.start, wait.end) for wait in waits))
     times: dict[MoveKey, list[float]] = {}
     for use in uses:
         if use.turn is not None:

@@ -53,13 +53,13 @@ def float32_flops(text):
     total = 0
     for computation in parse_module(text).computations.values():
         for i in computation.instructions.values():
-            assert "gemm" not in i.rest or i.op != "custom-call", (
+            assert "gemm" not in i.text or i.op != "custom-call", (
                 "this count does not support products that are calls"
             )
             if i.op != "dot":
                 continue
             left = parse_arrays(computation.instructions[i.operands[0]].shape)[0]
-            summed = parse_ints(i.rest.split("lhs_contracting_dims={")[1].split("}")[0])
+            summed = parse_ints(i.text.split("lhs_contracting_dims={")[1].split("}")[0])
             (out,) = parse_arrays(i.shape)
             total += (
                 2 * math.prod(out.dims) * math.prod(left.dims[d] for d in summed)

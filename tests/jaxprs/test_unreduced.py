@@ -43,3 +43,26 @@ def test_a_sum_of_data_may_leave_the_island_that_a_cotangent_passes(
         rows = slice(2 * device, 2 * device + 2)
         np.testing.assert_allclose(own[device], 2 * x[rows].T @ dy[rows] * scale, rtol=1e-5)
     np.testing.assert_allclose(own.sum(0), derivative(dy, x, ())[0], rtol=1e-5)
+
+
+def test_one_batch_shard_has_nothing_to_reduce(caplog: pytest.LogCaptureFixture) -> None:
+    """An island over `tensor` alone has no axes of the batch, so its results are not changed."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 1, 2), ("data", "fsdp", "tensor"))
+
+    def island(dy: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.psum(x.T @ dy, "tensor"), jnp.sin(dy)
+
+    def derivative(dy: jax.Array, x: jax.Array, params: Any) -> tuple[Any, tuple[()]]:
+        specs = (PartitionSpec(), PartitionSpec("tensor"))
+        run = jax.shard_map(
+            island, mesh=mesh, in_specs=specs[1], out_specs=specs, axis_names={"tensor"}
+        )
+        product, sines = run(dy, x)
+        return {"island": product, "around": x.T @ sines}, ()
+
+    dy, x = (jax.random.normal(jax.random.key(n), (8, 3)) for n in (0, 1))
+    with caplog.at_level(logging.WARNING, "zerojax"):
+        rows, _ = jax.jit(unreduced_grads(derivative, mesh))(dy, x, ())
+    assert not caplog.records
+    expected, _ = jax.jit(derivative)(dy, x, ())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-5), rows, expected)

@@ -80,7 +80,7 @@ def test_a_delayed_update_is_listed_once_for_each_record(tmp_path):
         leaves = [program.layout.all_leaves[i].name for i in program.layout.unstacked]
     updates = [
         (op.record.leaves, op.number)
-        for part in operations.parts
+        for part in operations.phases
         for _, ops in part.phase.ticks()
         for op in ops
         if op.verb == "host_update"
@@ -154,12 +154,12 @@ def test_a_resident_step_lists_its_update_once():
         with zj.build_train_step(model, optax.adamw(1e-3), config, mesh_of(2)) as program:
             operations = program.operations(batch)
         verbs = [
-            op.verb for part in operations.parts for _, ops in part.phase.ticks() for op in ops
+            op.verb for part in operations.phases for _, ops in part.phase.ticks() for op in ops
         ]
         assert verbs.count("update") == 1, name
         assert "update" in str(operations)
         assert " gather " not in str(operations)
-        assert ("head" in [part.name for part in operations.parts]) == (name == "layers")
+        assert ("head" in [part.name for part in operations.phases]) == (name == "layers")
 
 
 def test_advice_keeps_what_makes_the_step_stream():

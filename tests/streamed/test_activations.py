@@ -217,3 +217,16 @@ def test_layer_inputs_on_disk_are_counted_there_beside_named_tensors(tmp_path):
     )
     with zj.build_train_step(named_model(), optax.adamw(1e-2), config, mesh) as program:
         assert program.schedule.tiers["activations"] == "nvme"
+
+
+@pytest.mark.parametrize("names", ["saved_names", "offloaded_names"])
+def test_a_layers_input_is_on_disk_beside_named_tensors(names, tmp_path):
+    """A named value is not on disk, whichever of the layer's saved values comes last."""
+    data = toys.batches(3)
+    expected, params = train(named_model(), zj.ZeroConfig(stage=3), data)
+    config = zj.ZeroConfig(
+        stage=3, activations="nvme", swap_dir=str(tmp_path), **{names: ("hidden",)}
+    )
+    losses, after = train(named_model(), config, data)
+    np.testing.assert_allclose(losses, expected, rtol=3e-7)
+    toys.assert_trees_close(after, params, atol=1e-6)

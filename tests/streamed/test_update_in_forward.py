@@ -197,10 +197,10 @@ def test_a_model_without_layers_is_refused():
 def test_operations_update_a_layer_before_it_is_computed():
     program = build("in_forward", **ALL_ON_HOST)
     steps = program.operations(toys.batches(1)[0])
-    names = [part.name for part in steps.parts]
+    names = [part.name for part in steps.phases]
     assert names.index("unstacked") < names.index("embed")
     assert "update" not in names
-    (forward,) = (part.phase for part in steps.parts if part.name == "forward")
+    (forward,) = (part.phase for part in steps.phases if part.name == "forward")
     verbs = [op.verb for loop in forward.loops for op in loop.ops]
     assert verbs.index("update") < verbs.index("compute")
     after = build("after_backward", **ALL_ON_HOST).operations(toys.batches(1)[0])

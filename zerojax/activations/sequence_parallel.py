@@ -63,6 +63,7 @@ from zerojax.sharding import (
     without_axis,
 )
 from zerojax.tiling import parse
+from zerojax.trees import Params
 
 Array = jax.Array
 
@@ -118,26 +119,16 @@ def sequence_parallel(
     unstacked_rule = Rule(mesh, overlap=overlap, recomputed=True)
     rule = dataclasses.replace(unstacked_rule, recomputed=recomputed)
 
-    def replacements(stack: StackModel, block_specs: Any) -> dict[str, Any]:
-        """Return the functions to replace in a stack, or in a model that has only one."""
-        block = stack.model.block
-        enter = stack.model.enter
-        collect = functools.partial(collector.traced, stack.name)
-        return {
-            "block": _entered(block, (block_specs,), rule, collect, returns_stream=True),
-            "enter": None if enter is None else _leaving(enter, mesh, lambda out: out[0]),
-        }
-
     if model.stacks:
         block_specs = specs.get("block") or {}
         stacks = []
         for stack, stack_model in zip(model.stacks, list_stacks(model), strict=True):
-            functions = replacements(stack_model, stack_model.of(block_specs))
+            functions = _stack_functions(stack_model, stack_model.of(block_specs), rule, collector)
             stacks.append(dataclasses.replace(stack, **functions))
         fields: dict[str, Any] = {"stacks": stacks}
     else:
         (stack_model,) = list_stacks(model)
-        fields = replacements(stack_model, specs.get("block"))
+        fields = _stack_functions(stack_model, specs.get("block"), rule, collector)
     if model.predict is not None:
         fields["predict"] = _entered(model.predict, unstacked, unstacked_rule)
     has_state = "embed" in (model.init_state or {})
@@ -147,6 +138,19 @@ def sequence_parallel(
         head=_entered(model.head, unstacked, unstacked_rule),
         **fields,
     )
+
+
+def _stack_functions(
+    stack: StackModel, block_specs: Any, rule: Rule, collector: SequenceParallelism
+) -> dict[str, Any]:
+    """Return the functions to replace in a stack, or in a model that has only one."""
+    block = stack.model.block
+    enter = stack.model.enter
+    collect = functools.partial(collector.traced, stack.name)
+    return {
+        "block": _entered(block, (block_specs,), rule, collect, returns_stream=True),
+        "enter": None if enter is None else _leaving(enter, rule.mesh, lambda out: out[0]),
+    }
 
 
 def _check_specs(block_specs: Any, mesh: Mesh) -> None:
@@ -212,13 +216,12 @@ def _entered(
         x = args[len(specs)]
         inputs = args[len(specs) + 1 :]
         program, out = trace(function, *args, is_opaque=lambda eqn: parse(eqn) is not None)
+        param_splits = _param_splits(params, specs, mesh)
         values = list[Any](jax.tree.leaves(params))
-        splits = list[Split | None]()
+        splits = list[Split | None](split for _, split in param_splits)
         paths = dict[int, tuple[str, ...]]()
-        for tree, tree_specs in zip(params, specs, strict=True):
-            for path, spec in param_specs(tree, tree_specs, mesh, FSDP).items():
-                paths[program.inputs[len(splits)]] = (path,)
-                splits.append(tuple(map(parse_axes, spec.base)))
+        for slot, (path, _) in zip(program.inputs, param_splits, strict=False):
+            paths[slot] = (path,)
 
         x_leaves = jax.tree.leaves(x)
         streams = _stream_specs(x, mesh)
@@ -231,13 +234,8 @@ def _entered(
                 splits.append(split_as_batch(a, mesh))
         if returns_stream and not streams:
             raise _without_stream(x_leaves)
-
-        # Dim 0 of further arguments may be the batch. Their other dims are left to the partitioner.
-        batch = {jnp.shape(a)[:1] for a in x_leaves}
-        for a in jax.tree.leaves(inputs):
-            values.append(a)
-            is_batch = jnp.shape(a)[:1] in batch
-            splits.append(split_as_batch(a, mesh) if is_batch else ((),) * jnp.ndim(a))
+        values += jax.tree.leaves(inputs)
+        splits += _input_splits(inputs, x_leaves, mesh)
 
         shapes = {jnp.shape(x_leaves[n])[:2] for n in streams}
         walk = SequenceInterpreter(dataclasses.replace(rule, streams=shapes, products=[]), paths)
@@ -250,6 +248,30 @@ def _entered(
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
+
+
+def _param_splits(
+    params: Sequence[Params], specs: Sequence[Any], mesh: Mesh
+) -> list[tuple[str, Split]]:
+    """Return the path and the split of each leaf of some trees of parameters, in order."""
+    splits = list[tuple[str, Split]]()
+    for tree, tree_specs in zip(params, specs, strict=True):
+        for path, spec in param_specs(tree, tree_specs, mesh, FSDP).items():
+            splits.append((path, tuple(map(parse_axes, spec.base))))
+    return splits
+
+
+def _input_splits(inputs: Any, x_leaves: Sequence[Any], mesh: Mesh) -> list[Split | None]:
+    """Return the split of each leaf of the arguments after x.
+
+    Dim 0 may be the batch; the other dims are left to the partitioner.
+    """
+    batch_shapes = {jnp.shape(a)[:1] for a in x_leaves}
+    splits = list[Split | None]()
+    for a in jax.tree.leaves(inputs):
+        is_batch = jnp.shape(a)[:1] in batch_shapes
+        splits.append(split_as_batch(a, mesh) if is_batch else ((),) * jnp.ndim(a))
+    return splits
 
 
 def _without_stream(x_leaves: Sequence[Any]) -> ValueError:

@@ -56,8 +56,8 @@ class SplitVjp:
         self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]
     ) -> list[Any]:
         """Return the values that the derivative reads, some of which may be constants."""
-        of = {"operand": operands, "out": outs, "kept": kept}
-        return [of[kind][n] if kind in of else n for kind, n in self.sources]
+        by_kind = {"operand": operands, "out": outs, "kept": kept}
+        return [by_kind[kind][n] if kind in by_kind else n for kind, n in self.sources]
 
     def backward(self, values: Sequence[Any], d_outs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the cotangents of the operands, from the values of `read_by_backward`.

@@ -214,8 +214,10 @@ class Restoring:
         mesh = self.layout.mesh
         first = leaves[0]
         device = mesh.devices.flat[rank]
-        boxes = [_box_on(leaf.record(mesh).sharding, leaf, device) for leaf in leaves]
-        starts = [[start for start, _ in box] for box in boxes]
+        starts = list[list[int]]()
+        for leaf in leaves:
+            box = _box_on(leaf.record(mesh).sharding, leaf, device)
+            starts.append([start for start, _ in box])
         names = [leaf.name for leaf in leaves]
         lead = first.shape[: first.lead]
         unknown = (0,) * records.num_layers
@@ -354,8 +356,8 @@ def _host_part(stack: Any) -> Any:
 
 
 def _arrays_in(stack: Any) -> list[jax.Array]:
-    parts = [stack.device, stack.host] if isinstance(stack, Split) else [stack]
-    return [array for array in parts if not isinstance(array, OnDisk)]
+    arrays = [stack.device, stack.host] if isinstance(stack, Split) else [stack]
+    return [array for array in arrays if not isinstance(array, OnDisk)]
 
 
 def _with_arrays(stack: Any, arrays: Sequence[jax.Array]) -> Any:

@@ -14,6 +14,7 @@ any assignment fits.
 import itertools
 import math
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -42,14 +43,15 @@ def by_greedy(problem: Problem) -> Choice:
       problem: the layers, their options and budgets.
     """
     begin = time.perf_counter()
-    found = [_descended(problem, start) for start in _starts(problem)]
-    best = found[_best(problem, np.array(found))]
+    assignments = [_descend(problem, start) for start in _starts(problem)]
+    best = assignments[_best(problem, np.array(assignments))]
     if _excess(problem, best[None])[0] > 0:
         least = least_peak(problem)
-        fewest = [int(problem.of("host_bytes").argmin())] * problem.num_layers
-        best = np.array(fewest if least is None else least)
+        if least is None:
+            least = [int(problem.of("host_bytes").argmin())] * problem.num_layers
+        best = np.array(least)
         if _excess(problem, best[None])[0] == 0:
-            best = _descended(problem, best)
+            best = _descend(problem, best)
     solver = Solver(
         text="greedy: descent from two segments",
         gap=math.inf,
@@ -65,29 +67,29 @@ def _starts(problem: Problem) -> list[np.ndarray]:
     """
     L = problem.num_layers
     options = range(len(problem.options))
-    same = np.array([[p] * L for p in options])
-    starts = [same[_best(problem, same)]]
+    uniform = np.array([[p] * L for p in options])
+    starts = [uniform[_best(problem, uniform)]]
     if problem.max_segments == 1 or L == 1:
         return starts
     is_first = np.arange(L) < np.arange(1, L)[:, None]  # [bounds, L]
     pairs = [np.where(is_first, p, q) for p, q in itertools.permutations(options, 2)]
-    best = [pair[_best(problem, pair)] for pair in pairs]
-    while best and len(starts) <= _STARTS:
-        starts.append(best.pop(_best(problem, np.array(best))))
+    best_pairs = [pair[_best(problem, pair)] for pair in pairs]
+    while best_pairs and len(starts) <= _STARTS:
+        starts.append(best_pairs.pop(_best(problem, np.array(best_pairs))))
     return starts
 
 
-def _descended(problem: Problem, assignment: np.ndarray) -> np.ndarray:
+def _descend(problem: Problem, assignment: np.ndarray) -> np.ndarray:
     """Return the assignment after repeatedly applying the best change, until none is better."""
     while True:
-        candidates = _changed(problem, assignment)
+        candidates = _neighbours(problem, assignment)
         best = candidates[_best(problem, candidates)]
         if (best == assignment).all():
             return assignment
         assignment = best
 
 
-def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
+def _neighbours(problem: Problem, assignment: np.ndarray) -> np.ndarray:
     """Return the assignment and its neighbours: [N, L].
 
     In a neighbour, layers i .. j-1 take another option. One of i and j is the bound of a segment
@@ -97,20 +99,20 @@ def _changed(problem: Problem, assignment: np.ndarray) -> np.ndarray:
     P = len(problem.options)
     bounds = {0, L, *(np.flatnonzero(np.diff(assignment)) + 1).tolist()}
     grid = bounds | set(range(0, L, -(-L // _GRID)))
-    pairs = {
-        (min(a, b), max(a, b))
-        for some, others in ((bounds, range(L + 1)), (grid, grid))
-        for a in some
-        for b in others
-    }
-    first, last = np.array(sorted((i, j) for i, j in pairs if i < j)).T[:, :, None]  # [N, 1] each
+    pairs = _ordered_pairs(bounds, range(L + 1)) | _ordered_pairs(grid, grid)
+    first, last = np.array(sorted(pairs)).T[:, :, None]  # [N, 1] each
     layers = np.arange(L)
     is_changed = (first <= layers) & (layers < last)
-    changed = np.concatenate(
-        [assignment[None], *(np.where(is_changed, p, assignment) for p in range(P))]
-    )
+    neighbours = [np.where(is_changed, option, assignment) for option in range(P)]
+    changed = np.concatenate([assignment[None], *neighbours])
     num_segments = 1 + np.count_nonzero(np.diff(changed, axis=1), axis=1)
     return changed[num_segments <= problem.max_segments]
+
+
+def _ordered_pairs(first: Iterable[int], second: Iterable[int]) -> set[tuple[int, int]]:
+    """Return all pairs of different numbers from two sets, the smaller number first."""
+    pairs = itertools.product(first, second)
+    return {(min(a, b), max(a, b)) for a, b in pairs if a != b}
 
 
 def _best(problem: Problem, candidates: np.ndarray) -> int:
@@ -126,6 +128,6 @@ def _best(problem: Problem, candidates: np.ndarray) -> int:
 def _excess(problem: Problem, candidates: np.ndarray) -> np.ndarray:
     """Return the bytes over the budgets of each candidate, device and host summed: [N]."""
     peak, host = compute_bytes(problem, candidates)
-    return np.maximum(peak - problem.device_budget_bytes, 0) + np.maximum(
-        host - problem.host_budget_bytes, 0
-    )
+    device_excess = np.maximum(peak - problem.device_budget_bytes, 0)
+    host_excess = np.maximum(host - problem.host_budget_bytes, 0)
+    return device_excess + host_excess

@@ -10,10 +10,10 @@ Uploads pass through a ring of d slots (`host_offload.schedule`):
     stored[t]      = max(stored[t-1], computed[t]) + host_bytes[t] / link_down
 
     B              = computed[L-1] + head_seconds
-    fetched[k]     = max(fetched[k-1], taken[k-d], stored[l], computed[L-1])
+    fetched[k]     = max(fetched[k-1], begun[k-d], stored[l], computed[L-1])
                      + (host_bytes[l] + up_backward_bytes) / link_up
-    taken[k]       = max(computed_b[k-1], fetched[k]),  with computed_b[-1] = B
-    computed_b[k]  = taken[k] + backward_seconds + seconds[l]
+    begun[k]       = max(computed_b[k-1], fetched[k]),  with computed_b[-1] = B
+    computed_b[k]  = begun[k] + backward_seconds + seconds[l]
     stored_b[k]    = max(stored_b[k-1], computed_b[k]) + down_backward_bytes / link_down
     total          = max(computed_b[L-1], stored_b[L-1])
 
@@ -34,7 +34,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -100,16 +99,17 @@ class Problem:
                 "options is empty: pass at least one option, such as the result of `layer_options`"
             )
         for name in ("num_layers", "distance", "max_segments"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value}: at least 1 is needed")
         for name in ("forward_seconds", "link_down", "link_up"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name}={getattr(self, name)}: a finite number above 0 is needed")
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value}: a finite number above 0 is needed")
         for name in _AMOUNTS:
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: a finite number, at least 0, is needed"
-                )
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value}: a finite number, at least 0, is needed")
 
     def of(self, name: str) -> np.ndarray:
         """Return one cost of all options, such as "host_bytes": float64 [P]."""
@@ -190,12 +190,15 @@ class Choice:
 
 def forward_times(problem: Problem) -> list[float]:
     """Return computed[t] of every layer, in seconds, which is the same for all assignments."""
+    d = problem.distance
     arrived = 0.0
-    computed = []
+    end = 0.0
+    computed = list[float]()
     for t in range(problem.num_layers):
-        free = computed[t - problem.distance] if t >= problem.distance else 0.0
-        arrived = max(arrived, free) + problem.up_forward_bytes / problem.link_up
-        computed.append(max(computed[-1] if computed else 0.0, arrived) + problem.forward_seconds)
+        slot_free = computed[t - d] if t >= d else 0.0
+        arrived = max(arrived, slot_free) + problem.up_forward_bytes / problem.link_up
+        end = max(end, arrived) + problem.forward_seconds
+        computed.append(end)
     return computed
 
 
@@ -219,23 +222,26 @@ def compute_seconds(problem: Problem, assignments: np.ndarray) -> np.ndarray:
     host = problem.of("host_bytes")
     down = host / problem.link_down
     up = (host + problem.up_backward_bytes) / problem.link_up
-    again = problem.backward_seconds + problem.of("seconds")
-    after = problem.down_backward_bytes / problem.link_down
+    backward = problem.backward_seconds + problem.of("seconds")
+    down_backward = problem.down_backward_bytes / problem.link_down
     by_layer = np.ascontiguousarray(assignments.T)  # [L, N]
     computed = forward_times(problem)
-    stored: list[Any] = [np.zeros(len(assignments))]
+    num_assignments = len(assignments)
+    stored = [np.zeros(num_assignments)]
     for t, option in enumerate(by_layer):
         stored.append(np.maximum(stored[-1], computed[t]) + down[option])
-    fetched: Any = computed[-1]
-    computed_b: Any = computed[-1] + problem.head_seconds
-    stored_b: Any = 0.0
-    taken: list[Any] = []
+
+    fetched = np.full(num_assignments, computed[-1])
+    computed_b = np.full(num_assignments, computed[-1] + problem.head_seconds)
+    stored_b = np.zeros(num_assignments)
+    begun = list[np.ndarray]()
     for k, option in enumerate(by_layer[::-1]):
-        free = taken[k - d] if k >= d else 0.0
-        fetched = np.maximum(np.maximum(fetched, free), stored[L - k]) + up[option]
-        taken.append(np.maximum(computed_b, fetched))
-        computed_b = taken[k] + again[option]
-        stored_b = np.maximum(stored_b, computed_b) + after
+        if k >= d:
+            fetched = np.maximum(fetched, begun[k - d])
+        fetched = np.maximum(fetched, stored[L - k]) + up[option]
+        begun.append(np.maximum(computed_b, fetched))
+        computed_b = begun[k] + backward[option]
+        stored_b = np.maximum(stored_b, computed_b) + down_backward
     return np.maximum(computed_b, stored_b)
 
 
@@ -263,22 +269,20 @@ def build_choice(problem: Problem, assignment: Sequence[int], solver: Solver) ->
     Raises:
       ValueError: the assignment has a wrong number of layers or an invalid option index.
     """
-    at = _checked(problem, assignment)
-    peak, host = (int(values[0]) for values in compute_bytes(problem, at))
-    budgets = (
-        ("device", peak, int(problem.device_budget_bytes)),
-        ("pinned_host", host, int(problem.host_budget_bytes)),
+    assignments = _checked(problem, assignment)
+    peaks, hosts = compute_bytes(problem, assignments)
+    peak = int(peaks[0])
+    host = int(hosts[0])
+    tiers = (
+        Missing(tier="device", needed=peak, had=int(problem.device_budget_bytes)),
+        Missing(tier="pinned_host", needed=host, had=int(problem.host_budget_bytes)),
     )
     return Choice(
-        assignment=tuple(int(option) for option in at[0]),
-        seconds=float(compute_seconds(problem, at)[0]),
+        assignment=tuple(int(option) for option in assignments[0]),
+        seconds=float(compute_seconds(problem, assignments)[0]),
         device_bytes=peak,
         host_bytes=host,
-        missing=tuple(
-            Missing(tier=tier, needed=needed, had=had)
-            for tier, needed, had in budgets
-            if needed > had
-        ),
+        missing=tuple(tier for tier in tiers if tier.needed > tier.had),
         solver=solver,
     )
 
@@ -293,6 +297,7 @@ def uniform(problem: Problem) -> list[Choice]:
 
 
 def _checked(problem: Problem, assignment: Sequence[int]) -> np.ndarray:
+    """Return a valid assignment as an array: int [1, L]."""
     if len(assignment) != problem.num_layers:
         raise ValueError(
             f"the assignment has {len(assignment)} layers, but the problem has {problem.num_layers}"

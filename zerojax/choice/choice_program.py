@@ -8,7 +8,7 @@ seconds_p x[l, p]:
     sum over p of x[l, p] = 1
     stored[t]      >= stored[t-1] + host_bytes[t] / link_down            and from computed[t]
     fetched[k]     >= fetched[k-1] + (host_bytes[l] + up_backward_bytes) / link_up
-                                                                         and from taken[k-d], and
+                                                                         and from begun[k-d], and
                                                                          fetched[0] from stored[L-1]
     computed_b[k]  >= computed_b[k-1] + backward_seconds + seconds[l]    and from fetched[k]
     stored_b[k]    >= stored_b[k-1] + down_backward_bytes / link_down    and from computed_b[k]
@@ -28,7 +28,7 @@ largest option.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import OptimizeResult, milp
@@ -38,6 +38,14 @@ from zerojax.choice.choice_problem import Problem, forward_times
 
 _TOLERANCE = 1e-6
 _Terms = list[tuple[int, float]]  # (column, factor): a sum over the program's variables
+
+
+class _Row(NamedTuple):
+    """An inequality: lower <= the sum of the terms <= upper."""
+
+    terms: _Terms
+    lower: float
+    upper: float
 
 
 class ChoiceProgram:
@@ -64,7 +72,7 @@ class ChoiceProgram:
         self._computed = self._columns(L)
         self._stored_b = self._columns(L)
         self._total = int(self._columns(1)[0])
-        self._rows: list[tuple[_Terms, float, float]] = []
+        self._rows = list[_Row]()
         self._add_choice()
         self._add_forward()
         self._add_backward()
@@ -95,9 +103,12 @@ class ChoiceProgram:
         result = self._minimized(
             at_most / self._unit * (1 + _TOLERANCE), integrality=is_binary, options=options
         )
-        return result, None if result.x is None else result.x[self._x].argmax(axis=1).tolist()
+        if result.x is None:
+            return result, None
+        return result, result.x[self._x].argmax(axis=1).tolist()
 
     def _minimized(self, most: float, **arguments: Any) -> OptimizeResult:
+        """Return HiGHS's result for the least total, which is at most `most`."""
         upper = np.full(self._num_columns, np.inf)
         upper[self._x] = 1.0
         upper[self._total] = most
@@ -105,48 +116,62 @@ class ChoiceProgram:
         return milp(cost, bounds=(0.0, upper), constraints=self._constraint(), **arguments)
 
     def _constraint(self) -> tuple[csr_array, list[float], list[float]]:
-        entries = [
-            (row, column, factor)
-            for row, (terms, _, _) in enumerate(self._rows)
-            for column, factor in terms
-        ]
-        rows, columns, factors = zip(*entries, strict=True)
+        """Return all rows as a sparse matrix, with their lower and upper bounds."""
+        rows = list[int]()
+        columns = list[int]()
+        factors = list[float]()
+        for number, row in enumerate(self._rows):
+            for column, factor in row.terms:
+                rows.append(number)
+                columns.append(column)
+                factors.append(factor)
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._rows), self._num_columns))
-        return matrix, [row[1] for row in self._rows], [row[2] for row in self._rows]
+        lower = [row.lower for row in self._rows]
+        upper = [row.upper for row in self._rows]
+        return matrix, lower, upper
 
     def _columns(self, count: int) -> np.ndarray:
+        """Add variables, and return their columns."""
         first = self._num_columns
-        self._num_columns = self._num_columns + count
+        self._num_columns += count
         return np.arange(first, first + count)
 
     def _between(self, terms: _Terms, lower: float = -np.inf, upper: float = np.inf) -> None:
-        self._rows.append((terms, lower, upper))
+        """Add the row: `lower` <= the sum of `terms` <= `upper`."""
+        self._rows.append(_Row(terms, lower, upper))
 
-    def _after(self, column: int, before: _Terms, taking: _Terms, constant: float = 0.0) -> None:
-        """Add the row: time of `column` >= `before` + `taking` + `constant`.
+    def _after(self, column: int, before: _Terms, duration: _Terms, constant: float = 0.0) -> None:
+        """Add the row: time of `column` >= `before` + `duration` + `constant`.
 
         All are in units of a layer's forward.
         """
-        self._between([(int(column), 1.0), *_minus(before), *_minus(taking)], lower=constant)
+        self._between([(int(column), 1.0), *_minus(before), *_minus(duration)], lower=constant)
 
     def _cost(self, layer: int, costs: Iterable[float]) -> _Terms:
-        return [
-            (int(column), float(cost))
-            for column, cost in zip(self._x[layer], costs, strict=True)
-            if cost
-        ]
+        """Return a layer's cost as a sum over its options; options without a cost are left out."""
+        columns = self._x[layer]
+        return [(int(c), float(cost)) for c, cost in zip(columns, costs, strict=True) if cost]
+
+    def _summed_cost(self, layers: Iterable[int], costs: np.ndarray) -> _Terms:
+        """Return the sum of several layers' costs."""
+        terms = _Terms()
+        for layer in layers:
+            terms += self._cost(layer, costs)
+        return terms
 
     def _add_choice(self) -> None:
+        """Each layer takes one option."""
         for columns in self._x:
             self._between([(int(column), 1.0) for column in columns], 1.0, 1.0)
 
     def _add_forward(self) -> None:
+        """Add the times of forward's stores."""
         down = self._problem.of("host_bytes") / self._problem.link_down / self._unit
         for t, computed in enumerate(forward_times(self._problem)):
-            taking = self._cost(t, down)
-            self._after(self._stored[t], [], taking, computed / self._unit)
+            storing = self._cost(t, down)
+            self._after(self._stored[t], [], storing, computed / self._unit)
             if t:
-                self._after(self._stored[t], [(self._stored[t - 1], 1.0)], taking)
+                self._after(self._stored[t], [(self._stored[t - 1], 1.0)], storing)
 
     def _add_backward(self) -> None:
         """Add the times of backward.
@@ -158,32 +183,35 @@ class ChoiceProgram:
         d = p.distance
         forward = forward_times(p)[-1] / self._unit
         up = p.of("host_bytes") / p.link_up / self._unit
-        again = p.of("seconds") / self._unit
+        recompute = p.of("seconds") / self._unit
         base_up = p.up_backward_bytes / p.link_up / self._unit
         base = p.backward_seconds / self._unit
         base_down = p.down_backward_bytes / p.link_down / self._unit
         for k in range(L):
-            taking = self._cost(L - 1 - k, up)
-            computing = self._cost(L - 1 - k, again)
+            fetching = self._cost(L - 1 - k, up)
+            computing = self._cost(L - 1 - k, recompute)
             fetched = self._fetched[k]
             computed = self._computed[k]
             stored_b = self._stored_b[k]
             if k == 0:
-                self._after(fetched, [], taking, forward + base_up)
+                self._after(fetched, [], fetching, forward + base_up)
                 self._after(computed, [], computing, forward + p.head_seconds / self._unit + base)
             else:
                 self._after(computed, [(self._computed[k - 1], 1.0)], computing, base)
                 self._after(stored_b, [(self._stored_b[k - 1], 1.0)], [], base_down)
             before = self._fetched[k - 1] if k else self._stored[L - 1]
-            self._after(fetched, [(before, 1.0)], taking, base_up)
+            self._after(fetched, [(before, 1.0)], fetching, base_up)
             if k >= d:
-                taken = [(self._computed[k - d], 1.0), *_minus(self._cost(L - 1 - (k - d), again))]
-                self._after(fetched, taken, taking, base_up - base)
+                # begun[k-d], as the end of that layer's backward less its duration
+                recomputing = self._cost(L - 1 - (k - d), recompute)
+                begun = [(self._computed[k - d], 1.0), *_minus(recomputing)]
+                self._after(fetched, begun, fetching, base_up - base)
             self._after(computed, [(fetched, 1.0)], computing, base)
             self._after(stored_b, [(computed, 1.0)], [], base_down)
         self._after(self._total, [(self._stored_b[L - 1], 1.0)], [])
 
     def _add_bytes(self) -> None:
+        """Add the budgets of device and host memory."""
         p = self._problem
         device = p.of("device_bytes")
         transient = p.of("transient_bytes")
@@ -192,16 +220,16 @@ class ChoiceProgram:
         # If no layer's transient bytes exceed the total of the next layer, the last layer has the
         # peak, and one row is enough.
         is_last = transient.max() <= (device + transient).min()
-        for layer in range(p.num_layers - 1 if is_last else 0, p.num_layers):
-            below = [term for m in range(layer) for term in self._cost(m, device / unit)]
-            self._between(
-                [*below, *self._cost(layer, (device + transient) / unit)],
-                upper=p.device_budget_bytes / unit,
-            )
-        total = [term for m in range(p.num_layers) for term in self._cost(m, host / unit)]
+        first = p.num_layers - 1 if is_last else 0
+        for layer in range(first, p.num_layers):
+            held = self._summed_cost(range(layer), device / unit)
+            held += self._cost(layer, (device + transient) / unit)
+            self._between(held, upper=p.device_budget_bytes / unit)
+        total = self._summed_cost(range(p.num_layers), host / unit)
         self._between(total, upper=p.host_budget_bytes / unit)
 
     def _add_segments(self) -> None:
+        """Limit the number of segments."""
         num_layers, num_options = self._x.shape
         for layer in range(1, num_layers):
             for option in range(num_options):

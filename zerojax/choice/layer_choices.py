@@ -29,6 +29,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,9 @@ import numpy as np
 MAX_OPTIONS = 16
 _MAX_FRONT = 2048
 _PRICES = 32
-_KEEP, _OFFLOAD, _RECOMPUTE = "kor"
+_KEEP = "k"
+_OFFLOAD = "o"
+_RECOMPUTE = "r"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +128,8 @@ def layer_options(
             f"max_options={max_options}: at least 4 are needed, for the corners of the front"
         )
     labels = _thinned(_front(values, x_bytes), max_options)
-    whole = x_bytes + sum(value.num_bytes for value in values)
-    return tuple(_option(label, values, whole) for label in reversed(labels))
+    total_bytes = x_bytes + sum(value.num_bytes for value in values)
+    return tuple(_option(label, values, total_bytes) for label in reversed(labels))
 
 
 def layer_front(values: Sequence[Value], x_bytes: int) -> tuple[LayerOption, ...]:
@@ -139,21 +142,24 @@ def layer_front(values: Sequence[Value], x_bytes: int) -> tuple[LayerOption, ...
     Raises:
       ValueError: a cost is negative, a name is duplicated, or an operand is not an earlier value.
     """
-    whole = x_bytes + sum(value.num_bytes for value in values)
-    return tuple(_option(label, values, whole) for label in reversed(_front(values, x_bytes)))
+    total_bytes = x_bytes + sum(value.num_bytes for value in values)
+    return tuple(_option(label, values, total_bytes) for label in reversed(_front(values, x_bytes)))
 
 
 def _front(values: Sequence[Value], x_bytes: int) -> list[_Label]:
+    """Return the undominated labels of a layer, thinned to `_MAX_FRONT`."""
     _check(values, x_bytes)
     front = _undominated([_Label(x_bytes, 0, 0.0, _KEEP), _Label(0, x_bytes, 0.0, _OFFLOAD)])
     for value in values:
-        front = _thinned(
-            _undominated([after for label in front for after in _with(label, value)]), _MAX_FRONT
-        )
+        extended = list[_Label]()
+        for label in front:
+            extended += _extend(label, value)
+        front = _thinned(_undominated(extended), _MAX_FRONT)
     return front
 
 
-def _with(label: _Label, value: Value) -> tuple[_Label, _Label, _Label]:
+def _extend(label: _Label, value: Value) -> tuple[_Label, _Label, _Label]:
+    """Return the label with one more value: kept, offloaded or recomputed."""
     device, host, seconds, letters = label
     return (
         _Label(device + value.num_bytes, host, seconds, letters + _KEEP),
@@ -169,20 +175,22 @@ def _undominated(labels: Sequence[_Label]) -> list[_Label]:
     bytes, seconds) pairs seen so far that no other seen pair dominates. Along it, hosts rise and
     seconds fall, so the last step with no more host bytes has the fewest seconds to compare with.
     """
-    kept: list[_Label] = []
+    undominated: list[_Label] = []
     hosts: list[int] = []
     seconds: list[float] = []
     for label in sorted(labels):
-        at = bisect.bisect_right(hosts, label.host_bytes)
-        if at and seconds[at - 1] <= label.seconds:
+        first = bisect.bisect_right(hosts, label.host_bytes)
+        if first and seconds[first - 1] <= label.seconds:
             continue
-        first = at - 1 if at and hosts[at - 1] == label.host_bytes else at
+        if first and hosts[first - 1] == label.host_bytes:
+            first -= 1
         last = first
         while last < len(hosts) and seconds[last] >= label.seconds:
             last += 1
-        hosts[first:last], seconds[first:last] = [label.host_bytes], [label.seconds]
-        kept.append(label)
-    return kept
+        hosts[first:last] = [label.host_bytes]
+        seconds[first:last] = [label.seconds]
+        undominated.append(label)
+    return undominated
 
 
 def _thinned(front: list[_Label], count: int) -> list[_Label]:
@@ -191,70 +199,78 @@ def _thinned(front: list[_Label], count: int) -> list[_Label]:
         return front
     costs = np.array([label[:3] for label in front], float)
     shares = costs / np.maximum(costs.max(axis=0), 1e-300)
-    corners = list(dict.fromkeys(min(range(len(front)), key=key) for key in _corner_keys(front)))
-    cheapest = _farthest_first(shares, corners, sorted({*corners, *_cheapest(shares)}), count)
-    chosen = _farthest_first(shares, cheapest, range(len(front)), count)
+    corners = _corners(front)
+    cheapest = sorted({*corners, *_cheapest(shares)})
+    chosen = _farthest_first(shares, corners, cheapest, count)
+    chosen = _farthest_first(shares, chosen, range(len(front)), count)
     return [front[i] for i in sorted(chosen)]
 
 
-def _corner_keys(front: list[_Label]):
-    """Yield a sort key for each corner, whose minimum over the front's indices is the corner."""
+def _corners(front: list[_Label]) -> list[int]:
+    """Return the indices of the corners of a front, each once."""
     orders = (
-        ("host_bytes", "seconds"),
-        ("host_bytes", "device_bytes"),
-        ("device_bytes", "host_bytes"),
-        ("device_bytes", "seconds"),
+        operator.attrgetter("host_bytes", "seconds"),
+        operator.attrgetter("host_bytes", "device_bytes"),
+        operator.attrgetter("device_bytes", "host_bytes"),
+        operator.attrgetter("device_bytes", "seconds"),
     )
+    corners = list[int]()
     for order in orders:
-        yield lambda i, order=order: tuple(getattr(front[i], name) for name in order)
+        keys = [order(label) for label in front]
+        corner = keys.index(min(keys))
+        if corner not in corners:
+            corners.append(corner)
+    return corners
 
 
 def _cheapest(shares: np.ndarray) -> np.ndarray:
     """Return the index of the cheapest option at each of a grid of prices; shares: [N, 3]."""
     steps = range(_PRICES + 1)
-    prices = [
-        (a, b, _PRICES - a - b) for a, b in itertools.product(steps, steps) if a + b <= _PRICES
-    ]
+    pairs = itertools.product(steps, steps)
+    prices = [(a, b, _PRICES - a - b) for a, b in pairs if a + b <= _PRICES]
     return (np.array(prices, float) @ shares.T).argmin(axis=1)
 
 
 def _farthest_first(
-    shares: np.ndarray, chosen: Sequence[int], others: Sequence[int], count: int
+    shares: np.ndarray, chosen: Sequence[int], candidates: Sequence[int], count: int
 ) -> list[int]:
-    """Return `chosen`, extended from `others` until there are `count`.
+    """Return `chosen`, extended from `candidates` until there are `count`.
 
     Each step adds the option that is farthest from all chosen so far.
     """
     result = list(chosen)
-    pool = np.array(others)
+    pool = np.array(candidates)
     points = shares[pool]
     distance = np.min([np.linalg.norm(points - shares[i], axis=1) for i in result], axis=0)
     while len(result) < count and distance.max() > 0:
-        at = int(distance.argmax())
-        result.append(int(pool[at]))
-        distance = np.minimum(distance, np.linalg.norm(points - points[at], axis=1))
+        farthest = int(distance.argmax())
+        result.append(int(pool[farthest]))
+        distance = np.minimum(distance, np.linalg.norm(points - points[farthest], axis=1))
     return result
 
 
-def _option(label: _Label, values: Sequence[Value], whole: int) -> LayerOption:
-    names = {
-        letter: tuple(
-            v.name for v, at in zip(values, label.letters[1:], strict=True) if at == letter
-        )
-        for letter in "kor"
-    }
+def _option(label: _Label, values: Sequence[Value], total_bytes: int) -> LayerOption:
+    """Return the option of a label."""
+    keep = list[str]()
+    offload = list[str]()
+    for value, letter in zip(values, label.letters[1:], strict=True):
+        if letter == _KEEP:
+            keep.append(value.name)
+        elif letter == _OFFLOAD:
+            offload.append(value.name)
     return LayerOption(
         device_bytes=label.device_bytes,
         host_bytes=label.host_bytes,
         seconds=label.seconds,
-        transient_bytes=whole - label.device_bytes,
-        keep=names[_KEEP],
-        offload=names[_OFFLOAD],
+        transient_bytes=total_bytes - label.device_bytes,
+        keep=tuple(keep),
+        offload=tuple(offload),
         input_offloaded=label.letters[0] == _OFFLOAD,
     )
 
 
 def _check(values: Sequence[Value], x_bytes: int) -> None:
+    """Raise ValueError for values that a layer cannot have."""
     if x_bytes < 1:
         raise ValueError(f"x_bytes={x_bytes}: the layer's input has at least 1 byte")
     names: set[str] = set()

@@ -12,6 +12,7 @@ better. That leaves a front of (peak, host) for each option and number of segmen
 layer. The method is exact; a front has at most as many entries as there are sums of host bytes.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,16 @@ class _Front(NamedTuple):
     entry: np.ndarray
 
     def take(self, rows: np.ndarray) -> "_Front":
+        """Return some rows."""
         return _Front(*(column[rows] for column in self))
+
+
+class _Costs(NamedTuple):
+    """Bytes of each option, as in `LayerOption`. All arrays are [P]."""
+
+    device: np.ndarray
+    transient: np.ndarray
+    host: np.ndarray
 
 
 _Fronts = dict[tuple[int, int], _Front]  # by (most segments, option of layer l)
@@ -47,33 +57,40 @@ def least_peak(problem: Problem) -> list[int] | None:
     Args:
       problem: the layers, their options and budgets.
     """
-    most = min(problem.max_segments, problem.num_layers)
-    options = range(len(problem.options))
-    costs = problem.of("device_bytes"), problem.of("transient_bytes"), problem.of("host_bytes")
+    num_layers = problem.num_layers
+    most = min(problem.max_segments, num_layers)
+    num_options = len(problem.options)
+    costs = _Costs(
+        device=problem.of("device_bytes"),
+        transient=problem.of("transient_bytes"),
+        host=problem.of("host_bytes"),
+    )
     start = _Front(*np.zeros((2, 1)), *np.zeros((3, 1), int))
-    layers: list[_Fronts] = [{(s, p): start for s in range(1, most + 1) for p in options}]
-    for above in range(problem.num_layers):  # number of layers already assigned
-        budget = problem.host_budget_bytes - (problem.num_layers - 1 - above) * costs[2].min()
-        layers.append(_layer_before(layers[-1], most, len(options), costs, budget))
-    return _traced(layers, most, len(options))
+    keys = itertools.product(range(1, most + 1), range(num_options))
+    layers: list[_Fronts] = [dict.fromkeys(keys, start)]
+    for num_assigned in range(num_layers):
+        num_left = num_layers - 1 - num_assigned
+        budget = problem.host_budget_bytes - num_left * costs.host.min()
+        layers.append(_layer_before(layers[-1], most, costs, budget))
+    return _traced(layers, most, num_options)
 
 
-def _layer_before(
-    above: _Fronts, most: int, num_options: int, costs: tuple[np.ndarray, ...], budget: float
-) -> _Fronts:
+def _layer_before(above: _Fronts, most: int, costs: _Costs, budget: float) -> _Fronts:
     """Return the fronts of layer l from the fronts of layer l+1.
 
     Entries with more host bytes than `budget` are dropped.
     """
-    device, transient, host = costs
+    options = range(len(costs.device))
     fronts: _Fronts = {}
     for s in range(1, most + 1):
-        changed = [_pointed(above[s - 1, p], s - 1, p) for p in range(num_options)] if s > 1 else []
-        common = [_undominated(_joined(changed))] if changed else []
-        for p in range(num_options):
+        common = list[_Front]()  # continuations in which layer l+1 begins another segment
+        if s > 1:
+            changed = [_pointed(above[s - 1, p], s - 1, p) for p in options]
+            common = [_undominated(_joined(changed))]
+        for p in options:
             joined = _joined([_pointed(above[s, p], s, p), *common])
-            peak = device[p] + np.maximum(transient[p], joined.peak)
-            host_bytes = joined.host + host[p]
+            peak = costs.device[p] + np.maximum(costs.transient[p], joined.peak)
+            host_bytes = joined.host + costs.host[p]
             fits = host_bytes <= budget
             fronts[s, p] = _undominated(joined._replace(peak=peak, host=host_bytes).take(fits))
     return fronts
@@ -88,10 +105,12 @@ def _pointed(front: _Front, segments: int, option: int) -> _Front:
 
 
 def _joined(fronts: list[_Front]) -> _Front:
+    """Return the entries of several fronts as one."""
     return _Front(*(np.concatenate(columns) for columns in zip(*fronts, strict=True)))
 
 
 def _undominated(front: _Front) -> _Front:
+    """Return the undominated entries, by rising peak."""
     order = np.lexsort((front.host, front.peak))
     least = np.minimum.accumulate(front.host[order])
     is_less = np.ones(len(order), bool)
@@ -107,17 +126,17 @@ def _traced(layers: list[_Fronts], most: int, num_options: int) -> list[int] | N
       most: largest number of segments.
       num_options: number of options of a layer.
     """
-    firsts = [
-        (front.peak[0], front.host[0], p)
-        for p in range(num_options)
-        if len((front := layers[-1][most, p]).peak)
-    ]
-    if not firsts:
+    best_entries = list[tuple[float, float, int]]()
+    for p in range(num_options):
+        front = layers[-1][most, p]
+        if len(front.peak):
+            best_entries.append((front.peak[0], front.host[0], p))
+    if not best_entries:
         return None
     segments = most
-    option = min(firsts)[2]
+    _, _, option = min(best_entries)
     entry = 0
-    assignment = []
+    assignment = list[int]()
     for fronts in reversed(layers[1:]):
         assignment.append(int(option))
         front = fronts[int(segments), int(option)]

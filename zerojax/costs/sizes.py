@@ -82,9 +82,11 @@ class Sizes:
     def __post_init__(self) -> None:
         """Check all sizes and convert them to Python integers."""
         for field in dataclasses.fields(self):
-            if wrong := _what_is_wrong(field.name, getattr(self, field.name)):
+            value = getattr(self, field.name)
+            if wrong := _find_wrong_size(field.name, value):
                 raise ValueError(wrong)
-            if (number := _whole(field.name, getattr(self, field.name))) is not None:
+            number = _as_size(field.name, value)
+            if number is not None:
                 object.__setattr__(self, field.name, number)
         widest = max(self.hidden, self.mlp_width, self.vocab)
         if self.tokens * widest > _MOST_ELEMENTS:
@@ -93,20 +95,21 @@ class Sizes:
                 f"{self.tokens * widest:.3g} elements: the planner supports at most "
                 f"{_MOST_ELEMENTS:.0e}"
             )
-        if wrong := _heads_wrong(self.hidden, self.heads, self.num_kv_heads):
+        if wrong := _find_wrong_heads(self.hidden, self.heads, self.num_kv_heads):
             raise ValueError(wrong)
-        if self.params is None:
-            return
+        if self.params is not None:
+            self._check_params(self.params)
+
+    def _check_params(self, params: int | float) -> None:
+        """Raise ValueError if a number of parameters contradicts the other sizes."""
         counted = self.counted_params
-        if (
-            abs(self.params - counted) > TOLERANCE * counted
-            or self.params - self.vocab * self.hidden < self.layers
-        ):
+        is_near = abs(params - counted) <= TOLERANCE * counted
+        if not is_near or params - self.vocab * self.hidden < self.layers:
+            vocab_hint = "" if self.vocab else " (vocab = 0 leaves out the embedding)"
             raise ValueError(
-                f"params = {self.params:,}, but layers, hidden, mlp, kv_heads and vocab imply "
-                f"{counted:,} ({self.params / counted - 1:+.0%}): "
-                "drop params, or correct the size that is wrong"
-                + (" (vocab = 0 leaves out the embedding)" if not self.vocab else "")
+                f"params = {params:,}, but layers, hidden, mlp, kv_heads and vocab imply "
+                f"{counted:,} ({params / counted - 1:+.0%}): "
+                f"drop params, or correct the size that is wrong{vocab_hint}"
             )
 
     @property
@@ -130,9 +133,8 @@ class Sizes:
 
         This is 12 h^2 by default (ZeRO-Infinity, equation 1).
         """
-        return self.hidden * (
-            self.qkv_width + self.hidden + (3 if self.gated else 2) * self.mlp_width
-        )
+        num_matrices = 3 if self.gated else 2
+        return self.hidden * (self.qkv_width + self.hidden + num_matrices * self.mlp_width)
 
     @property
     def head_weights(self) -> int:
@@ -222,11 +224,11 @@ class Sizes:
                 "is not split over devices; choose a tensor axis that divides kv_heads, such as "
                 f"{math.gcd(self.num_kv_heads, tensor)}"
             )
-        of_gpt = layer_activation_bytes(
+        gpt_bytes = layer_activation_bytes(
             self.seq, sequences, self.hidden, self.heads, tensor=tensor, itemsize=itemsize, **how
         )
         if how.get("activations") == "remat":
-            return of_gpt
+            return gpt_bytes
         # Number of saved values of the MLP's width: only its products, or also the values inside
         # its activation function.
         if how.get("activations") == "everything":
@@ -235,9 +237,9 @@ class Sizes:
         else:
             gpt_values = 1
             mlp_values = 2 if self.gated else 1
-        qkv = self.qkv_width - 3 * self.hidden
-        mlp = mlp_values * self.mlp_width - gpt_values * 4 * self.hidden
-        return of_gpt + sequences * self.seq * (qkv + mlp) * itemsize / tensor
+        extra_qkv = self.qkv_width - 3 * self.hidden
+        extra_mlp = mlp_values * self.mlp_width - gpt_values * 4 * self.hidden
+        return gpt_bytes + sequences * self.seq * (extra_qkv + extra_mlp) * itemsize / tensor
 
     def checkpoints_bytes(self, sequences: int, interval: int = 1, itemsize: int = 2) -> float:
         """Return the bytes of saved layer inputs, b T h L itemsize / ci.
@@ -283,42 +285,44 @@ class Sizes:
         return sequences * self.seq * self.vocab * (4 + itemsize) / tensor
 
 
-def _whole(name: str, value: object) -> int | None:
+def _as_size(name: str, value: object) -> int | None:
     """Return a size as an `int`, or None if it is not a whole number.
 
     A parameter count may be a float such as 7e9.
     """
+    integer = as_integer(value)
+    if name != "params" or integer is not None:
+        return integer
     number = as_number(value)
-    if (
-        name == "params"
-        and number is not None
-        and number.is_integer()
-        and as_integer(value) is None
-    ):
-        return int(number)
-    return as_integer(value)
+    if number is None or not number.is_integer():
+        return None
+    return int(number)
 
 
-def _what_is_wrong(name: str, value: Any) -> str | None:
+def _find_wrong_size(name: str, value: Any) -> str | None:
     """Return what is wrong with one size, or None if it is valid."""
     if name == "gated":
-        return None if isinstance(value, bool) else f"gated = {value!r}: must be True or False"
+        if isinstance(value, bool):
+            return None
+        return f"gated = {value!r}: must be True or False"
     if value is None and name in ("params", "mlp", "kv_heads"):
         return None
     least = 0 if name == "vocab" else 1
-    number = _whole(name, value)
+    number = _as_size(name, value)
     if number is None or number < least:
         return f"{name} = {value!r}: must be a whole number of at least {least}"
     most = _MOST.get(name, _MOST_WIDTH)
-    return None if number <= most else f"{name} = {_digits(number)}: must be at most {most:,}"
+    if number <= most:
+        return None
+    return f"{name} = {_format_number(number)}: must be at most {most:,}"
 
 
-def _digits(value: int) -> str:
+def _format_number(value: int) -> str:
     """Return a number as text for an error message, as a power of two if it is very long."""
     return f"{value:,}" if value < 10**30 else f"2^{value.bit_length() - 1} or more"
 
 
-def _heads_wrong(hidden: int, heads: int, kv_heads: int) -> str | None:
+def _find_wrong_heads(hidden: int, heads: int, kv_heads: int) -> str | None:
     """Return which heads do not divide evenly, and the remedy, or None."""
     if hidden % heads:
         fits = max(n for n in range(1, heads) if hidden % n == 0)

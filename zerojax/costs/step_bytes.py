@@ -16,7 +16,7 @@ backward's last layer, or update.
 from collections.abc import Mapping, Sequence
 
 from host_offload.host_update import LAG
-from host_offload.schedule import Op, Part, Phase, Schedule, StepPlan, TiledSchedule
+from host_offload.schedule import Op, Phase, Schedule, StepPhase, StepPlan, TiledSchedule
 from host_offload.tiers import TIERS
 from zerojax.config import frozen_tier, reduces_once
 from zerojax.costs.layer_runs import LayerRun
@@ -194,13 +194,13 @@ class StepBytes:
         if not self.records.is_streamed:
             return self._in_flight_resident()
         most = {"forward": 0, "backward": 0, "drain": 0, "update": self._unstacked_update_bytes()}
-        for part in self.steps.parts:
-            if part.stack is None:
+        for step_phase in self.steps.phases:
+            if step_phase.stack is None:
                 continue
-            if part.name == "backward":
-                most["drain"] = max(most["drain"], part.phase.drain_peak_bytes)
-            peak = self._part_peak(part, self.steps.stacks[part.stack])
-            most[part.name] = max(most[part.name], peak)
+            if step_phase.name == "backward":
+                most["drain"] = max(most["drain"], step_phase.phase.drain_peak_bytes)
+            peak = self._phase_peak(step_phase, self.steps.stacks[step_phase.stack])
+            most[step_phase.name] = max(most[step_phase.name], peak)
         if not self.records.updates_by_record:
             most["update"] += self._full_update_bytes()
         return most
@@ -238,16 +238,16 @@ class StepBytes:
         first_schedule = next(iter(self.steps.stacks.values()))
         return phase.peak_bytes + int(widened) + _first_record_bytes(first_schedule)
 
-    def _part_peak(self, part: Part, schedule: Schedule) -> int:
+    def _phase_peak(self, step_phase: StepPhase, schedule: Schedule) -> int:
         """Return the most bytes in flight in one phase of a run, without gathered layers."""
         sizes = _record_bytes(schedule)
         gathered = 0
-        if part.name != "update":
+        if step_phase.name != "update":
             gathered = sizes["gathered"] * (1 + schedule.gather_ahead)
         if isinstance(schedule, TiledSchedule) and gathered:
             gathered += max(_record_bytes(loops.flat)["gathered"] for loops in schedule.tiles)
-        is_backward = part.name == "backward"
-        phase = part.phase
+        is_backward = step_phase.name == "backward"
+        phase = step_phase.phase
         phase_peak = phase.layers_peak_bytes if is_backward else phase.peak_bytes
         peak = phase_peak - gathered + self._copied_bytes(schedule, phase)
         if is_backward and self.records.config.num_microbatches > 1:

@@ -23,7 +23,7 @@ _SECONDS = 1.0
 
 
 class Timed(NamedTuple):
-    """What a program took on one device.
+    """Time and memory of a program on one device.
 
     Attributes:
       seconds: fastest run time, in seconds.
@@ -71,9 +71,9 @@ class Stopwatch:
         for mode, block in blocks.items():
             # Two modes that save the same values run the same program. If it were timed twice, one
             # of the modes would seem faster.
-            twins = [timed for timed in backward if _has_same_backward(block, blocks[timed])]
-            if twins:
-                backward[mode] = backward[twins[0]]
+            same = [known for known in backward if _has_same_backward(block, blocks[known])]
+            if same:
+                backward[mode] = backward[same[0]]
                 continue
             residuals = self.arrays(list(block.shapes))
             dy = floating(data[0])
@@ -97,13 +97,13 @@ class Stopwatch:
         A shape with a sharding uses it. Without a sharding, an array is split if its dim 0 is the
         batch.
         """
-        size = max((a.shape[0] for a in jax.tree.leaves(tree) if a.shape), default=0)
+        batch_size = max((a.shape[0] for a in jax.tree.leaves(tree) if a.shape), default=0)
         spec = ActivationSpec(self.mesh)
 
         def place(a: Any) -> jax.Array:
             sharding = getattr(a, "sharding", None)
             if not isinstance(sharding, NamedSharding):
-                sharding = named(self.mesh, spec.given(a.shape, size))
+                sharding = named(self.mesh, spec.given(a.shape, batch_size))
             return self._array(a, sharding)
 
         return jax.tree.map(place, tree)
@@ -123,16 +123,18 @@ class Stopwatch:
         return jax.jit(fill, out_shardings=sharding)()
 
     def _timed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Timed:
-        call = jax.jit(function).lower(*args).compile()
-        jax.block_until_ready(call(*args))
+        """Compile a function, and time the fastest of a few runs."""
+        compiled = jax.jit(function).lower(*args).compile()
+        jax.block_until_ready(compiled(*args))
         times = list[float]()
         began = time.perf_counter()
         while not times or (len(times) < _REPEATS and time.perf_counter() - began < _SECONDS):
             start = time.perf_counter()
-            jax.block_until_ready(call(*args))
+            jax.block_until_ready(compiled(*args))
             times.append(time.perf_counter() - start)
-        stats = call.memory_analysis()
-        return Timed(min(times), 0 if stats is None else stats.temp_size_in_bytes)
+        stats = compiled.memory_analysis()
+        working = 0 if stats is None else stats.temp_size_in_bytes
+        return Timed(min(times), working)
 
 
 def _has_same_backward(block: Any, other: Any) -> bool:

@@ -13,11 +13,12 @@ time:
 A piece of work starts when its lane is free and its dependencies have ended. With d slots in a
 loop's ring, and tick t,
 
-    fetched[t]  = max(fetched[t-1], taken[t-d])               + bytes / up
+    fetched[t]  = max(fetched[t-1], released[t-d])            + bytes / up
     computed[t] = max(computed[t-1], fetched[t], gathered[t]) + seconds(layer)
     stored[t]   = max(stored[t-1], computed[t])               + bytes / down
 
-where a record on disk is fetched after its read.
+where a record on disk is fetched after its read, and a record is released from the ring once it is
+on the device, gathered if it is sharded, and the work of the tick before has ended.
 
 Compute waits for gathers unless `gather_ahead` is set, as in the step. A record is fetched after it
 was stored: the record that forward stores last is the one that backward fetches first. Lanes that
@@ -44,7 +45,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from host_offload.schedule import LANES, LAYERS, Op, Part, Phase, Record, StepPlan
+from host_offload.schedule import LANES, LAYERS, Op, Phase, Record, StepPhase, StepPlan
 from zerojax.costs.lane_times import LayerWork, PhaseTime, Span, StepTime, UnstackedWork, Wires
 
 ON_CORES = frozenset({"up", "down", "host"})
@@ -153,11 +154,11 @@ class _Clock:
             event = event.after
 
 
-class _StepPart(NamedTuple):
-    """A part of a step that has run.
+class _Section(NamedTuple):
+    """A section of a step that has run, such as forward.
 
     Attributes:
-      name: name of the part.
+      name: name of the section.
       start: second of the step at which it begins.
       stop: second of the step at which it ends.
       exposed: seconds that the cores waited for each lane.
@@ -192,10 +193,10 @@ class _StepWalk:
             first_layer += schedule.num_layers
         self.last = Event(0.0, "compute")
         """Latest end of a phase so far."""
-        self.parts: list[_StepPart] = []
-        # For each kind on disk, when its last records were taken from the ring of buffers, in
-        # order; and for each record, when it was last stored.
-        self.taken: dict[_Kind, collections.deque[Event]] = collections.defaultdict(
+        self.sections: list[_Section] = []
+        # For each kind on disk, when its last records left the ring of buffers, in order; and for
+        # each record, when it was last stored.
+        self.released: dict[_Kind, collections.deque[Event]] = collections.defaultdict(
             lambda: collections.deque(maxlen=self.distance)
         )
         self.written: dict[tuple[_Kind, int], Event] = {}
@@ -225,12 +226,12 @@ class _StepWalk:
         total = sum(op.num_bytes for op in loads)
         end = clock.move("up", total, available, label=label, layer=_layer(ops[0]))
         for kind in kinds_read:
-            self.taken[kind].append(end)
+            self.released[kind].append(end)
         return end
 
     def room(self, kind: "_Kind") -> Event:
         """Return when a buffer is free for reading the next record of a kind from disk."""
-        ring = self.taken[kind]
+        ring = self.released[kind]
         return ring[0] if len(ring) == self.distance else Event(0.0, "read")
 
     def store(self, stack: str | None, ops: Sequence[Op], *after: Event) -> Event:
@@ -272,14 +273,15 @@ class _StepWalk:
                 label = f"read {op.record.kind}"
                 read = clock.move("read", size, self.room(kind), label=label, layer=layer)
                 ready.append(read)
-                self.taken[kind].append(read)
+                self.released[kind].append(read)
             elif op.verb == "host_update":
                 # A delayed update uses the gradients of the previous step.
-                needs = [] if op.lag < 0 else [*after, *ready]
-                end = _latest(end, clock.run("host", seconds, *needs, label="update", layer=layer))
+                inputs = [] if op.lag < 0 else [*after, *ready]
+                updated = clock.run("host", seconds, *inputs, label="update", layer=layer)
+                end = _latest(end, updated)
                 for read_op in ops:
                     if read_op.verb == "host_read":
-                        self.taken[_Kind(stack, read_op.record)][-1] = end
+                        self.released[_Kind(stack, read_op.record)][-1] = end
             elif op.verb == "host_write":
                 clock.move("write", size, end, label=f"write {op.record.kind}", layer=layer)
             elif op.verb == "load":
@@ -288,18 +290,18 @@ class _StepWalk:
 
     # --- phases -----------------------------------------------------------------------------------
 
-    def run_phase(self, part: Part, begin: Event) -> Event:
+    def run_phase(self, step_phase: StepPhase, begin: Event) -> Event:
         """Run a phase, and return when the last of its stores has ended.
 
         Args:
-          part: phase, with its stack.
+          step_phase: phase, with its stack.
           begin: earliest start of its first fetches.
         """
         clock = self.clock
-        clock.first_layer = self.first_layers[part.stack]
-        clock.rates = clock.wires.sharing(_moved(part.phase))
-        phase_walk = _PhaseWalk(self, part, begin)
-        for tick, ops in part.phase.ticks():
+        clock.first_layer = self.first_layers[step_phase.stack]
+        clock.rates = clock.wires.sharing(_moved(step_phase.phase))
+        phase_walk = _PhaseWalk(self, step_phase, begin)
+        for tick, ops in step_phase.phase.ticks():
             phase_walk.run_tick(ops, clock.now if tick >= 0 else begin)
         return phase_walk.last
 
@@ -310,41 +312,41 @@ class _StepWalk:
           *names: names of the phases.
           begin: earliest start of the first fetches of the first phase; by default, now.
         """
-        for part in self._list_phases(*names):
+        for step_phase in self._list_phases(*names):
             start = self.clock.now if begin is None else begin
-            self.last = _latest(self.last, self.run_phase(part, start))
+            self.last = _latest(self.last, self.run_phase(step_phase, start))
             begin = None
 
-    def _list_phases(self, *names: str) -> list[Part]:
-        return [part for part in self.steps.parts if part.name in names]
+    def _list_phases(self, *names: str) -> list[StepPhase]:
+        return [step_phase for step_phase in self.steps.phases if step_phase.name in names]
 
-    # --- parts of the step ------------------------------------------------------------------------
+    # --- sections of the step ---------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record the work inside as one part of the step."""
+    def section(self, name: str) -> Iterator[None]:
+        """Record the work inside as one section of the step."""
         start = self.clock.now.time
-        before = dict(self.clock.exposed)
+        exposed_before = dict(self.clock.exposed)
         yield
-        waited = {lane: self.clock.exposed[lane] - before[lane] for lane in LANES}
-        self.parts.append(_StepPart(name, start, self.clock.now.time, waited))
+        exposed = {lane: self.clock.exposed[lane] - exposed_before[lane] for lane in LANES}
+        self.sections.append(_Section(name, start, self.clock.now.time, exposed))
 
     def run_microbatch(self) -> None:
         """Run forward and backward."""
-        with self.part("embed"):
+        with self.section("embed"):
             self.run_phases("embed")
-        with self.part("forward"):
+        with self.section("forward"):
             self.run_phases("forward")
         begin = self.clock.now  # backward's first fetches may overlap the head, but not the layers
-        with self.part("head"):
+        with self.section("head"):
             self.run_phases("head")
-        with self.part("backward"):
+        with self.section("backward"):
             self.run_phases("backward", "embed_backward", begin=begin)
 
     def run_update(self) -> None:
         """Run the update, and wait for all lanes."""
         clock = self.clock
-        with self.part("update"):
+        with self.section("update"):
             self.last = _latest(self.last, clock.now, clock.free["network"])
             if self._list_phases("update"):
                 # The global norm is known only after all gradients are reduced.
@@ -362,29 +364,30 @@ class _StepWalk:
         clock = self.clock
         wires = self.clock.wires
         up, down, read, write = clock.moved.values()
-        least = {
+        min_seconds = {
             "up": (up + down) / wires.link_both,
             "read": (read + write) / wires.disk_both,
             "write": write / wires.write,
         }
-        lane = max(least, key=least.__getitem__)
-        clock.wait(Event(least[lane], lane, clock.now.time, clock.now))
+        lane = max(min_seconds, key=min_seconds.__getitem__)
+        clock.wait(Event(min_seconds[lane], lane, clock.now.time, clock.now))
 
     def phases(self) -> list[PhaseTime]:
-        """Return the parts of the step. A lane's work may extend from one part into others."""
-        starts = [part.start for part in self.parts]
-        worked = [dict.fromkeys(LANES, 0.0) for _ in self.parts]
+        """Return the sections of the step. A lane's work may extend from one into others."""
+        starts = [section.start for section in self.sections]
+        busy = [dict.fromkeys(LANES, 0.0) for _ in self.sections]
         for span in self.clock.spans:
             first = max(0, bisect.bisect_right(starts, span.start) - 1)
             for n in range(first, bisect.bisect_left(starts, span.stop)):
-                part = self.parts[n]
-                overlap = min(part.stop, span.stop) - max(part.start, span.start)
-                worked[n][span.lane] += max(0.0, overlap)
+                section = self.sections[n]
+                overlap = min(section.stop, span.stop) - max(section.start, span.start)
+                busy[n][span.lane] += max(0.0, overlap)
+
         phases = list[PhaseTime]()
-        for part, work in zip(self.parts, worked, strict=True):
-            longest = {lane: max(work[lane], part.exposed[lane]) for lane in LANES}
+        for section, busy_seconds in zip(self.sections, busy, strict=True):
+            longest = {lane: max(busy_seconds[lane], section.exposed[lane]) for lane in LANES}
             bound_by = max(LANES, key=longest.__getitem__)
-            phases.append(PhaseTime(part.name, part.start, part.stop, bound_by))
+            phases.append(PhaseTime(section.name, section.start, section.stop, bound_by))
         return phases
 
 
@@ -392,19 +395,19 @@ class _PhaseWalk:
     """A walk through one phase: which records have arrived, are gathered and are computed.
 
     Attributes:
-      arrived: arrival of each fetched record that was not taken yet, by layer.
+      arrived: arrival of each fetched record that no tick has used yet, by layer.
       gathered: end of each gather, by layer.
       computed: end of each record's last computation, by its leaves and its layer.
       last: latest end of the phase's work and stores so far.
     """
 
-    def __init__(self, step_walk: _StepWalk, part: Part, begin: Event) -> None:
+    def __init__(self, step_walk: _StepWalk, step_phase: StepPhase, begin: Event) -> None:
         self.step_walk = step_walk
         self.clock = step_walk.clock
-        self.stack = part.stack
-        self.name = part.name
-        self.seconds = step_walk.seconds[part.stack]
-        ops = [op for loop in part.phase.loops for op in loop.ops]
+        self.stack = step_phase.stack
+        self.name = step_phase.name
+        self.seconds = step_walk.seconds[step_phase.stack]
+        ops = [op for loop in step_phase.phase.loops for op in loop.ops]
         self.gathers = any(op.record.kind == "gathered" for op in ops)
         self.arrived = dict[int, Event]()
         self.gathered = dict[int, Event]()
@@ -413,45 +416,48 @@ class _PhaseWalk:
 
     def run_tick(self, ops: Sequence[Op], start: Event) -> None:
         """Run the operations of one tick."""
-        take = next((op.number for op in ops if _takes(op, self.gathers)), None)
-        taken = start  # the tick's record is on the device
-        if take is not None and take in self.arrived:
-            taken = _latest(self.arrived.pop(take), start)
-        done = taken
-        read = start  # records that the tick itself loads are on the device
+        used = next((op.number for op in ops if _uses_record(op, self.gathers)), None)
+        on_device = start  # the tick's record has arrived
+        if used is not None and used in self.arrived:
+            on_device = _latest(self.arrived.pop(used), start)
+        work_end = on_device
+        loaded = start  # records that the tick itself loads have arrived
+
         called = [op for op in ops if _is_called(op)]
         inside = [op for op in ops if op not in called]
         for (verb, index, _), group in itertools.groupby(inside, partial(_op_key, ops)):
             group_ops = list(group)
             first = group_ops[0]
-            if verb == "fetch" and index == take:
-                taken = self.step_walk.load(self.stack, group_ops, start)
-                done = taken
+            if verb == "fetch" and index == used:
+                on_device = self.step_walk.load(self.stack, group_ops, start)
+                work_end = on_device
             elif verb == "fetch":
-                self.arrived[index] = self.step_walk.load(self.stack, group_ops, taken)
+                self.arrived[index] = self.step_walk.load(self.stack, group_ops, on_device)
             elif verb == "load":
-                read = self.step_walk.load(self.stack, group_ops, start)
+                loaded = self.step_walk.load(self.stack, group_ops, start)
             elif verb == "store":
-                ready = self.computed.get((first.record.leaves, index), done)
+                ready = self.computed.get((first.record.leaves, index), work_end)
                 stored = self.step_walk.store(self.stack, group_ops, ready)
                 self.last = _latest(self.last, stored)
             elif verb == "gather":
                 for op in group_ops:  # head and embedding are gathered one after another
-                    taken = self._compute(op, verb, taken)
-                    self.gathered[index] = taken
+                    on_device = self._compute(op, verb, on_device)
+                    self.gathered[index] = on_device
             elif verb == "regather":
-                done = self._compute(first, verb, done)
+                work_end = self._compute(first, verb, work_end)
             elif verb != "tiles":
-                ready = [self.gathered.get(index, taken) if verb == "compute" else done]
+                ready = self.gathered.get(index, on_device) if verb == "compute" else work_end
+                inputs = [ready]
                 if verb == "update":
-                    ready.append(read)
-                done = self._compute(first, verb, *ready)
-                self.computed[first.record.leaves, index] = done
+                    inputs.append(loaded)
+                work_end = self._compute(first, verb, *inputs)
+                self.computed[first.record.leaves, index] = work_end
+
         if called:
             seconds = self.seconds.get(("host_update", self.name), 0.0)
-            stored = self.step_walk.update_on_host(self.stack, called, seconds, done)
+            stored = self.step_walk.update_on_host(self.stack, called, seconds, work_end)
             self.last = _latest(self.last, stored)
-        self.last = _latest(self.last, done)
+        self.last = _latest(self.last, work_end)
 
     def _compute(self, op: Op, verb: str, *after: Event) -> Event:
         """Run a computation or a collective after some events, and return its end."""
@@ -469,7 +475,7 @@ class _Kind(NamedTuple):
 
 def _of_record(ops: Iterable[Op], verb: str, op: Op) -> list[Op]:
     """Return the operations of a verb on the record of `op`."""
-    return [mate for mate in ops if mate.verb == verb and mate.record == op.record]
+    return [other for other in ops if other.verb == verb and other.record == op.record]
 
 
 def _layer(op: Op) -> int:
@@ -477,10 +483,10 @@ def _layer(op: Op) -> int:
     return op.number if op.record.leaves == LAYERS else -1
 
 
-def _takes(op: Op, gathers: bool) -> bool:
-    """Return whether an operation takes its tick's record.
+def _uses_record(op: Op, gathers: bool) -> bool:
+    """Return whether an operation is the first in its tick that uses the tick's record.
 
-    A gather takes the record; without gathers, compute and updates take it.
+    This is the gather; without gathers, it is compute or an update.
     """
     if gathers:
         return op.record.kind == "gathered"
@@ -500,8 +506,8 @@ def _op_key(ops: Sequence[Op], op: Op) -> tuple[str, int, int]:
     """Return the key by which a tick's operations are grouped: verb, index and lag."""
     verb = op.verb
     if verb == "read":  # it belongs to the operation that moves its record up
-        upward = (op.record, op.number, "up")
-        verb = next(mate.verb for mate in ops if (mate.record, mate.number, mate.lane) == upward)
+        moves_up = (op.record, op.number, "up")
+        verb = next(move.verb for move in ops if (move.record, move.number, move.lane) == moves_up)
     elif verb == "write":
         verb = "store"
     elif verb == "gather" and op.record.kind == "params":
@@ -557,7 +563,7 @@ def _moved(phase: Phase) -> dict[str, float]:
 
 
 def _join_microbatches(phases: Sequence[PhaseTime]) -> tuple[PhaseTime, ...]:
-    """Return the parts of a step, with several microbatches joined into one part."""
+    """Return the sections of a step, with several microbatches joined into one section."""
     names = [phase.name for phase in phases]
     if len(set(names)) == len(names):
         return tuple(phases)

@@ -88,14 +88,10 @@ class _Tracer:
         self.precision = base.precision
         self.roofline = Roofline(machine, base.precision, self.grid)
         self.shapes = jax.tree.map(_shape, batch)
-        shapes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
-        self.rows = shapes[0][0] if shapes else 1
-        # 2-D integer arrays are assumed to be tokens.
-        token_shapes = [
-            a.shape
-            for a in jax.tree.leaves(batch)
-            if len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)
-        ]
+        arrays = jax.tree.leaves(batch)
+        array_shapes = [a.shape for a in arrays if a.shape]
+        self.rows = array_shapes[0][0] if array_shapes else 1
+        token_shapes = [a.shape for a in arrays if _is_tokens(a)]
         self.tokens = math.prod(token_shapes[0]) if token_shapes else self.rows
         # Several processes would measure different seconds and choose different configs.
         self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
@@ -114,14 +110,14 @@ class _Tracer:
             "device_budget_bytes": None,
             "swap_dir": None,
         }
-        plain = {
+        simplest = {
             "update": None,
             "update_on": "device",
             "delayed_update": False,
             "num_microbatches": 1,
             "clip_norm": None,
         }
-        config = dataclasses.replace(self.base, **{**on_device, **plain, **fields})
+        config = dataclasses.replace(self.base, **{**on_device, **simplest, **fields})
         return assemble(self.model, self.tx, config, self.mesh)
 
     @property
@@ -144,14 +140,14 @@ class _Tracer:
             "source": self.source,
         }
 
-    def kept_seconds(self, more: float) -> float:
-        """Return the seconds in which a device writes and reads `more` additional saved bytes.
+    def kept_seconds(self, extra_bytes: float) -> float:
+        """Return the seconds in which a device writes and reads additional saved bytes.
 
         The roofline leaves these bytes out, since XLA fuses elementwise equations. A timed program
         has already read them.
         """
         crossings = 2 if self.watch is None else 1
-        return crossings * more / self.roofline.memory_rate
+        return crossings * extra_bytes / self.roofline.memory_rate
 
     def update_seconds(self, moments: float) -> float:
         """Return the seconds in which the device updates one parameter.
@@ -161,23 +157,26 @@ class _Tracer:
         Args:
           moments: bytes of optimizer state per parameter, without the master.
         """
-        itemsize = 4 if self.precision == "fp32" else 2
-        master = 0 if self.precision == "fp32" else 4
-        params = itemsize if master else 2 * itemsize
-        moved = 2 * (master + moments) + itemsize + params
+        if self.precision == "fp32":
+            master = 0
+            grads = 4
+            params = 2 * 4  # read and written
+        else:
+            master = 4
+            grads = 2
+            params = 2
+        moved = 2 * (master + moments) + grads + params
         return moved / self.roofline.memory_rate
 
     def moment_bytes(self, layout: Layout) -> float:
         """Return the bytes of float32 optimizer state per parameter."""
         trained = sum(math.prod(leaf.shape) for leaf in layout.leaves)
         # Shared scalars, such as a step count, stay on the device and are not counted.
-        arrays = [
-            a
-            for j, a in enumerate(layout.opt_map.leaves)
-            if a.shape or j not in layout.opt_map.shared
-        ]
+        opt_map = layout.opt_map
+        arrays = [a for j, a in enumerate(opt_map.leaves) if a.shape or j not in opt_map.shared]
         total = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
-        return total / max(1, trained) * (2.0 if self.base.moments == "bfloat16" else 1.0)
+        to_float32 = 2.0 if self.base.moments == "bfloat16" else 1.0
+        return total / max(1, trained) * to_float32
 
     def batch_bytes(self) -> int:
         """Return the bytes of a device's part of the batch."""
@@ -227,6 +226,33 @@ class _Tracer:
         return min(2.0 * self.tokens * matrices, forward)
 
 
+class _Call(NamedTuple):
+    """A function with its arguments, whose shapes suffice to trace it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def trace(self) -> FlatJaxpr:
+        """Return the function as a flat list of the equations it needs."""
+        return trace_program(self.function, jax.tree.map(_shape, self.args))
+
+
+class _EmbedHeadCalls(NamedTuple):
+    """Embedding and head as a step runs them, over all microbatches.
+
+    Attributes:
+      embed: the embedding's forward.
+      head: the head's forward and backward.
+      head_forward: the head's forward alone.
+      embed_backward: the embedding's backward.
+    """
+
+    embed: _Call
+    head: _Call
+    head_forward: _Call
+    embed_backward: _Call
+
+
 class _EmbedHeadCosts(NamedTuple):
     """Costs of embedding and head.
 
@@ -259,18 +285,34 @@ class _BlockCosts(NamedTuple):
     working: dict[str, int]
 
 
+class _PlainCosts(NamedTuple):
+    """Costs of a plain model's loss and derivative.
+
+    Attributes:
+      forward: seconds of the loss.
+      save: seconds of the loss and its derivative, with the results of products saved.
+      everything: seconds of the loss and its derivative, with everything saved.
+      derivative: the loss and its derivative, with the results of products saved.
+    """
+
+    forward: float
+    save: float
+    everything: float
+    derivative: FlatJaxpr
+
+
 class _LayeredTracer(_Tracer):
     def workload(self) -> Workload:
         """Trace, and time if possible, every stack, the embedding and the head."""
         # gather_ahead makes the step stream although everything is on the device.
-        parts = {
+        programs = {
             mode: self.assemble(stage=3, activations=mode, gather_ahead=True) for mode in MODES
         }
         kept = {
-            mode: kept_by_program(of_mode.records, of_mode.step, self.batch)
-            for mode, of_mode in parts.items()
+            mode: kept_by_program(program.records, program.step, self.batch)
+            for mode, program in programs.items()
         }
-        steps = {mode: of_mode.step for mode, of_mode in parts.items()}
+        steps = {mode: program.step for mode, program in programs.items()}
         plans = self.trace_blocks(steps)
         step = steps["save"]
         assert isinstance(step, StreamedStep)
@@ -333,12 +375,9 @@ class _LayeredTracer(_Tracer):
         inputs = step.embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)
         stacks = list[StackWork]()
         for n, loops in enumerate(step.loops):
-            kept_bytes = {
-                mode: sum(v.num_bytes for v in values if v.stack == loops.stack.name)
-                for mode, values in kept.items()
-            }
-            _, x, given = inputs[n]
-            args = loops.tracer.abstract_call(x, given, 1)
+            _, x, layer_inputs = inputs[n]
+            args = loops.tracer.abstract_call(x, layer_inputs, 1)
+            kept_bytes = _kept_by_stack(kept, loops.stack.name)
             stacks.append(self.stack(loops, plans[n], kept_bytes, args))
         return tuple(stacks)
 
@@ -375,18 +414,16 @@ class _LayeredTracer(_Tracer):
         num_layers = loops.stack.num_layers
         costs = self.block_costs(loops, plans, args)
         trained, frozen = _split_frozen(layout, loops.stack.leaves.in_tree)
-        kept_of_layer = {mode: num_bytes // num_layers for mode, num_bytes in kept.items()}
+        layer_kept = {mode: num_bytes // num_layers for mode, num_bytes in kept.items()}
         backward = dict(costs.backward)
-        backward["everything"] += self.kept_seconds(
-            kept_of_layer["everything"] - kept_of_layer["save"]
-        )
+        backward["everything"] += self.kept_seconds(layer_kept["everything"] - layer_kept["save"])
         return StackWork(
             name=loops.stack.name,
             num_layers=num_layers,
             elements=self.elements(layout, trained) // num_layers,
             frozen_bytes=self.frozen_bytes(layout, frozen) // num_layers,
-            x_bytes=kept_of_layer["remat"],
-            kept=kept_of_layer,
+            x_bytes=layer_kept["remat"],
+            kept=layer_kept,
             working=costs.working,
             forward=costs.forward,
             backward=backward,
@@ -437,8 +474,9 @@ class _LayeredTracer(_Tracer):
             seconds = 0.0
             for equation in equations:
                 seconds += self.roofline.equation_seconds(equation) * scale
-            label = block.labels[n]
-            name = label.split(" ")[0] if label.startswith("#") else label
+            name = block.labels[n]
+            if name.startswith("#"):
+                name = name.split(" ")[0]
             if name in names:
                 name = f"{name} ({n})"
             names.add(name)
@@ -456,6 +494,28 @@ class _LayeredTracer(_Tracer):
 
     def embed_head_costs(self, step: StreamedStep) -> _EmbedHeadCosts:
         """Return the costs of embedding and head, timed or by the roofline."""
+        calls = self.embed_head_calls(step)
+        timed_calls = (calls.embed, calls.head, calls.embed_backward)
+        programs = [call.trace() for call in timed_calls]
+        forward = calls.head_forward.trace()
+        flops = sum(count_flops(i.eqn) for i in forward.instructions)
+        if self.watch is not None:
+            timed = [self.watch.call(call.function, *call.args) for call in timed_calls]
+            seconds = [call.seconds for call in timed]
+            working = timed[1].working
+        else:
+            seconds = [self.roofline.seconds(program.instructions) for program in programs]
+            working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
+        return _EmbedHeadCosts(
+            embed=seconds[0],
+            head=seconds[1],
+            embed_backward=seconds[2],
+            working=working,
+            flops=flops,
+        )
+
+    def embed_head_calls(self, step: StreamedStep) -> _EmbedHeadCalls:
+        """Return embedding and head as a step runs them, with abstract arguments."""
         layout = step.layout
         state = layout.abstract_arrays
         embed_head = step.embed_head
@@ -474,43 +534,27 @@ class _LayeredTracer(_Tracer):
         inputs = embed_head.abstract_inputs(layout.join(state), state.model_state, self.shapes)
         y = inputs[-1][1]
 
-        def head(leaves: Tree, y: Any, batch: Batch) -> Any:
-            read = jax.tree.map(_zeros, head_state)
+        def head(leaves: Tree, y: Tree, batch: Batch) -> Any:
+            states = jax.tree.map(_zeros, head_state)
             result = embed_head.head_and_grads(
-                embed_head.load(leaves), y, batch, key, jnp.float32(1), read
+                embed_head.load(leaves), y, batch, key, jnp.float32(1), states
             )
             return result.loss, result.dy, result.grads
 
-        def head_forward(leaves: Tree, y: Any, batch: Batch) -> Any:
-            read = jax.tree.map(_zeros, head_state)
-            return embed_head.head(embed_head.load(leaves), y, batch, key, read)[0].total
+        def head_forward(leaves: Tree, y: Tree, batch: Batch) -> jax.Array:
+            states = jax.tree.map(_zeros, head_state)
+            return embed_head.head(embed_head.load(leaves), y, batch, key, states)[0].total
 
-        def embed_backward(leaves: Tree, dx: Any, grads: Grads, batch: Batch) -> Any:
-            read = jax.tree.map(_zeros, embed_states)
-            return embed_head.embed_grads(embed_head.load(leaves), batch, key, dx, read, grads)
+        def embed_backward(leaves: Tree, dx: Tree, grads: Grads, batch: Batch) -> Any:
+            states = jax.tree.map(_zeros, embed_states)
+            return embed_head.embed_grads(embed_head.load(leaves), batch, key, dx, states, grads)
 
         _, _, grads = jax.eval_shape(head, abstract_leaves, y, self.shapes)
-        calls = (
-            _Call(embed, (leaves, self.batch)),
-            _Call(head, (leaves, y, self.batch)),
-            _Call(embed_backward, (leaves, x, grads, self.batch)),
-        )
-        programs = [call.trace() for call in calls]
-        forward = _Call(head_forward, (leaves, y, self.batch)).trace()
-        flops = sum(count_flops(i.eqn) for i in forward.instructions)
-        if self.watch is not None:
-            timed = [self.watch.call(call.function, *call.args) for call in calls]
-            seconds = [call.seconds for call in timed]
-            working = timed[1].working
-        else:
-            seconds = [self.roofline.seconds(program.instructions) for program in programs]
-            working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
-        return _EmbedHeadCosts(
-            embed=seconds[0],
-            head=seconds[1],
-            embed_backward=seconds[2],
-            working=working,
-            flops=flops,
+        return _EmbedHeadCalls(
+            embed=_Call(embed, (leaves, self.batch)),
+            head=_Call(head, (leaves, y, self.batch)),
+            head_forward=_Call(head_forward, (leaves, y, self.batch)),
+            embed_backward=_Call(embed_backward, (leaves, x, grads, self.batch)),
         )
 
 
@@ -518,39 +562,67 @@ class _PlainTracer(_Tracer):
     def workload(self) -> Workload:
         """Trace a plain Model as a single layer that is the full model."""
         modes = ("everything", "save", "remat")
-        parts = {mode: self.assemble(stage=0, activations=mode) for mode in modes}
-        layout = parts["save"].records.layout
+        programs = {mode: self.assemble(stage=0, activations=mode) for mode in modes}
+        layout = programs["save"].records.layout
         kept = {
-            mode: kept_by_program(of_mode.records, of_mode.step, self.batch).num_bytes
-            for mode, of_mode in parts.items()
+            mode: kept_by_program(program.records, program.step, self.batch).num_bytes
+            for mode, program in programs.items()
         }
         kept["selective"] = kept["save"]
         state = layout.abstract_arrays
         args = (layout.join(state), self.batch, state.model_state)
-        loss = _Call(self.loss(parts["save"]), args)
-        derivative = _Call(_with_derivative(self.loss(parts["save"])), args)
-        plain_derivative = _Call(_with_derivative(self.loss(parts["everything"])), args)
+        loss = _Call(self.loss(programs["save"]), args)
+        derivative = _Call(_with_derivative(self.loss(programs["save"])), args)
+        plain_derivative = _Call(_with_derivative(self.loss(programs["everything"])), args)
 
         loss_program = loss.trace()
         derivative_program = derivative.trace()
         if self.watch is not None:
-            forward, both, both_plain = (
+            forward, save_seconds, everything_seconds = (
                 self.watch.call(call.function, *call.args).seconds
                 for call in (loss, derivative, plain_derivative)
             )
         else:
-            forward, both, both_plain = (
+            forward, save_seconds, everything_seconds = (
                 self.roofline.seconds(program.instructions)
                 for program in (loss_program, derivative_program, plain_derivative.trace())
             )
-        backward = max(both - forward, forward)
-        plain_backward = max(both_plain - forward, forward)
+        costs = _PlainCosts(forward, save_seconds, everything_seconds, derivative_program)
+
+        forward_flops = sum(count_flops(i.eqn) for i in loss_program.instructions)
+        frozen_flops = self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops)
+        return Workload(
+            name=f"{layout.num_params:,} parameters",
+            is_layered=False,
+            stacks=(self.stack(layout, kept, costs),),
+            unstacked_elements=0,
+            largest_unstacked=max((math.prod(leaf.shape) for leaf in layout.leaves), default=0),
+            head_working=0,
+            embed=0.0,
+            head=0.0,
+            embed_backward=0.0,
+            flops=3.0 * forward_flops - frozen_flops,
+            forward_flops=forward_flops,
+            **self.shared_fields(layout),
+        )
+
+    def stack(self, layout: Layout, kept: Mapping[str, int], costs: _PlainCosts) -> StackWork:
+        """Return the work of the full model as a single layer.
+
+        Args:
+          layout: layout of the program.
+          kept: saved bytes, by activation mode.
+          costs: costs of the loss and its derivative.
+        """
+        forward = costs.forward
+        backward = max(costs.save - forward, forward)
+        plain_backward = max(costs.everything - forward, forward)
         plain_backward += self.kept_seconds(kept["everything"] - kept["save"])
-        working = peak_bytes(derivative_program, self.rows) // self.grid.batch_shards
+        working = peak_bytes(costs.derivative, self.rows) // self.grid.batch_shards
 
         trained = range(len(layout.leaves))
         frozen = range(len(layout.leaves), len(layout.all_leaves))
-        stack = StackWork(
+        return StackWork(
             num_layers=1,
             elements=self.elements(layout, trained),
             frozen_bytes=self.frozen_bytes(layout, frozen),
@@ -565,42 +637,23 @@ class _PlainTracer(_Tracer):
                 "remat": backward + forward,
             },
         )
-        forward_flops = sum(count_flops(i.eqn) for i in loss_program.instructions)
-        frozen_flops = self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops)
-        return Workload(
-            name=f"{layout.num_params:,} parameters",
-            is_layered=False,
-            stacks=(stack,),
-            unstacked_elements=0,
-            largest_unstacked=max((math.prod(leaf.shape) for leaf in layout.leaves), default=0),
-            head_working=0,
-            embed=0.0,
-            head=0.0,
-            embed_backward=0.0,
-            flops=3.0 * forward_flops - frozen_flops,
-            forward_flops=forward_flops,
-            **self.shared_fields(layout),
-        )
 
-    def loss(self, parts: Any) -> Callable[..., Any]:
-        """Return the loss of a program's parts, as a function of parameters, batch and state."""
+    def loss(self, program: Any) -> Callable[..., Any]:
+        """Return the loss of a program, as a function of parameters, batch and state."""
         key = jax.random.key(0) if self.model.stochastic else None
 
         def loss(params: Params, batch: Batch, model_state: ModelState) -> Any:
-            return parts.step.objective(params, batch, key, model_state)[0].value()
+            return program.step.objective(params, batch, key, model_state)[0].value()
 
         return loss
 
 
-class _Call(NamedTuple):
-    """A function with its arguments, whose shapes suffice to trace it."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-    def trace(self) -> FlatJaxpr:
-        """Return the function as a flat list of the equations it needs."""
-        return trace_program(self.function, jax.tree.map(_shape, self.args))
+def _kept_by_stack(kept: Mapping[str, KeptValues], stack: str) -> dict[str, int]:
+    """Return the saved bytes of one stack, by activation mode."""
+    kept_bytes = dict[str, int]()
+    for mode, values in kept.items():
+        kept_bytes[mode] = sum(value.num_bytes for value in values if value.stack == stack)
+    return kept_bytes
 
 
 def _with_derivative(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -610,6 +663,11 @@ def _with_derivative(loss: Callable[..., Any]) -> Callable[..., Any]:
         return jax.value_and_grad(loss, allow_int=True)(params, batch, model_state)
 
     return loss_and_grads
+
+
+def _is_tokens(a: Any) -> bool:
+    """Return whether an array of the batch is assumed to hold tokens: 2-D integers."""
+    return len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)
 
 
 def _shape(a: Any) -> jax.ShapeDtypeStruct:

@@ -248,10 +248,16 @@ def _stack_of_sizes(sizes: Sizes, rows: int, rates: _SizedRates) -> StackWork:
     products = tokens * (2.0 * sizes.layer_params + attention) / t / rates.flop_rate
     forward = products + crossing
 
-    how = {"tensor": t, "fused_attention": True, "itemsize": itemsize}
-    kept = {mode: int(sizes.layer_kept_bytes(rows, activations=mode, **how)) for mode in MODES}
-    working = {mode: int(_working_elements(sizes, mode) * tokens * itemsize / t) for mode in MODES}
-    again = {
+    kept = dict[str, int]()
+    working = dict[str, int]()
+    for mode in MODES:
+        kept_bytes = sizes.layer_kept_bytes(
+            rows, activations=mode, tensor=t, fused_attention=True, itemsize=itemsize
+        )
+        kept[mode] = int(kept_bytes)
+        working[mode] = int(_working_elements(sizes, mode) * tokens * itemsize / t)
+
+    extra_seconds = {
         # The additional saved bytes are written and read.
         "everything": 2 * (kept["everything"] - kept["save"]) / rates.memory_rate,
         "save": 0.0,
@@ -266,7 +272,7 @@ def _stack_of_sizes(sizes: Sizes, rows: int, rates: _SizedRates) -> StackWork:
         kept=kept,
         working=working,
         forward=forward,
-        backward={mode: 2.0 * forward + again[mode] for mode in MODES},
+        backward={mode: 2.0 * forward + extra_seconds[mode] for mode in MODES},
         values=_values_of_sizes(sizes, tokens, rates),
         sent=_sent_over_tensor(sbh, t),
     )
@@ -296,7 +302,9 @@ def _working_elements(sizes: Sizes, mode: str) -> float:
     else:
         elements = 2 * sizes.mlp_width + 3 * sizes.hidden
         recomputed = sizes.qkv_width
-    return elements + recomputed if mode == CHECKPOINTED else elements
+    if mode == CHECKPOINTED:
+        elements += recomputed
+    return elements
 
 
 def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ therefore has the same rows for any number of processes, and a saved position is
 number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -183,7 +183,15 @@ def _batches_once(
     for begin in range(part * local, -(-total // batch_size) * batch_size, batch_size):
         batch_rows = [rows[int(row_id)] for row_id in row_ids[begin : begin + local]]
         batch_rows += [rows.empty()] * (local - len(batch_rows))
-        yield {name: np.stack([row[name] for row in batch_rows]) for name in batch_rows[0]}
+        yield _stack_rows(batch_rows)
+
+
+def _stack_rows(rows: Sequence[Batch]) -> Batch:
+    """Return a batch [B, seq] of rows [seq]."""
+    batch: Batch = {}
+    for name in rows[0]:
+        batch[name] = np.stack([row[name] for row in rows])
+    return batch
 
 
 def _own_part(part: int | None, num_parts: int | None) -> tuple[int, int]:

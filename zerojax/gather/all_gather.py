@@ -18,27 +18,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.sharding import Spec
 
 
-def gather(x: jax.Array, stored: Spec, whole: Spec, cotangent: Spec, mesh: Mesh) -> jax.Array:
+def gather(x: jax.Array, stored: Spec, unsharded: Spec, cotangent: Spec, mesh: Mesh) -> jax.Array:
     """All_gather a shard; reduce_scatter its cotangent.
 
     Args:
       x: the parameter as stored, of any shape.
       stored: spec of `x` before the gather.
-      whole: spec of the result: `stored` without the `fsdp` axis.
+      unsharded: spec of the result: `stored` without the `fsdp` axis.
       cotangent: spec to which the gradient of `x` is reduced.
       mesh: the device mesh.
 
     Returns:
-      `x`, with `whole` as its sharding. Its transpose sends a cotangent to `cotangent`.
+      `x`, with `unsharded` as its sharding. Its transpose sends a cotangent to `cotangent`.
     """
 
     def constrain(value: jax.Array, spec: Spec) -> jax.Array:
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def forward(shard: jax.Array) -> jax.Array:
-        # The inner constraint pins the operand. Without it, the partitioner may propagate `whole`
-        # back to the operation that computes the shard.
-        return shard if stored == whole else constrain(constrain(shard, stored), whole)
+        # The inner constraint pins the operand. Without it, the partitioner may propagate
+        # `unsharded` back to the operation that computes the shard.
+        return shard if stored == unsharded else constrain(constrain(shard, stored), unsharded)
 
     op = jax.custom_jvp(forward)
 

@@ -5,12 +5,11 @@ casts, transposes and other equations that act on a shard as they do on the unsh
 (`move_spec` decides which). A `Lazy` is any value computed from shards alone, such as a weight, its
 transpose, or a weight-normed or LoRA-merged matrix. Those shards are its sources.
 
-`gathered` gathers sources and runs a function of the gathered values as one unit. At stage 3 the
-gathers wait for the unit's data, and backward gathers and computes again.
+`run_gathered` gathers sources and runs a function of the gathered values as one unit. At stage 3
+the gathers wait for the unit's data, and backward gathers and computes again.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,13 +24,13 @@ from zerojax.jaxprs import ELEMENTWISE, bind
 from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
-KEPT = jax.checkpoint_policies.save_only_these_names(LSE)
+UNIT_POLICY = jax.checkpoint_policies.save_only_these_names(LSE)
 """Checkpoint policy of a unit that backward recomputes.
 
 It saves the logsumexp of a tiled loss, one number per token. Without it backward would compute the
 tiles of logits twice: once for the logsumexp, once for the gradient.
 """
-HERE = object()
+SHARD_OPERAND = object()
 """Placeholder for the shard among the operands of a Move."""
 
 
@@ -45,7 +44,7 @@ class Move:
 
     Attributes:
       eqn: the equation.
-      operands: its operands: HERE and scalars.
+      operands: its operands: SHARD_OPERAND and scalars.
       stored: spec of the shard after the equation.
       cotangent: spec of the gradient after the equation.
     """
@@ -57,7 +56,8 @@ class Move:
 
     def __call__(self, value: Array) -> Array:
         """Apply the equation to the shard `value`."""
-        return bind(self.eqn, [value if o is HERE else o for o in self.operands])[0]
+        operands = [value if o is SHARD_OPERAND else o for o in self.operands]
+        return bind(self.eqn, operands)[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         """Bytes of the gathered array, before the moves that follow the gather."""
-        aval = self._avals[self._num_moves_before]
+        aval = self._avals[self._num_early_moves]
         return aval.size * aval.dtype.itemsize
 
     @property
@@ -100,7 +100,7 @@ class Shard:
         return [self.value, *(m.eqn.outvars[0].aval for m in self.moves)]
 
     @property
-    def _num_moves_before(self) -> int:
+    def _num_early_moves(self) -> int:
         """Number of moves before the gather, which happens where the value is narrowest."""
         # A narrowing cast comes first, since it halves the bytes sent. Among equal widths the last
         # one wins: more of the work is done on the shard.
@@ -116,12 +116,11 @@ class Shard:
 
     def gathered(self, mesh: Mesh, axis: str) -> Array:
         """Return the unsharded value, gathered at the move where the dtype is narrowest."""
-        narrowest = self._num_moves_before
-        before = dataclasses.replace(self, moves=self.moves[:narrowest])
-        value = gather(
-            before.moved(), before.stored, without_axis(before.stored, axis), before.cotangent, mesh
-        )
-        for move in self.moves[narrowest:]:
+        num_early_moves = self._num_early_moves
+        shard = dataclasses.replace(self, moves=self.moves[:num_early_moves])
+        unsharded = without_axis(shard.stored, axis)
+        value = gather(shard.moved(), shard.stored, unsharded, shard.cotangent, mesh)
+        for move in self.moves[num_early_moves:]:
             value = move(value)
         return value
 
@@ -143,29 +142,26 @@ class Lazy:
     position: int = 0
 
 
-class Whole:
+class GatheredSources:
     """The gathered sources of one unit, and the values computed from them.
 
     Each postponed equation runs once in a unit.
     """
 
-    def __init__(self, sources: dict[Shard, Array]) -> None:
+    def __init__(self, arrays: dict[Shard, Array]) -> None:
         """Start from the gathered array of each source."""
-        self.sources = sources
+        self.arrays = arrays
         self.results: dict[Node, list[Any]] = {}
 
     def value(self, lazy: Lazy) -> Any:
         """Return `lazy` as an array. Iterative, since a chain of equations may be long."""
         if lazy.node is None:
-            return self.sources[lazy.sources[0]]
+            return self.arrays[lazy.sources[0]]
         pending = [lazy.node]
         while pending:
             node = pending[-1]
-            missing = [
-                o.node
-                for o in node.operands
-                if isinstance(o, Lazy) and o.node and o.node not in self.results
-            ]
+            operand_nodes = [o.node for o in node.operands if isinstance(o, Lazy) and o.node]
+            missing = [operand for operand in operand_nodes if operand not in self.results]
             if missing:
                 # Visited again once its operands are computed.
                 pending += missing
@@ -180,7 +176,7 @@ class Whole:
         if not isinstance(operand, Lazy):
             return operand
         if operand.node is None:
-            return self.sources[operand.sources[0]]
+            return self.arrays[operand.sources[0]]
         return self.results[operand.node][operand.position]
 
 
@@ -220,40 +216,75 @@ def total_bytes(sources: Sequence[Shard]) -> int:
     return sum(s.num_bytes for s in dict.fromkeys(sources))
 
 
-def gathered(
+def with_arrays(sources: Sequence[Shard], arrays: Sequence[Array]) -> dict[Shard, Shard]:
+    """Return for each source the same source with another array as its shard."""
+    pairs = zip(sources, arrays, strict=True)
+    return {source: dataclasses.replace(source, value=array) for source, array in pairs}
+
+
+def run_gathered(
     rule: Rule,
-    body: Callable[[Whole, Sequence[Any]], Any],
+    body: Callable[[GatheredSources, Sequence[Any]], Any],
     sources: tuple[Shard, ...],
     data: Sequence[Any],
-    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Any:
     """Return body(gathered values of the sources, data).
 
-    At stage 3 the gathers wait for the data, and backward repeats them.
+    At stage 3 the gathers wait for the data, and backward repeats them under `jax.checkpoint` with
+    `UNIT_POLICY`.
 
     Args:
       rule: how to gather.
       body: the function to run.
       sources: the shards that `body` reads.
       data: the other values that `body` reads.
-      checkpoint: the transformation that rematerialises. The default is jax.checkpoint with policy
-        KEPT if `rule.remat`, and the identity otherwise.
     """
 
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
         # Without the barrier XLA's scheduler hoists every gather to the top of the program.
         if rule.remat:
             shards = tie(shards, data)
-        inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return body(
-            Whole({s: rule.gather(shard) for s, shard in zip(sources, inputs, strict=True)}), data
-        )
+        inputs = with_arrays(sources, shards)
+        arrays = {source: rule.gather(shard) for source, shard in inputs.items()}
+        return body(GatheredSources(arrays), data)
 
-    if checkpoint is None:
-        checkpoint = functools.partial(jax.checkpoint, policy=KEPT) if rule.remat else lambda f: f
     # A checkpoint keeps its arguments, so only the shards are kept for backward. The gathered
     # values are computed inside.
-    return checkpoint(run)([s.value for s in sources], data)
+    unit = jax.checkpoint(run, policy=UNIT_POLICY) if rule.remat else run
+    return unit([s.value for s in sources], data)
+
+
+def reduce_shards(lazy: Lazy) -> Lazy:
+    """Compute a small value from shards, without a gather, and return it as a source of its own.
+
+    The equations mean the same on sharded arrays; the partitioner adds the psum. Their inputs are
+    kept for backward, and their intermediate values are not.
+    """
+    sources = lazy.sources
+
+    @jax.checkpoint
+    def reduce(shards: list[Array]) -> Array:
+        inputs = with_arrays(sources, shards)
+        arrays = {source: shard.moved() for source, shard in inputs.items()}
+        return GatheredSources(arrays).value(lazy)
+
+    value = reduce([s.value for s in sources])
+    path = " and ".join(dict.fromkeys(s.path for s in sources))
+    unsharded: Spec = (None,) * value.ndim
+    return Lazy((Shard(path, value, unsharded, unsharded),))
+
+
+def slice_layer(stack: Any, value: Any) -> Any:
+    """Return an iteration's slice; the slice of a shard is a shard without the layer dim.
+
+    Args:
+      stack: the scanned operand, an array or a Lazy.
+      value: the slice of its array.
+    """
+    if not isinstance(stack, Lazy):
+        return value
+    source = stack.sources[0]
+    return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
 
 
 @jax.custom_jvp
@@ -274,8 +305,8 @@ def tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
 
     Random keys in `data` are skipped: the barrier takes only plain arrays.
     """
-    plain = [v for v in data if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
-    return _wait(shards, plain) if plain else shards
+    arrays = [v for v in data if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
+    return _wait(shards, arrays) if arrays else shards
 
 
 def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
@@ -293,37 +324,61 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
     """
     name = eqn.primitive.name
     params = eqn.params
-    before: Any = eqn.invars[position].aval
-    after: Any = eqn.outvars[0].aval
-    old = before.shape
-    new = after.shape
+    operand: Any = eqn.invars[position].aval
+    result: Any = eqn.outvars[0].aval
+    old = operand.shape
+    new = result.shape
     if name in ELEMENTWISE:
         return spec if new == old else None
     if name == "transpose":
         return tuple(spec[d] for d in params["permutation"])
     if name == "squeeze":
-        return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
-    # A slice along a sharded dim would need other devices' shards. Along any other dim, each shard
-    # is sliced in the same way.
-    if name in ("slice", "dynamic_slice") and all(
-        s is None or old[d] == new[d] for d, s in enumerate(spec)
-    ):
-        return spec
+        return tuple(axes for d, axes in enumerate(spec) if d not in params["dimensions"])
+    if name in ("slice", "dynamic_slice"):
+        # A slice along a sharded dim would need other devices' shards. Along any other dim, each
+        # shard is sliced in the same way.
+        is_local = all(axes is None or old[d] == new[d] for d, axes in enumerate(spec))
+        return spec if is_local else None
     if name == "broadcast_in_dim":
-        old_dims = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
-        # A broadcast that enlarges the array comes after the gather, which would otherwise send the
-        # copies too.
-        grows = any(new[d] != (old[old_dims[d]] if d in old_dims else 1) for d in range(len(new)))
-        if grows:
-            return None
-        return tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
+        return _broadcast_spec(spec, old, new, params["broadcast_dimensions"])
     if name == "reshape" and params.get("dimensions") is None:
-        # Dims of 1 may be added or removed. Any other reshape may merge a sharded dim with its
-        # neighbour.
-        long_dims = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
-        split_ones = any(s for n, s in zip(old, spec, strict=True) if n == 1)
-        if split_ones or [n for n, _ in long_dims] != [n for n in new if n != 1]:
-            return None
-        rest = iter(long_dims)
-        return tuple(None if n == 1 else next(rest)[1] for n in new)
+        return _reshape_spec(spec, old, new)
     return None
+
+
+def _broadcast_spec(
+    spec: Spec, old: tuple[int, ...], new: tuple[int, ...], new_dims: Sequence[int]
+) -> Spec | None:
+    """Return the spec of a broadcast from shape `old` to `new`, or None if it enlarges the array.
+
+    Such a broadcast comes after the gather, which would otherwise send the copies too.
+
+    Args:
+      spec: spec of the operand.
+      old: shape of the operand.
+      new: shape of the result.
+      new_dims: dim of the result for each dim of the operand.
+    """
+    lengths = [1] * len(new)
+    new_spec: list[Any] = [None] * len(new)
+    for old_dim, new_dim in enumerate(new_dims):
+        lengths[new_dim] = old[old_dim]
+        new_spec[new_dim] = spec[old_dim]
+    return tuple(new_spec) if tuple(lengths) == tuple(new) else None
+
+
+def _reshape_spec(spec: Spec, old: tuple[int, ...], new: tuple[int, ...]) -> Spec | None:
+    """Return the spec of a reshape that only adds or removes dims of 1, or None for any other.
+
+    Any other reshape may merge a sharded dim with its neighbour.
+    """
+    long_dims: list[tuple[int, Any]] = []
+    for length, axes in zip(old, spec, strict=True):
+        if length != 1:
+            long_dims.append((length, axes))
+        elif axes:
+            return None
+    if [length for length, _ in long_dims] != [length for length in new if length != 1]:
+        return None
+    long_axes = iter([axes for _, axes in long_dims])
+    return tuple(None if length == 1 else next(long_axes) for length in new)

@@ -56,7 +56,11 @@ def is_look_up(eqn: jex.JaxprEqn) -> bool:
 
 
 def sends_rows(
-    table: tuple[int, ...], ids: tuple[int, ...], cotangent: Spec, mesh: Mesh, axis: str
+    table_shape: tuple[int, ...],
+    ids_shape: tuple[int, ...],
+    cotangent: Spec,
+    mesh: Mesh,
+    axis: str,
 ) -> bool:
     """Return whether sending rows is possible and takes fewer elements than reducing the table.
 
@@ -64,20 +68,24 @@ def sends_rows(
     gradient.
 
     Args:
-      table: shape of the table, (V, H).
-      ids: shape of the indices; dim 0 is taken as the batch, and the last dim holds one index.
+      table_shape: shape of the table, (V, H).
+      ids_shape: shape of the indices; dim 0 is taken as the batch, and the last dim holds one
+        index.
       cotangent: spec of the table's gradient.
       mesh: the device mesh.
       axis: the ZeRO axis.
     """
-    shards = mesh.shape[axis]
-    (rows, width) = table
+    num_shards = mesh.shape[axis]
+    vocab_size, width = table_shape
     # A table that the user already shards (tensor parallelism) is left to the partitioner.
-    if any(without_axis(cotangent, axis)) or width % shards or ids[0] % num_batch_shards(mesh):
+    if any(without_axis(cotangent, axis)):
+        return False
+    if width % num_shards or ids_shape[0] % num_batch_shards(mesh):
         return False
     # Elements, divided by `width`: the device's rows plus a shard of the table, against the full
     # table.
-    return math.prod(ids[:-1]) / num_batch_shards(mesh) + rows / shards < rows
+    rows_per_device = math.prod(ids_shape[:-1]) / num_batch_shards(mesh)
+    return rows_per_device + vocab_size / num_shards < vocab_size
 
 
 def look_up(
@@ -99,12 +107,11 @@ def look_up(
     Returns:
       The rows, [B, ..., H].
     """
-    whole = without_axis(cotangent, axis)
     if not sends_rows(table.shape, ids.shape, cotangent, mesh, axis):
         # Unsharded here, and cut into shards where the table was gathered.
-        return bind(eqn, [gather(table, whole, whole, whole, mesh), ids])[0]
-    shape = table.shape
-    dtype = table.dtype
+        unsharded = without_axis(cotangent, axis)
+        return bind(eqn, [gather(table, unsharded, unsharded, unsharded, mesh), ids])[0]
+    abstract_table = jax.ShapeDtypeStruct(table.shape, table.dtype)
 
     @jax.custom_vjp
     def op(table: Array, ids: Array) -> Array:
@@ -114,7 +121,7 @@ def look_up(
         return op(table, ids), ids
 
     def backward(ids: Array, g: Array) -> tuple[Array, None]:
-        return _sum_rows(eqn, shape, dtype, ids, g, cotangent, mesh, axis), None
+        return _sum_rows(eqn, abstract_table, ids, g, cotangent, mesh, axis), None
 
     op.defvjp(forward, backward)
     return op(table, ids)
@@ -122,8 +129,7 @@ def look_up(
 
 def _sum_rows(
     eqn: jex.JaxprEqn,
-    shape: tuple[int, ...],
-    dtype: Any,
+    abstract_table: jax.ShapeDtypeStruct,
     ids: Array,
     g: Array,
     cotangent: Spec,
@@ -131,7 +137,7 @@ def _sum_rows(
     axis: str,
 ) -> Array:
     """Return the gradient of table[V, H], with spec `cotangent`, from the gradient of its rows."""
-    replicas = mesh.shape[DATA]
+    dtype = abstract_table.dtype
 
     def constrain(value: Array, *spec: Any) -> Array:
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -139,20 +145,19 @@ def _sum_rows(
     def by_replica(value: Array) -> Array:
         # A dim for `data` makes the sums of different replicas different elements, so they are
         # added where this code says.
-        return constrain(value.reshape(replicas, -1, *value.shape[1:]), *BATCH_AXES)
+        return constrain(value.reshape(mesh.shape[DATA], -1, *value.shape[1:]), *BATCH_AXES)
 
     def scatter(ids: Array, g: Array) -> Array:
         # The look-up's own transpose, which treats ids out of range as the look-up does.
-        (table,) = jax.linear_transpose(
-            lambda t: bind(eqn, [t, ids])[0], jax.ShapeDtypeStruct(shape, g.dtype)
-        )(g)
+        summed_table = jax.ShapeDtypeStruct(abstract_table.shape, g.dtype)
+        transpose = jax.linear_transpose(lambda table: bind(eqn, [table, ids])[0], summed_table)
+        (table,) = transpose(g)
         return table
 
     g = by_replica(g)
     ids = constrain(by_replica(ids), DATA)
-    g = constrain(
-        g, DATA, *(None,) * (g.ndim - 2), axis
-    )  # [data, B, ..., H_fsdp]: sent in the cotangent's own dtype
+    # [data, B, ..., H_fsdp]: sent in the cotangent's own dtype
+    g = constrain(g, DATA, *(None,) * (g.ndim - 2), axis)
     # A device now adds the rows of its full ZeRO group, N times as many as its own. In bfloat16 the
     # sum of a frequent token would stop growing.
     sums = jax.vmap(scatter)(ids, g.astype(jnp.promote_types(dtype, jnp.float32)))

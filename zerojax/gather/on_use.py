@@ -44,18 +44,21 @@ import jax.numpy as jnp
 
 from zerojax.activations import keeps
 from zerojax.gather.lazy import (
-    HERE,
+    SHARD_OPERAND,
+    GatheredSources,
     Lazy,
     Move,
     Node,
     Rule,
     Shard,
-    Whole,
-    gathered,
     move_spec,
+    reduce_shards,
+    run_gathered,
+    slice_layer,
     tie,
     total_bytes,
     union,
+    with_arrays,
 )
 from zerojax.gather.look_up import is_look_up, look_up
 from zerojax.jaxprs import (
@@ -110,30 +113,37 @@ def gather_on_use(
     inputs: list[Any] = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         path = jax.tree_util.keystr(key_path)
-        inputs.append(Lazy((Shard(path, leaf, stored[path], cotangents[path]),)))
+        shard = Shard(path, leaf, stored[path], cotangents[path])
+        inputs.append(Lazy((shard,)))
     outs = GatherInterpreter(rule, program, inputs + jax.tree.leaves(args)).run()
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
 
 class GatherInterpreter:
-    """An interpreter of one jaxpr. Its slots hold arrays or Lazy values."""
+    """An interpreter of one jaxpr. Its slots hold arrays or Lazy values.
+
+    Attributes:
+      rule: how to gather.
+      program: the jaxpr.
+      slots: values of the slots.
+      finished: indices of the instructions that ran, or were deferred, before their turn.
+      constants: slots that depend on no input.
+    """
 
     def __init__(self, rule: Rule, program: FlatJaxpr, args: Sequence[Any]) -> None:
         """Bind `args`, arrays or Lazy values, to the inputs of `program`."""
         self.rule = rule
         self.program = program
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
-        self.done: set[int] = set()
-        self.constants: set[int] = set()  # slots that depend on no input
+        self.finished: set[int] = set()
+        self.constants: set[int] = set()
 
     def run(self) -> list[Array]:
         """Run all instructions and return the program's results, gathered."""
-        index = 0
-        while index < len(self.program.instructions):
+        for index in range(len(self.program.instructions)):
             # `group` and `unit` run some instructions early.
-            if index not in self.done:
+            if index not in self.finished:
                 self.step(index)
-            index += 1
         return [self.gather_now(self.read(ref), "returned") for ref in self.program.outputs]
 
     def read(self, ref: Any) -> Any:
@@ -148,7 +158,9 @@ class GatherInterpreter:
         """Run the instruction at `index`, alone or together with the following instructions."""
         instruction = self.program.instructions[index]
         values = [self.read(ref) for ref in instruction.ins]
-        if not any(isinstance(v, Lazy) for v in values):
+        lazies = [v for v in values if isinstance(v, Lazy)]
+        name = instruction.eqn.primitive.name
+        if not lazies:
             self.write(instruction, bind(instruction.eqn, values))
             # A constant (an iota, an epsilon) is not data: an equation that reads constants and
             # parameters stays param-only.
@@ -158,32 +170,29 @@ class GatherInterpreter:
             self.defer(instruction)
         elif self.slices_shard(instruction):
             self.slice_shard(instruction)
-        elif instruction.eqn.primitive.name in ENTERED["gather_on_use"]:
+        elif name in ENTERED["gather_on_use"]:
             self.write(instruction, self.enter(instruction.eqn, values))
         else:
             # A custom derivative is never entered, since that would lose its rule. Gathering before
             # it is expected, so it is not reported.
-            if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
-                for z in values:
-                    if isinstance(z, Lazy):
-                        self.note(
-                            z,
-                            f"before {instruction.eqn.primitive.name}, which gather-on-use does "
-                            "not enter",
-                        )
+            if instruction.has_jaxpr and not name.startswith("custom_"):
+                for lazy in lazies:
+                    self.note(lazy, f"before {name}, which gather-on-use does not enter")
             self.unit(self.group(index))
 
     def note(self, lazy: Lazy, why: str) -> None:
         """Report that the sources of `lazy` are gathered early, and why."""
         if self.rule.remat:
-            self.rule.report(f"{', '.join(s.path for s in lazy.sources)}: gathered {why}")
+            paths = ", ".join(source.path for source in lazy.sources)
+            self.rule.report(f"{paths}: gathered {why}")
 
     def gather_now(self, value: Any, why: str) -> Any:
         """Return `value` as an array, gathering it immediately if it is lazy."""
         if not isinstance(value, Lazy):
             return value
         self.note(value, f"where it is {why}")
-        return Whole({s: self.rule.gather(s) for s in value.sources}).value(value)
+        arrays = {source: self.rule.gather(source) for source in value.sources}
+        return GatheredSources(arrays).value(value)
 
     def is_param_only(self, instruction: Instruction) -> bool:
         """Return whether all non-constant operands of an instruction are Lazy values."""
@@ -207,31 +216,30 @@ class GatherInterpreter:
         # Only an equation with one source and otherwise scalars has a single shard on which it can
         # run.
         if len(lazies) == 1 and lazies[0].node is None:
-            others = [o for o in operands if o is not lazies[0]]
-            if all(jnp.ndim(o) == 0 for o in others) and self.move(
-                instruction, operands, lazies[0]
-            ):
+            has_scalars = all(jnp.ndim(o) == 0 for o in operands if o is not lazies[0])
+            if has_scalars and self.move(instruction, operands, lazies[0]):
                 return
         # Postponed: each unit that uses it recomputes it from gathered values.
         node = Node(eqn, operands)
         results = [Lazy(union(lazies), node, i) for i in range(len(instruction.outs))]
         # If the result is small enough to be kept, no unit gathers the sources for it.
         if len(results) == 1 and self.shrinks(eqn, lazies):
-            results = [_reduced(results[0])]
+            results = [reduce_shards(results[0])]
         self.write(instruction, results)
 
     def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
         """Append an equation to its source's moves and return True if it acts shard by shard."""
         eqn = instruction.eqn
         source = lazy.sources[0]
-        here = operands.index(lazy)
-        stored = move_spec(eqn, source.stored, here)
-        cotangent = move_spec(eqn, source.cotangent, here)
+        position = operands.index(lazy)
+        stored = move_spec(eqn, source.stored, position)
+        cotangent = move_spec(eqn, source.cotangent, position)
         if stored is None or cotangent is None or len(instruction.outs) != 1:
             return False
-        marked = tuple(HERE if o is lazy else o for o in operands)
-        moves = (*source.moves, Move(eqn, marked, stored, cotangent))
-        self.write(instruction, [Lazy((dataclasses.replace(source, moves=moves),))])
+        move_operands = tuple(SHARD_OPERAND if o is lazy else o for o in operands)
+        moves = (*source.moves, Move(eqn, move_operands, stored, cotangent))
+        moved_source = dataclasses.replace(source, moves=moves)
+        self.write(instruction, [Lazy((moved_source,))])
         return True
 
     def shrinks(self, eqn: jex.JaxprEqn, lazies: Sequence[Lazy]) -> bool:
@@ -246,20 +254,21 @@ class GatherInterpreter:
 
     def slices_shard(self, instruction: Instruction) -> bool:
         """Return whether an equation slices unsharded dims of a shard at a computed index."""
-        operand = instruction.ins[0] if instruction.eqn.primitive.name == "dynamic_slice" else None
+        if instruction.eqn.primitive.name != "dynamic_slice":
+            return False
+        operand = instruction.ins[0]
         lazy = self.slots.get(operand) if isinstance(operand, int) else None
         if not isinstance(lazy, Lazy) or lazy.node is not None:
             return False
         source = lazy.sources[0]
-        return all(
-            move_spec(instruction.eqn, spec) is not None
-            for spec in (source.stored, source.cotangent)
-        )
+        specs = (source.stored, source.cotangent)
+        return all(move_spec(instruction.eqn, spec) is not None for spec in specs)
 
     def slice_shard(self, instruction: Instruction) -> None:
         """Take a slice of a stacked parameter while it is sharded."""
-        lazy, *index = [self.read(ref) for ref in instruction.ins]
-        self.move(instruction, (lazy, *(self.gather_now(i, "an index") for i in index)), lazy)
+        lazy, *indices = [self.read(ref) for ref in instruction.ins]
+        indices = [self.gather_now(index, "an index") for index in indices]
+        self.move(instruction, (lazy, *indices), lazy)
 
     def group(self, first: int) -> list[int]:
         """Return the indices of the equations that share a unit with the use at `first`.
@@ -271,39 +280,38 @@ class GatherInterpreter:
         """
         instructions = self.program.instructions
         group = [first]
-        last_use = 1
+        num_to_last_use = 1
         sources = dict.fromkeys(self.list_sources(instructions[first]))
-        after_product = instructions[first].eqn.primitive.name in PRODUCTS
+        has_product = instructions[first].eqn.primitive.name in PRODUCTS
         # Nothing is known about such an equation (a custom derivative, a kernel), so it does not
         # share its recomputation with other equations.
-        if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
-            return self.derivatives(first)
+        if not has_product and instructions[first].eqn.primitive.name not in CHEAP:
+            return self.pair_derivatives(first)
         for index in range(first + 1, len(instructions)):
             instruction = instructions[index]
             name = instruction.eqn.primitive.name
             if self.is_param_only(instruction):
                 self.defer(instruction)
-                self.done.add(index)
+                self.finished.add(index)
                 continue
             new_sources = self.list_sources(instruction)
             # Left to `step`, which slices the shard. Inside a unit the full stack would be
             # gathered.
             if self.slices_shard(instruction):
                 break
-            if instruction.eqn.effects or (
-                name not in LINEAR if after_product else name not in CHEAP | PRODUCTS
-            ):
+            joining = LINEAR if has_product else CHEAP | PRODUCTS
+            if instruction.eqn.effects or name not in joining:
                 break
             if new_sources and total_bytes([*sources, *new_sources]) > self.rule.budget_bytes:
                 break
-            after_product = after_product or name in PRODUCTS
+            has_product = has_product or name in PRODUCTS
             group.append(index)
             if new_sources:
                 sources.update(dict.fromkeys(new_sources))
-                last_use = len(group)
-        return group[:last_use]
+                num_to_last_use = len(group)
+        return group[:num_to_last_use]
 
-    def derivatives(self, first: int) -> list[int]:
+    def pair_derivatives(self, first: int) -> list[int]:
         """Return the indices of two custom derivatives that must share one unit, and those between.
 
         The second one reads the result and the parameter of the first one, at index `first`. If
@@ -319,25 +327,26 @@ class GatherInterpreter:
         if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
             return [first]
         group = [first]
-        made = set(instructions[first].outs)
-        paths = {s.path for s in self.list_sources(instructions[first])}
+        first_results = set(instructions[first].outs)
+        first_paths = {source.path for source in self.list_sources(instructions[first])}
         for index in range(first + 1, len(instructions)):
             instruction = instructions[index]
-            is_derivative = instruction.eqn.primitive.name.startswith("custom_vjp")
-            if instruction.eqn.effects or not (
-                is_derivative or instruction.eqn.primitive.name in CHEAP
-            ):
+            name = instruction.eqn.primitive.name
+            is_derivative = name.startswith("custom_vjp")
+            if instruction.eqn.effects or not (is_derivative or name in CHEAP):
                 break
             if self.is_param_only(instruction):
                 self.defer(instruction)
-                self.done.add(index)
+                self.finished.add(index)
                 continue
             group.append(index)
-            used = {s.path for s in self.list_sources(instruction)}
-            if is_derivative and made.intersection(instruction.reads) and used and used <= paths:
+            paths = {source.path for source in self.list_sources(instruction)}
+            if not paths:
+                continue
+            reads_first = not first_results.isdisjoint(instruction.reads)
+            if is_derivative and reads_first and paths <= first_paths:
                 return group
-            if used:  # another parameter gets its own unit
-                break
+            break  # another parameter gets its own unit
         return [first]
 
     def list_sources(self, instruction: Instruction) -> tuple[Shard, ...]:
@@ -358,40 +367,59 @@ class GatherInterpreter:
 
     def unit(self, group: list[int]) -> None:
         """Run the equations of `group` as one rematerialised unit over the parameters they use."""
-        instructions = [self.program.instructions[i] for i in group]
+        instructions = [self.program.instructions[index] for index in group]
         inner_slots = {out for i in instructions for out in i.outs}
         # The group's inputs: lazy values, whose sources the unit gathers, and data.
-        refs = dict.fromkeys(
-            slot for i in instructions for slot in i.reads if slot not in inner_slots
-        )
-        lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
-        data = [ref for ref in refs if ref not in lazies]
+        lazies: dict[int, Lazy] = {}
+        data: dict[int, Any] = {}
+        for instruction in instructions:
+            for slot in instruction.reads:
+                if slot in inner_slots:
+                    continue
+                value = self.slots[slot]
+                if isinstance(value, Lazy):
+                    lazies[slot] = value
+                else:
+                    data[slot] = value
         # A value that is not read after the unit is not one of its results, so it is not kept for
         # backward either.
         results = [out for out in inner_slots if self.program.last_read.get(out, -1) > group[-1]]
 
-        def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
-            env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(
-                zip(data, values, strict=True)
-            )
+        def equations(sources: GatheredSources, values: Sequence[Any]) -> list[Any]:
+            env = {slot: sources.value(lazy) for slot, lazy in lazies.items()}
+            env.update(zip(data, values, strict=True))
             for i in instructions:
-                source = self.find_table(i)
-                if source is None:
-                    evaluate([i], env)
-                else:
-                    table, ids = (read(ref, env) for ref in i.ins)
-                    env[i.outs[0]] = look_up(
-                        i.eqn, table, ids, source.cotangent, self.rule.mesh, self.rule.axis
-                    )
+                self.evaluate_gathered(i, env)
             return [env[out] for out in results]
 
         sources = union(list(lazies.values()))
-        if (size := total_bytes(sources)) > self.rule.region_bytes:
-            for z in lazies.values():
-                self.note(z, f"in one equation, {size} bytes at the same time")
-        outs = gathered(self.rule, equations, sources, [self.slots[ref] for ref in data])
+        num_bytes = total_bytes(sources)
+        if num_bytes > self.rule.region_bytes:
+            for lazy in lazies.values():
+                self.note(lazy, f"in one equation, {num_bytes} bytes at the same time")
+        outs = run_gathered(self.rule, equations, sources, list(data.values()))
         self.slots.update(zip(results, outs, strict=True))
-        self.done.update(group)
+        self.finished.update(group)
+
+    def evaluate_gathered(self, instruction: Instruction, env: dict[int, Any]) -> None:
+        """Run an instruction on gathered values, reading and writing `env`.
+
+        A look-up sends the gradient of its rows to the table's shards.
+        """
+        table_source = self.find_table(instruction)
+        if table_source is None:
+            evaluate([instruction], env)
+            return
+        table, ids = (read(ref, env) for ref in instruction.ins)
+        rows = look_up(
+            instruction.eqn,
+            table,
+            ids,
+            table_source.cotangent,
+            self.rule.mesh,
+            self.rule.axis,
+        )
+        env[instruction.outs[0]] = rows
 
     # --- control flow --------------------------------------------------------------------------
 
@@ -404,18 +432,17 @@ class GatherInterpreter:
         # Each branch gathers the parameters that it uses.
         index, *operands = values
         index = self.gather_now(index, "a cond's predicate")
-        branches = [self.inside(region, operands) for region in list_regions(eqn)]
+        branches = [self.build_region_function(region, operands) for region in list_regions(eqn)]
         return rebind(eqn, branches, [index, *_data(operands)])
 
-    def inside(self, region: Region, operands: Sequence[Any]) -> Function:
+    def build_region_function(self, region: Region, operands: Sequence[Any]) -> Function:
         """Return a function of the data among `operands` that interprets a region.
 
         It closes over the Lazy operands.
         """
 
         def run(data: Sequence[Any]) -> list[Any]:
-            rest = iter(data)
-            values = [v if isinstance(v, Lazy) else next(rest) for v in operands]
+            values = _replace_data(operands, data)
             return GatherInterpreter(self.rule, region.flatten(), values).run()
 
         return run
@@ -430,10 +457,11 @@ class GatherInterpreter:
 
         def body(values: Sequence[Any]) -> list[Any]:
             consts, carry, slices = region.split(values)
-            slices = [_slice_layer(v, one) for v, one in zip(stacks, slices, strict=True)]
+            pairs = zip(stacks, slices, strict=True)
+            layers = [slice_layer(stack, value) for stack, value in pairs]
             # Each unit of the body gathers the lazy constants that it uses.
-            values = [*consts, *carry, *slices]
-            return GatherInterpreter(self.rule, region.flatten(), values).run()
+            operands = [*consts, *carry, *layers]
+            return GatherInterpreter(self.rule, region.flatten(), operands).run()
 
         arrays = [v.sources[0].moved() if isinstance(v, Lazy) else v for v in stacks]
         return rebind_scan(eqn, body, [*consts, *carry, *arrays])
@@ -461,61 +489,44 @@ class GatherInterpreter:
         # model. In both cases its equations become units.
         is_large = total_bytes(sources) > self.rule.region_bytes
         if self.rule.remat and (eqn.params["policy"] is keeps or is_large):
-            return checkpointed(eqn, self.inside(region, values), _is_gather)(_data(values))
+            run_units = self.build_region_function(region, values)
+            return checkpointed(eqn, run_units, _is_gather)(_data(values))
 
         # The region itself is repeated in backward.
         rule = dataclasses.replace(self.rule, remat=False)
 
         def run(shards: list[Array], data: list[Any]) -> list[Any]:
-            shards = tie(shards, data) if self.rule.remat else shards
-            pairs = zip(sources, shards, strict=True)
-            inputs = {s: dataclasses.replace(s, value=value) for s, value in pairs}
+            if self.rule.remat:
+                shards = tie(shards, data)
+            inputs = with_arrays(sources, shards)
             # Inside, values start from sources. Values computed from sources outside are computed
             # here from gathered sources.
             postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
-            whole = Whole({s: self.rule.gather(inputs[s]) for s in postponed})
+            arrays = {source: self.rule.gather(inputs[source]) for source in postponed}
+            gathered_sources = GatheredSources(arrays)
 
-            def inside(v: Lazy) -> Any:
-                return Lazy((inputs[v.sources[0]],)) if v.node is None else whole.value(v)
-
-            rest = iter(data)
-            operands = [inside(v) if isinstance(v, Lazy) else next(rest) for v in values]
+            operands: list[Any] = []
+            for value in _replace_data(values, data):
+                if not isinstance(value, Lazy):
+                    operands.append(value)
+                elif value.node is None:
+                    operands.append(Lazy((inputs[value.sources[0]],)))
+                else:
+                    operands.append(gathered_sources.value(value))
             return GatherInterpreter(rule, region.flatten(), operands).run()
 
-        return checkpointed(eqn, run, _is_gather)([s.value for s in sources], _data(values))
-
-
-def _reduced(lazy: Lazy) -> Lazy:
-    """Compute a small value from shards, without a gather, and return it as a source of its own.
-
-    The equations mean the same on sharded arrays; the partitioner adds the psum. Their inputs are
-    kept for backward, and their intermediate values are not.
-    """
-    sources = lazy.sources
-
-    @jax.checkpoint
-    def reduce(shards: list[Array]) -> Array:
-        inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return Whole({s: shard.moved() for s, shard in zip(sources, inputs, strict=True)}).value(
-            lazy
-        )
-
-    value = reduce([s.value for s in sources])
-    path = " and ".join(dict.fromkeys(s.path for s in sources))
-    whole: Spec = (None,) * value.ndim
-    return Lazy((Shard(path, value, whole, whole),))
+        shards = [source.value for source in sources]
+        return checkpointed(eqn, run, _is_gather)(shards, _data(values))
 
 
 def _data(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if not isinstance(v, Lazy)]
 
 
-def _slice_layer(stack: Any, value: Any) -> Any:
-    """Return an iteration's slice; the slice of a shard is a shard without the layer dim."""
-    if not isinstance(stack, Lazy):
-        return value
-    source = stack.sources[0]
-    return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
+def _replace_data(operands: Sequence[Any], data: Sequence[Any]) -> list[Any]:
+    """Return operands with the arrays among them replaced by `data`, in order."""
+    arrays = iter(data)
+    return [v if isinstance(v, Lazy) else next(arrays) for v in operands]
 
 
 def _is_gather(name: str, params: dict[str, Any]) -> bool:

@@ -54,27 +54,25 @@ def beside(
     # that is recomputed for its gradients. Turns before such a product would have no products
     # between them.
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
-    places = _places(live, turns)
-    made: list[int] = []  # results of the function since the last turn
+    turns_before = _place_turns(live, turns)
+    new_results: list[int] = []  # results of the function since the last turn
     for number, i in enumerate(live):
-        for turn in places.pop(number, ()):
+        for turn in turns_before.pop(number, ()):
             # The product waits for the turn because its operands pass the same barrier. So do
             # results of the function: otherwise XLA would move products that nothing waits for,
             # such as weight gradients, after the last turn.
-            tied = [*i.reads, *(made if turns else ())]
-            operands, work = turn({ref: slots[ref] for ref in tied}, work)
+            tied = [*i.reads, *(new_results if turns else ())]
+            operands, work = turn({slot: slots[slot] for slot in tied}, work)
             slots.update(operands)
-            made.clear()
+            new_results.clear()
         evaluate([i], slots)
-        made += [
-            ref for ref in i.outs if program.last_read.get(ref, -1) == len(program.instructions)
-        ]
-    for turn in (
-        turn for some in places.values() for turn in some
-    ):  # for a function without products
+        for slot in i.outs:
+            if program.last_read.get(slot, -1) == len(program.instructions):
+                new_results.append(slot)
+    # for a function without products
+    for turn in itertools.chain(*turns_before.values()):
         _, work = turn({}, work)
-    leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
-    return jax.tree.unflatten(jax.tree.structure(out), leaves), work
+    return jax.tree.unflatten(jax.tree.structure(out), program.results(slots)), work
 
 
 def wait(operands: Any, work: Any) -> tuple[Any, Any]:
@@ -87,23 +85,39 @@ def wait(operands: Any, work: Any) -> tuple[Any, Any]:
     return jax.lax.optimization_barrier((operands, work))
 
 
-def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[int, list[Turn]]:
+def _place_turns(
+    instructions: Sequence[Instruction], turns: Sequence[Turn]
+) -> dict[int, list[Turn]]:
     """Return the turns before each instruction; the turns without a product are at -1."""
-    sizes = [count_flops(i.eqn) for i in instructions]
-    products = [n for n, size in enumerate(sizes) if size]
+    products: list[int] = []
+    flops: list[float] = []
+    for number, i in enumerate(instructions):
+        flops_of_instruction = count_flops(i.eqn)
+        if flops_of_instruction:
+            products.append(number)
+            flops.append(flops_of_instruction)
     if not products:
         return {-1: list(turns)}
-    flops = [sizes[n] for n in products]
     if not turns:
-        done = itertools.accumulate(flops, initial=0.0)
-        at = next((n for n, share in enumerate(done) if share >= SHARE_OF_WAIT * sum(flops)), 0)
-        return {products[min(at, len(products) - 1)]: [wait]}
+        return {products[_find_waiting_product(flops)]: [wait]}
     begins = equal_parts(flops, len(turns) + 1)
-    places: dict[int, list[Turn]] = {}
+    turns_before: dict[int, list[Turn]] = {}
     for number, turn in enumerate(turns):
-        at = begins[number] if number < len(begins) else len(products) - 1
-        places.setdefault(products[at], []).append(turn)
-    return places
+        # With fewer parts than turns, the last turns are taken before the last product.
+        position = begins[number] if number < len(begins) else len(products) - 1
+        turns_before.setdefault(products[position], []).append(turn)
+    return turns_before
+
+
+def _find_waiting_product(flops: Sequence[float]) -> int:
+    """Return the first product with `SHARE_OF_WAIT` of the FLOPs before it, or the last product."""
+    threshold = SHARE_OF_WAIT * sum(flops)
+    flops_before = 0.0
+    for number, flops_of_product in enumerate(flops):
+        if flops_before >= threshold:
+            return number
+        flops_before += flops_of_product
+    return len(flops) - 1
 
 
 def equal_parts(sizes: Sequence[float], num_parts: int) -> list[int]:
@@ -117,17 +131,16 @@ def equal_parts(sizes: Sequence[float], num_parts: int) -> list[int]:
       num_parts: maximum number of parts.
     """
     sums = [0.0, *itertools.accumulate(sizes)]
-    # least[n]: (sum of squares, beginnings) of the first n sizes, in the parts so far.
-    least: list[tuple[float, list[int]]] = [(total**2, [0]) for total in sums]
-    for part in range(1, min(num_parts, len(sizes))):
-        least = [
-            min(
-                (
-                    (least[m][0] + (sums[n] - sums[m]) ** 2, [*least[m][1], m])
-                    for m in range(part, n)
-                ),
-                default=(math.inf, []),
-            )
-            for n in range(len(sums))
-        ]
-    return least[-1][1][1:]
+    # best[n]: (sum of squares, beginnings) of the first n sizes, in the parts so far.
+    best: list[tuple[float, list[int]]] = [(total**2, [0]) for total in sums]
+    for num_before in range(1, min(num_parts, len(sizes))):
+        shorter = best
+        best = []
+        for end in range(len(sums)):
+            candidates = [(math.inf, list[int]())]
+            for begin in range(num_before, end):
+                squares, begins = shorter[begin]
+                candidates.append((squares + (sums[end] - sums[begin]) ** 2, [*begins, begin]))
+            best.append(min(candidates))
+    _, begins = best[-1]
+    return begins[1:]

@@ -142,13 +142,11 @@ def _summed_dims(i: Instruction) -> tuple[int, ...] | None:
     params = i.eqn.params
     if name == "reduce_sum":
         return tuple(params["axes"])
+    if name != "reduce" or len(i.outs) != 1:
+        return None
     # `jax.lax.reduce` of 16 bits, whose initial value is an operand.
-    adds = (
-        name == "reduce"
-        and len(i.outs) == 1
-        and [e.primitive.name for e in params["jaxpr"].eqns] == ["add"]
-    )
-    return tuple(params["dimensions"]) if adds else None
+    combining = [inner.primitive.name for inner in params["jaxpr"].eqns]
+    return tuple(params["dimensions"]) if combining == ["add"] else None
 
 
 def _sums_ones(i: Instruction) -> bool:
@@ -195,20 +193,21 @@ class Float32GradRewriter(GradRewriter):
         self._input_dtypes = dtypes
         self._dtypes = dict[int, Any]()
         for i in program.instructions:
-            avals: list[Any] = [v.aval for v in i.eqn.outvars]
-            self._dtypes.update(zip(i.outs, (aval.dtype for aval in avals), strict=True))
-        pairs = zip(program.outputs, outputs, strict=True)
-        self.wanted = {
-            ref: True
-            for ref, is_wide in pairs
-            if is_wide and isinstance(ref, int) and ref in cotangents
-        }
+            for out, v in zip(i.outs, i.eqn.outvars, strict=True):
+                aval: Any = v.aval
+                self._dtypes[out] = aval.dtype
+
+        self.wanted = dict[int, bool]()
+        for ref, is_wide in zip(program.outputs, outputs, strict=True):
+            if is_wide and isinstance(ref, int) and ref in cotangents:
+                self.wanted[ref] = True
         # A slot's readers come after its maker, so all readers of a result are known when its maker
         # is visited.
         for i in reversed(program.instructions):
-            if any(self.wanted.get(out) for out in i.outs):
-                for slot, is_followed in self._list_wanted_operands(i):
-                    self.wanted[slot] = self.wanted.get(slot, False) or is_followed
+            if not any(self.wanted.get(out) for out in i.outs):
+                continue
+            for slot, is_followed in self._list_wanted_operands(i):
+                self.wanted[slot] = self.wanted.get(slot, False) or is_followed
         self.rewritten = self.wanted.keys()
 
     # --- which slots ------------------------------------------------------------------------------
@@ -216,32 +215,30 @@ class Float32GradRewriter(GradRewriter):
     def _list_wanted_operands(self, i: Instruction) -> list[tuple[int, bool]]:
         """Return the operands wanted in float32 for a result, each with whether it is followed."""
         name = i.eqn.primitive.name
-        of_cotangents = [slot for slot in i.reads if slot in self.cotangents]
+        followed = [(slot, True) for slot in i.reads if slot in self.cotangents]
         if name in BY_POSITION:
             pairs = zip(i.ins, i.outs, strict=True)
-            return [
-                (ref, True)
-                for ref, out in pairs
-                if ref in of_cotangents and out in self.wanted and isinstance(ref, int)
-            ]
+            wanted_operands = [ref for ref, out in pairs if out in self.wanted]
+            return [(slot, True) for slot, _ in followed if slot in wanted_operands]
         if name in _LINEAR or _sums_ones(i):
-            return [(slot, True) for slot in of_cotangents]
+            return followed
         if name in _PRODUCTS:
             # A product with data is a sum over data. A product with parameters leads on to an
             # operand that a parameter was made of, as in LoRA: the cotangent is then the cotangent
             # of a merged parameter.
-            return [] if self._reads_data(i) else [(slot, True) for slot in of_cotangents]
+            return [] if self._reads_data(i) else followed
         if _summed_dims(i) is not None:
-            return self._summed(i.ins[0])
+            return self._list_summed_operand(i.ins[0])
         if name == "scatter-add":
             total, _, rows = i.ins
-            return [*((slot, True) for slot in of_cotangents if slot == total), *self._summed(rows)]
+            followed_total = [(slot, True) for slot, _ in followed if slot == total]
+            return followed_total + self._list_summed_operand(rows)
         return []
 
     def _reads_data(self, i: Instruction) -> bool:
         return any(slot in self.data and slot not in self.cotangents for slot in i.reads)
 
-    def _summed(self, ref: Ref) -> list[tuple[int, bool]]:
+    def _list_summed_operand(self, ref: Ref) -> list[tuple[int, bool]]:
         """Return what to compute in float32 for a summed operand.
 
         It is the operand and its origins if the operand is itself a sum over data, else only its
@@ -252,7 +249,8 @@ class Float32GradRewriter(GradRewriter):
         if self._is_sum(ref):
             return [(ref, True)]
         maker = self.makers.get(ref)
-        return [(ref, False)] if maker is not None and maker.eqn.primitive.name == "mul" else []
+        is_product = maker is not None and maker.eqn.primitive.name == "mul"
+        return [(ref, False)] if is_product else []
 
     def _is_sum(self, slot: int) -> bool:
         """Return whether a cotangent is a sum over data, and not a cotangent of data.
@@ -265,7 +263,9 @@ class Float32GradRewriter(GradRewriter):
             return False
         name = maker.eqn.primitive.name
         if name in _LAYOUT or name == "add_any" or _sums_ones(maker):
-            return all(self._is_sum(s) for s in maker.reads if s in self.cotangents)
+            return all(
+                self._is_sum(operand) for operand in maker.reads if operand in self.cotangents
+            )
         if name == "dot_general":
             return self._reads_data(maker) and not maker.eqn.params["dimension_numbers"][1][0]
         return name == "scatter-add" or _summed_dims(maker) is not None
@@ -300,15 +300,15 @@ class Float32GradRewriter(GradRewriter):
         """Return whether a value was computed in float32 but is narrower in the program."""
         return isinstance(ref, int) and ref in self.formed_values
 
-    def inside(self, i: Instruction, region: Region) -> "Float32GradRewriter":
-        """Return the rewriting of one region of an instruction; both have the same results."""
+    def build_region_rewriter(self, i: Instruction, region: Region) -> "Float32GradRewriter":
+        """Return the rewriter of one region of an instruction; both have the same results."""
         avals: list[Any] = [v.aval for v in region.jaxpr.invars]
         return Float32GradRewriter(
             *self.flatten_region(i, region),
-            [out in self.wanted for out in i.outs],
-            self.is_opaque,
-            self.platform,
-            [aval.dtype for aval in avals] if region.is_loop else None,
+            outputs=[out in self.wanted for out in i.outs],
+            is_opaque=self.is_opaque,
+            platform=self.platform,
+            dtypes=[aval.dtype for aval in avals] if region.is_loop else None,
         )
 
     # --- equations whose result is wanted in float32 -----------------------------------------
@@ -319,18 +319,17 @@ class Float32GradRewriter(GradRewriter):
 
     def by_position(self, i: Instruction) -> list[Any]:
         """Apply an equation whose result k depends only on operand k, in float32 if wanted."""
-
-        def value(ref: Ref, out: int) -> Any:
-            return _widened(self.best(ref)) if out in self.wanted else self.plain(ref)
-
-        pairs = zip(i.ins, i.outs, strict=True)
-        return bind(i.eqn, [value(ref, out) for ref, out in pairs])
+        operands: list[Any] = []
+        for ref, out in zip(i.ins, i.outs, strict=True):
+            operands.append(_widened(self.best(ref)) if out in self.wanted else self.plain(ref))
+        return bind(i.eqn, operands)
 
     def convert(self, i: Instruction) -> list[Any]:
         """Skip casts that would round a float32 value."""
         value = self.best(i.ins[0])
-        after = jnp.dtype(i.eqn.params["new_dtype"])
-        if _dtype(value) == jnp.float32 and (_is_narrow(after) or after == jnp.float32):
+        new_dtype = jnp.dtype(i.eqn.params["new_dtype"])
+        fits_in_float32 = _is_narrow(new_dtype) or new_dtype == jnp.float32
+        if fits_in_float32 and _dtype(value) == jnp.float32:
             return [value]
         return bind(i.eqn, [value])
 
@@ -346,23 +345,23 @@ class Float32GradRewriter(GradRewriter):
         is_named = not isinstance(params.get("precision"), tuple | jax.lax.Precision | None)
         if is_named or not (_is_narrow(dtype) or dtype == jnp.float32):
             return self.apply_plain(i)
-        values = [self.plain(ref) for ref in i.ins]
+        operands = [self.plain(ref) for ref in i.ins]
         # Operands of 32 bits have the same values but cost more. XLA:CPU multiplies in float32
         # anyway. It also rejects a 16-bit product with a 32-bit result over several dims that a
         # transpose follows.
         if self.platform == "cpu" or any(self.is_wide(ref) for ref in i.ins):
-            values = [_widened(self.best(ref)) for ref in i.ins]
+            operands = [_widened(self.best(ref)) for ref in i.ins]
         params = {**params, "preferred_element_type": jnp.dtype(jnp.float32)}
-        return bind(i.eqn.replace(params=params), values)
+        return bind(i.eqn.replace(params=params), operands)
 
     def reduce(self, i: Instruction) -> list[Any]:
         """Apply a sum with float32 operands; apply other reductions unchanged."""
         dims = _summed_dims(i)
         if dims is None:
             return self.apply_plain(i)
-        value, first = (jnp.asarray(_widened(self.best(ref))) for ref in i.ins)
+        value, initial_value = (jnp.asarray(_widened(self.best(ref))) for ref in i.ins)
         # The equation itself cannot be bound: its parameters contain an addition in its own dtype.
-        return [jax.lax.reduce(value, first, jax.lax.add, dims)]
+        return [jax.lax.reduce(value, initial_value, jax.lax.add, dims)]
 
     def scatter_add(self, i: Instruction) -> list[Any]:
         """Apply a scatter-add with float32 operands."""
@@ -378,11 +377,12 @@ class Float32GradRewriter(GradRewriter):
         A loop carries sums over its iterations in float32.
         """
         regions = list_regions(i.eqn)
-        values = [self.plain(ref) for ref in i.ins]
+        operands = [self.plain(ref) for ref in i.ins]
         for position, out in zip(regions[0].carried, i.outs, strict=False):
             if out in self.wanted:
-                values[position] = _widened(self.best(i.ins[position]))
-        return rebind(i.eqn, [self.inside(i, region).run for region in regions], values)
+                operands[position] = _widened(self.best(i.ins[position]))
+        rewriters = [self.build_region_rewriter(i, region) for region in regions]
+        return rebind(i.eqn, [rewriter.run for rewriter in rewriters], operands)
 
     rules: ClassVar[Rules] = {
         **dict.fromkeys(_LINEAR, linear),

@@ -55,13 +55,16 @@ class TracedDerivative:
     ) -> "TracedDerivative":
         """Trace a derivative with its arguments, (cotangents, data, params)."""
         program, out = trace(derivative, *args, is_opaque=is_opaque)
-        num_cotangents, num_data = (len(jax.tree.leaves(tree)) for tree in args[:2])
+        cotangents, data, _ = args
+        data_start = len(jax.tree.leaves(cotangents))
+        data_stop = data_start + len(jax.tree.leaves(data))
+        num_grads, num_others = (len(jax.tree.leaves(tree)) for tree in out)
         return cls(
             program=program,
             leaves=jax.tree.leaves(args),
-            cotangents=program.inputs[:num_cotangents],
-            data=program.inputs[num_cotangents : num_cotangents + num_data],
-            is_grad=[True] * len(jax.tree.leaves(out[0])) + [False] * len(jax.tree.leaves(out[1])),
+            cotangents=program.inputs[:data_start],
+            data=program.inputs[data_start:data_stop],
+            is_grad=[True] * num_grads + [False] * num_others,
             structure=jax.tree.structure(out),
         )
 
@@ -114,7 +117,8 @@ class GradRewriter:
         """Return the program of a region, and its slots that depend on cotangents and on data."""
         program = region.flatten(self.is_opaque)
         cotangents = region.reached(program, i.ins, self.cotangents)
-        return program, cotangents, region.reached(program, i.ins, self.data)
+        data = region.reached(program, i.ins, self.data)
+        return program, cotangents, data
 
     # --- given by a subclass -------------------------------------------------------------------
 
@@ -139,12 +143,11 @@ class GradRewriter:
         self._write(self.program.inputs, inputs)
         for i in self.program.instructions:
             self._write(i.outs, self.apply(i))
-        is_formed = [
-            is_wanted and not self._is_made_opaque(ref)
-            for ref, is_wanted in zip(self.program.outputs, self.outputs, strict=True)
-        ]
-        pairs = zip(self.program.outputs, is_formed, strict=True)
-        return [self.as_output(ref) if is_formed else self.plain(ref) for ref, is_formed in pairs]
+        results: list[Any] = []
+        for ref, is_wanted in zip(self.program.outputs, self.outputs, strict=True):
+            is_formed = is_wanted and not self._is_made_opaque(ref)
+            results.append(self.as_output(ref) if is_formed else self.plain(ref))
+        return results
 
     def apply(self, i: Instruction) -> Sequence[Any]:
         """Apply an instruction, by a rule if it makes a value in the other form."""
@@ -171,10 +174,13 @@ class GradRewriter:
 
     def _write(self, slots: Sequence[int], values: Sequence[Any]) -> None:
         for slot, value in zip(slots, values, strict=True):
-            values_of_form = self.formed_values if self.has_form(slot, value) else self.plain_values
-            values_of_form[slot] = value
+            if self.has_form(slot, value):
+                self.formed_values[slot] = value
+            else:
+                self.plain_values[slot] = value
 
     def _is_made_opaque(self, ref: Ref) -> bool:
         """Return whether an opaque equation made a value, whose form its caller then chooses."""
-        maker = self.makers.get(ref) if isinstance(ref, int) else None
-        return maker is not None and self.is_opaque(maker.eqn)
+        if not isinstance(ref, int) or ref not in self.makers:
+            return False
+        return self.is_opaque(self.makers[ref].eqn)

@@ -108,9 +108,8 @@ def export_hf(
         lora = _lora_to_merge(saved, leaves, merge_lora)
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
-        writer = _Writer(
-            saved, base, like, leaves, sources, tensors, None if lora is None else lora.scale
-        )
+        scale = None if lora is None else lora.scale
+        writer = _Writer(saved, base, like, leaves, sources, tensors, scale)
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)

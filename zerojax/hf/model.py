@@ -84,19 +84,10 @@ def model_of(
         and unknown keys of `config.json` that may change what is computed are refused.
     """
     config = config_of(folder, families)
-    if attention not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention={attention!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}"
-        )
-    adapted = set() if lora is None else {"gate_proj", "up_proj", "down_proj"} & set(lora.targets)
-    if mlp_tiles and adapted:
-        raise ValueError(
-            f"mlp_tiles={mlp_tiles} cannot be combined with adapters for "
-            f"{', '.join(sorted(adapted))}: use mlp_tiles=0, or other targets"
-        )
+    options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
+    _check_options(options)
     if trainable is None and lora is not None:
         trainable = nnx.LoRAParam
-    options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
     model = from_flax(
         embed=lambda rngs: Embed(config, rngs=rngs),
         block=lambda rngs: Block(config, options, rngs=rngs),
@@ -115,6 +106,21 @@ def model_of(
     return dataclasses.replace(
         with_specs(model, _specs(model)), about=about, check_batch=check_batch
     )
+
+
+def _check_options(options: Options) -> None:
+    """Raise ValueError if an option is unknown, or two of them cannot be combined."""
+    if options.attention not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention={options.attention!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}"
+        )
+    targets = () if options.lora is None else options.lora.targets
+    adapted = {"gate_proj", "up_proj", "down_proj"} & set(targets)
+    if options.mlp_tiles and adapted:
+        raise ValueError(
+            f"mlp_tiles={options.mlp_tiles} cannot be combined with adapters for "
+            f"{', '.join(sorted(adapted))}: use mlp_tiles=0, or other targets"
+        )
 
 
 def config_of(

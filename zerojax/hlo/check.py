@@ -90,12 +90,12 @@ def checked_module(text: str) -> Module:
     """
     module = parse_module(text)
     for computation in module.computations.values():
-        seen = dict[str, Instruction]()
+        defined = dict[str, Instruction]()
         for i in computation.instructions.values():
-            _check_names(i, seen, module)
+            _check_names(i, defined, module)
             _check_shape(i)
-            _check_form(i, seen)
-            seen[i.result] = i
+            _check_form(i, defined)
+            defined[i.result] = i
         if not computation.root:
             last = max((i.line for i in computation.instructions.values()), default=0)
             raise fault(last, f"computation {computation.name} has no ROOT")
@@ -105,9 +105,9 @@ def checked_module(text: str) -> Module:
     return module
 
 
-def _check_names(i: Instruction, seen: Mapping[str, Instruction], module: Module) -> None:
+def _check_names(i: Instruction, defined: Mapping[str, Instruction], module: Module) -> None:
     for name in i.operands:
-        if name not in seen:
+        if name not in defined:
             raise fault(
                 i.line,
                 f"{i.result} reads %{name}, which is not defined above it in its computation",
@@ -142,21 +142,21 @@ def _check_shape(i: Instruction) -> None:
             )
 
 
-def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
+def _check_form(i: Instruction, defined: Mapping[str, Instruction]) -> None:
     if i.op == "get-tuple-element":
-        index = _INDEX.search(i.rest)
-        count = len(tuple_shapes(seen[i.operands[0]].shape))
+        index = _INDEX.search(i.text)
+        count = len(tuple_shapes(defined[i.operands[0]].shape))
         if index is None or not 0 <= int(index[1]) < count:
             element = "no element" if index is None else f"element {index[1]}"
             raise fault(
                 i.line, f"{i.result} reads {element} of {i.operands[0]}, which has {count} elements"
             )
-    elif i.op == "parameter" and _NUMBER.match(i.rest) is None:
-        raise fault(i.line, f"{i.result} is parameter({i.rest}: a number is needed")
+    elif i.op == "parameter" and _NUMBER.match(i.text) is None:
+        raise fault(i.line, f"{i.result} is parameter({i.text}: a number is needed")
     elif i.op == "while":
         _check_loop(i)
     elif i.op in _SLICES:
-        _check_slice(i, seen)
+        _check_slice(i, defined)
     elif i.op == "tuple" and len(tuple_shapes(i.shape)) != len(i.operands) and i.operands:
         raise fault(
             i.line,
@@ -171,7 +171,7 @@ def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
 
 
 def _check_loop(i: Instruction) -> None:
-    roles = re.findall(r"\b(condition|body)=%?[\w.\-]+", _QUOTED.sub("", i.rest))
+    roles = re.findall(r"\b(condition|body)=%?[\w.\-]+", _QUOTED.sub("", i.text))
     if sorted(roles) != ["body", "condition"] or len(i.operands) != 1:
         raise fault(i.line, f"the loop {i.result} needs one condition, one body and one operand")
     if i.trips is not None and not 0 <= i.trips <= MOST_TRIPS:
@@ -181,9 +181,9 @@ def _check_loop(i: Instruction) -> None:
         )
 
 
-def _check_slice(i: Instruction, seen: Mapping[str, Instruction]) -> None:
+def _check_slice(i: Instruction, defined: Mapping[str, Instruction]) -> None:
     num_arrays = 2 if i.op == "dynamic-update-slice" else 1  # operands before the indices
-    shapes = [seen[name].shape for name in i.operands[:num_arrays]] + [i.shape]
+    shapes = [defined[name].shape for name in i.operands[:num_arrays]] + [i.shape]
     arrays = [parse_arrays(shape)[0] for shape in shapes if parse_arrays(shape)]
     ranks = {len(a.dims) for a in arrays}
     if (
@@ -258,5 +258,5 @@ def _check_operands(computation: Computation, module: Module) -> None:
 def _num_parameters(computation: Computation) -> int:
     """Return the number of operands that a computation reads."""
     parameters = [i for i in computation.instructions.values() if i.op == "parameter"]
-    numbers = [int(i.rest.split(")")[0]) for i in parameters]
+    numbers = [int(i.text.split(")")[0]) for i in parameters]
     return max(numbers, default=-1) + 1

@@ -110,11 +110,11 @@ class Costs:
         return sum(self._bytes(computation, o) for o in i.operands) + _shape_bytes(i)
 
     def _rate(self, computation: str, i: Instruction) -> str:
-        left = self._arrays(computation, i.operands[0])
-        return "products_float32" if left and left[0].dtype == "f32" else "products"
+        lhs = self._arrays(computation, i.operands[0])
+        return "products_float32" if lhs and lhs[0].dtype == "f32" else "products"
 
     def _call(self, computation: str, i: Instruction) -> Cost:
-        match = _TARGET.search(i.rest)
+        match = _TARGET.search(i.text)
         target = "" if match is None else match[1]
         if "fmha" in target:
             flops = self._attention(computation, i, is_backward="Backward" in target)
@@ -131,21 +131,21 @@ class Costs:
 
     def _product(self, computation: str, i: Instruction) -> float:
         """Return a product's FLOPs: 2 x elements of the result x contracted dims on the left."""
-        left = self._dims(computation, i.operands[0])
-        match = _CONTRACTED.search(i.rest)
-        contracted = (len(left) - 1,) if match is None else parse_ints(match[1])
+        lhs = self._dims(computation, i.operands[0])
+        match = _CONTRACTED.search(i.text)
+        contracted = (len(lhs) - 1,) if match is None else parse_ints(match[1])
         result = parse_arrays(i.shape)[0]
-        return 2.0 * math.prod(result.dims) * math.prod(left[d] for d in contracted)
+        return 2.0 * math.prod(result.dims) * math.prod(lhs[d] for d in contracted)
 
     def _attention(self, computation: str, i: Instruction, is_backward: bool) -> float:
-        scores = _SCORES.search(i.rest)
+        scores = _SCORES.search(i.text)
         width = self._dims(computation, i.operands[0])[-1]
         if scores is None:
             raise ValueError(
                 f"{i.result}: this attention call does not state the shape of its scores, so its "
                 "FLOPs are unknown"
             )
-        half = 0.5 if "CAUSAL" in i.rest else 1.0
+        half = 0.5 if "CAUSAL" in i.text else 1.0
         flops = 4.0 * math.prod(parse_ints(scores[1])) * width * half
         return flops * _BACKWARD if is_backward else flops
 

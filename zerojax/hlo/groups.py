@@ -88,16 +88,16 @@ class Devices:
 
     def _groups(self, kind: str, i: Instruction) -> np.ndarray:
         """Return the groups as they are written, [groups, devices]."""
-        lists = _LISTS.search(i.rest)
+        lists = _LISTS.search(i.text)
         if lists is not None:
             groups = [parse_ints(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])]
             if len({len(group) for group in groups}) > 1:
                 raise ValueError(f"{i.result}: groups of different sizes, {lists[0]}")
             if groups:
                 return np.asarray(groups, int)
-        if lists is not None or "replica_groups=" not in i.rest:
+        if lists is not None or "replica_groups=" not in i.text:
             return np.arange(self._count(kind, i))[None]  # one group of all
-        iota = _IOTA.search(i.rest)
+        iota = _IOTA.search(i.text)
         if iota is not None:
             return _transposed_iota(parse_ints(iota[2]), iota[3]).reshape(parse_ints(iota[1]))
         mesh = _match(_MESH, i)
@@ -105,19 +105,19 @@ class Devices:
 
     def _count(self, kind: str, i: Instruction) -> int:
         """Return the number of replicas, partitions or devices that a collective counts."""
-        if "use_global_device_ids=true" in i.rest:
+        if "use_global_device_ids=true" in i.text:
             return self.replicas * self.partitions
-        counts_partitions = "channel_id=" in i.rest and kind in _BY_PARTITION
+        counts_partitions = "channel_id=" in i.text and kind in _BY_PARTITION
         return self.partitions if counts_partitions else self.replicas
 
     def _device_numbers(self, kind: str, i: Instruction, groups: np.ndarray) -> np.ndarray:
         """Return groups of device numbers, given groups of whatever the collective counts."""
-        if "use_global_device_ids=true" in i.rest:
+        if "use_global_device_ids=true" in i.text:
             return groups
         replicas = np.arange(self.replicas)
         partitions = np.arange(self.partitions)
         group_size = groups.shape[1]
-        if "channel_id=" not in i.rest:  # each partition separately
+        if "channel_id=" not in i.text:  # each partition separately
             numbers = groups[None] * self.partitions + partitions[:, None, None]
             return numbers.reshape(-1, group_size)
         if kind in _BY_PARTITION:  # each replica separately
@@ -160,12 +160,12 @@ def read_devices(text: str, mesh: Any) -> Devices:
 
 
 def _match(pattern: re.Pattern[str], i: Instruction) -> re.Match[str]:
-    match = pattern.search(i.rest)
+    match = pattern.search(i.text)
     if match is None:
-        start = max(i.rest.find("replica_groups="), i.rest.find("source_target_pairs="), 0)
+        start = max(i.text.find("replica_groups="), i.text.find("source_target_pairs="), 0)
         raise ValueError(
             f"{i.result}: its device groups are in an unknown notation: "
-            f"{i.rest[start : start + 120]}"
+            f"{i.text[start : start + 120]}"
         )
     return match
 

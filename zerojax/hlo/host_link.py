@@ -221,7 +221,7 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     # If the slice is as long as the stack, the start can only be 0.
     sliced = [d for d in range(len(stack.dims)) if record.dims[d] < stack.dims[d]]
     address = _address(starts, sliced, record, stack)
-    has_descriptor, descriptor = _descriptor(i.rest)
+    has_descriptor, descriptor = _descriptor(i.text)
     is_proven = (
         descriptor is not None and address is not None and _has_address(descriptor, address, frame)
     )
@@ -276,13 +276,13 @@ def _has_address(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> b
     return equal(descriptor.byte_offset + descriptor.byte_stride * counter, address)
 
 
-def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
+def _descriptor(text: str) -> tuple[bool, Descriptor | None]:
     """Return whether an instruction has a descriptor, and the descriptor if its form is known.
 
     It is `"dynamic_slice_config":{..}`. The numbers are strings, and jax 0.12 nests the numbers of
     a linear address one level deeper.
     """
-    _, key, tail = rest.partition('"dynamic_slice_config":')
+    _, key, tail = text.partition('"dynamic_slice_config":')
     if not key:
         return False, None
     config, _ = json.JSONDecoder().raw_decode(tail)

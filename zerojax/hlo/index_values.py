@@ -182,12 +182,12 @@ class Frame:
 
     def _evaluate(self, i: Instruction) -> Any:
         if i.op == "parameter":
-            # For `parameter(2)`, `rest` is `2)` and possibly attributes.
-            return self.argument(int(i.rest.split(")")[0]))
+            # For `parameter(2)`, `text` is `2)` and possibly attributes.
+            return self.argument(int(i.text.split(")")[0]))
         if i.op == "tuple":
             return lambda n: self.value(i.operands[n])
         if i.op == "get-tuple-element":
-            index = re.search(r"index=(\d+)", i.rest)
+            index = re.search(r"index=(\d+)", i.text)
             if index is None:
                 return OTHER
             return _element(self.value(i.operands[0]), int(index.group(1)))
@@ -223,7 +223,7 @@ class Frame:
           (trip count, value of each element in the loop, value of each element after it).
         """
         trips = i.trips
-        body = _BODY.search(i.rest)
+        body = _BODY.search(i.text)
         initial = self.value(i.operands[0])
         assert body is not None
         values: dict[int, Any] = {}
@@ -294,7 +294,7 @@ def _element(value: Any, n: int) -> Any:
 
 
 def _constant(i: Instruction) -> Any:
-    text = i.rest.split(")")[0]
+    text = i.text.split(")")[0]
     if text in ("true", "false"):
         return np.asarray(int(text == "true"))
     if re.fullmatch(r"-?\d+", text):
@@ -306,7 +306,7 @@ def _compute(i: Instruction, values: list[Any]) -> Any:
     """Apply an instruction to integers; if not all of them are known, return the reason."""
     if all(isinstance(v, np.ndarray) for v in values):
         if i.op == "compare":
-            direction = re.search(r"direction=(\w+)", i.rest)
+            direction = re.search(r"direction=(\w+)", i.text)
             if direction is None:
                 return OTHER
             return np.asarray(_COMPARE[direction.group(1)](*values), int)

@@ -67,7 +67,7 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
             kind = _kind(i, shapes, module)
             if kind is not None:
                 end = _end(instructions, index)
-                is_async = end is not None and not _WAITED.search(i.rest)
+                is_async = end is not None and not _WAITED.search(i.text)
                 overlapped = instructions[index + 1 : end] if is_async else []
                 last = i if end is None else instructions[end]
                 transfers.append(
@@ -140,7 +140,7 @@ class _Products:
         if i.op in ("dot", "convolution"):
             return 1
         if i.op == "custom-call":
-            return int(_PRODUCT.search(i.rest) is not None)
+            return int(_PRODUCT.search(i.text) is not None)
         inner = sum(self._count_computation(computation) for computation in i.called)
         if i.op == "while":
             return inner * self.trips(i)
@@ -196,7 +196,7 @@ def _num_bytes(i: Instruction, kind: str, shapes: dict[str, str], end: Instructi
     if kind == "reduce-scatter":
         # Its full arrays are the operands.
         counted = [shapes.get(o, "") for o in i.operands]
-    elif kind == "to_host" and "update-slice" in i.rest + i.result:
+    elif kind == "to_host" and "update-slice" in i.text + i.result:
         # Written in place into a stack: only the slice crosses the link.
         counted = [shapes.get(i.operands[1], "")]
     else:

@@ -4,11 +4,11 @@
 It is read line by line:
 
     %gathered = bf16[64,64]{1,0:S(5)} all-gather(%shard), channel_id=1, dimensions={0}
-     result     shape                 op         rest
+     result     shape                 op         text
 
 The text is parsed rather than the proto, because every version and backend of XLA provides the text
 without its compiler's classes. Instructions are kept in scheduled order. Attributes stay text in
-`rest`; only the attributes that every reader needs are properties.
+`text`; only the attributes that every reader needs are properties.
 
 A text that XLA does not write is refused with the line and the reason. Known kinds of damage are
 checked before a program is read (`zerojax.hlo.check`). `reads_program` turns any other failure of a
@@ -88,14 +88,14 @@ class Instruction:
       result: name of the result.
       shape: text of the result's shape; a tuple's is in parentheses.
       op: opcode.
-      rest: text of the operands and attributes.
+      text: text of the operands and attributes.
       line: line number in the program's text, from 1; 0 if unknown.
     """
 
     result: str
     shape: str
     op: str
-    rest: str
+    text: str
     line: int = 0
 
     @property
@@ -103,7 +103,7 @@ class Instruction:
         """Names of the results that the instruction reads."""
         # Attributes such as control-predecessors name results too, so only the text up to the end
         # of the operands is read.
-        return re.findall(r"%([\w.\-#]+)", self.rest.split("), ")[0])
+        return re.findall(r"%([\w.\-#]+)", self.text.split("), ")[0])
 
     @property
     def called(self) -> list[str]:
@@ -111,8 +111,8 @@ class Instruction:
 
         They are a fusion's computation, a loop's condition and body, or a conditional's branches.
         """
-        names = _CALLED.findall(self.rest)
-        for branches in _BRANCHES.findall(self.rest):
+        names = _CALLED.findall(self.text)
+        for branches in _BRANCHES.findall(self.text):
             for branch in branches.split(","):
                 name = branch.strip().lstrip("%")
                 if name:
@@ -122,7 +122,7 @@ class Instruction:
     @property
     def trips(self) -> int | None:
         """The trip count of a loop; None if XLA does not know it."""
-        trips = _TRIPS.search(self.rest)
+        trips = _TRIPS.search(self.text)
         return int(trips.group(1)) if trips else None
 
 
@@ -229,7 +229,7 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
     get-tuple-element, named "loop#2".
     """
     elements = {}
-    for name, number in _ELEMENT.findall(i.rest.split("), ")[0]):
+    for name, number in _ELEMENT.findall(i.text.split("), ")[0]):
         result = f"{name}#{number}"
         if name not in before or result in before:
             continue
@@ -239,9 +239,9 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
                 i.line,
                 f"{i.result} reads element {number} of {name}, which has {len(shapes)} elements",
             )
-        rest = f"%{name}), index={number}"
+        text = f"%{name}), index={number}"
         elements[result] = Instruction(
-            result, shapes[int(number)], "get-tuple-element", rest, line=i.line
+            result, shapes[int(number)], "get-tuple-element", text, line=i.line
         )
     return elements
 

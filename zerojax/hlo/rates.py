@@ -94,19 +94,19 @@ class Rates:
 
 
 def rates_with(
-    *, products: float, products_float32: float, memory: float, link: float, **others: float
+    *, products: float, products_float32: float, memory: float, link: float, **other_rates: float
 ) -> Rates:
     """Return the rates of a machine for which only a few figures are known.
 
     Attention's rates are scaled from an H200's by `products`, and the links of kernels and of
-    graphs by `link`. All other rates are the H200's, unless `others` replaces them.
+    graphs by `link`. All other rates are the H200's, unless `other_rates` replaces them.
 
     Args:
       products: FLOPs per second of 16-bit products.
       products_float32: FLOPs per second of products whose left side is float32.
       memory: bytes per second read from and written to device memory.
       link: bytes per second in each direction of a copy engine.
-      **others: further fields of `Rates` by name, such as `disk_read`.
+      **other_rates: further fields of `Rates` by name, such as `disk_read`.
     """
     base = Rates()
     return dataclasses.replace(
@@ -119,7 +119,7 @@ def rates_with(
         link=link,
         graph_link=base.graph_link * (link / base.link),
         kernel_link=base.kernel_link * (link / base.link),
-        **others,
+        **other_rates,
     )
 
 

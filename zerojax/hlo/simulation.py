@@ -41,7 +41,7 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from zerojax.compat import find_stream_assignment
 from zerojax.hlo.callbacks import (
@@ -309,15 +309,7 @@ def simulate(
       ValueError: the program is for several devices, is not scheduled, or runs too many operations;
         or an argument has an unsupported value.
     """
-    if not isinstance(text, str):
-        raise ValueError(
-            f"text is of type {type(text).__name__}: give the text of a compiled program, "
-            "compiled.as_text()"
-        )
-    if thunks is not None and not isinstance(thunks, Thunks):
-        raise ValueError(
-            f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns"
-        )
+    _check_types(text, thunks)
     assumptions = _Assumptions(
         streams=streams,
         kernels=kernels,
@@ -333,6 +325,19 @@ def simulate(
     walk.check_length()
     walk.run(walk.module.entry)
     return walk.result()
+
+
+def _check_types(text: Any, thunks: Any) -> None:
+    """Raise ValueError unless `text` is a str, and `thunks` are Thunks or None."""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"text is of type {type(text).__name__}: give the text of a compiled program, "
+            "compiled.as_text()"
+        )
+    if thunks is not None and not isinstance(thunks, Thunks):
+        raise ValueError(
+            f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -502,11 +507,11 @@ class _StreamWalk:
                 self.run(i.called[-1])
             elif i.op == "call":
                 self.run(i.called[0])
-            elif i.op == "custom-call" and _CALLBACK_TARGET.search(i.rest):
+            elif i.op == "custom-call" and _CALLBACK_TARGET.search(i.text):
                 self._callback(computation, i)
             elif i.op.endswith(_DONE):
                 self._done(i)
-            elif i.op.endswith(_START) and not _WAITED.search(i.rest):
+            elif i.op.endswith(_START) and not _WAITED.search(i.text):
                 lane = self._streams.get(i.result, MAIN)
                 self._started[i.result] = self._operation(computation, i, lane)
             else:
@@ -695,8 +700,8 @@ class _StreamWalk:
 
 def _loop_computations(i: Instruction) -> tuple[str, str]:
     """Return the names of a loop's condition and body."""
-    condition = re.search(r"condition=%?([\w.\-]+)", i.rest)
-    body = re.search(r"body=%?([\w.\-]+)", i.rest)
+    condition = re.search(r"condition=%?([\w.\-]+)", i.text)
+    body = re.search(r"body=%?([\w.\-]+)", i.text)
     # `zerojax.hlo.check` refuses a loop without them.
     assert condition is not None
     assert body is not None

@@ -129,7 +129,7 @@ def _parse_thunks(sequence: str, names: Mapping[int, str]) -> Thunks:
         indent = len(match[1])
         number = int(match[2])
         kind = match[3]
-        rest = match[4]
+        details = match[4]
         while wrappers and wrappers[-1][0] >= indent:
             wrappers.pop()
         while graphs and graphs[-1] >= indent:
@@ -148,7 +148,7 @@ def _parse_thunks(sequence: str, names: Mapping[int, str]) -> Thunks:
             kinds[name] = kind
         if kind in _WRAPPERS:
             wrappers.append((indent, name))
-        stream = _STREAM.search(rest)
+        stream = _STREAM.search(details)
         if stream is not None:
             streams[name] = stream[1]
         if graphs:

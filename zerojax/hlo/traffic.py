@@ -156,8 +156,8 @@ def _bytes(moves: Iterable[HostMove]) -> dict[str, int]:
     """Return the bytes of moves per step, by direction; host-to-host moves count in both."""
     total: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
     for move in moves:
-        crossed = (move.direction,) if move.direction in DIRECTIONS else DIRECTIONS
-        for direction in crossed:
+        directions = (move.direction,) if move.direction in DIRECTIONS else DIRECTIONS
+        for direction in directions:
             total[direction] += move.num_bytes * move.times
     return total
 
@@ -273,18 +273,18 @@ class _CallTree:
             if i.op == "parameter":
                 caller = self._callers.get(computation)
                 if caller is None:
-                    op_name = _OP_NAME.search(i.rest)
+                    op_name = _OP_NAME.search(i.text)
                     leaf = "" if op_name is None else op_name[1].replace("\\'", "'")
                     return parse_arrays(i.shape)[0], leaf
                 if caller.instruction.op == "conditional":
                     # A branch has one operand, after the condition.
                     number = caller.instruction.called.index(computation) + 1
                 else:
-                    number = int(i.rest.split(")")[0])  # 0 in a loop's body: the carried tuple
+                    number = int(i.text.split(")")[0])  # 0 in a loop's body: the carried tuple
                 computation = caller.computation
                 name = caller.instruction.operands[number]
             elif i.op == "get-tuple-element":
-                index = _INDEX.search(i.rest)
+                index = _INDEX.search(i.text)
                 name = i.operands[0]
                 element = None if index is None else int(index[1])
             elif i.op == "tuple" and element is not None:

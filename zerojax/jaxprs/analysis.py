@@ -32,8 +32,7 @@ class Analysis(Generic[Fact]):
 
     enters: frozenset[str]
 
-    # --- defined by a subclass
-    # -----------------------------------------------------------------------
+    # --- defined by a subclass -----------------------------------------------------------------
 
     def constant(self, value: Any) -> Fact:
         """Return the fact of a constant."""
@@ -122,13 +121,14 @@ class Analysis(Generic[Fact]):
         slices = [self.sliced(fact) for fact in xs]
         while True:
             outs = self.region(region, [*consts, *carry, *slices])
-            pairs = zip(carry, outs, strict=False)
-            after = [self.join(pair) for pair in pairs]
-            if after == carry:
-                return [*carry, *(self.stacked(fact) for fact in outs[len(carry) :])]
-            carry = after
+            joined = [self.join(facts) for facts in zip(carry, outs, strict=False)]
+            if joined == carry:
+                stacked = [self.stacked(fact) for fact in outs[len(carry) :]]
+                return [*carry, *stacked]
+            carry = joined
 
     def shard_map(self, eqn: jex.JaxprEqn, ins: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts of a shard_map's results."""
         (region,) = list_regions(eqn)
-        return self.of_wholes(eqn, self.region(region, self.of_shards(eqn, ins)))
+        shard_facts = self.of_shards(eqn, ins)
+        return self.of_wholes(eqn, self.region(region, shard_facts))

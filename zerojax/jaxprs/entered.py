@@ -22,7 +22,7 @@ ENTERED: Mapping[str, frozenset[str]] = MappingProxyType(
     flow               activations/flow            x      x        x      x     x     -        x
     traffic            activations/traffic         x      x        x      x     x     -        x
     float32_grads      grads/float32_grads         x      -        x      x     x     -        x
-    unreduced_grads    grads/unreduced             x      -        x      x     x     -        (1)
+    unreduced_grads    grads/unreduced_rewriter    x      -        x      x     x     -        (1)
     gather_on_use      gather/on_use               x     (2)       x      x     x     -        -
     keep_products      activations/recompute       x     (3)      (3)     x     x     -        -
     sequence_parallel  activations/sequence_walk   x     (4)       x      -     -     -        -

@@ -114,12 +114,7 @@ class FlatJaxpr:
                 pairs = zip(i.ins, i.outs, strict=True)
                 reached.update(out for ref, out in pairs if is_among(ref, reached))
             elif by_result and i.eqn.primitive.name == "shard_map":
-                inner = flatten(*opened(i.eqn.params["jaxpr"]))
-                pairs = zip(inner.inputs, i.ins, strict=True)
-                starts = [slot for slot, ref in pairs if is_among(ref, reached)]
-                inside = inner.reached(starts, by_result=True)
-                pairs = zip(inner.outputs, i.outs, strict=True)
-                reached.update(out for ref, out in pairs if is_among(ref, inside))
+                reached.update(_list_reached_by_shard_map(i, reached))
             elif not reached.isdisjoint(i.reads):
                 reached.update(i.outs)
         return reached
@@ -137,12 +132,24 @@ class FlatJaxpr:
             default.
         """
         slots: dict[int, Any] = dict(zip(self.inputs, values, strict=True))
-        (evaluator or evaluate)(self.instructions, slots)
+        if evaluator is None:
+            evaluator = evaluate
+        evaluator(self.instructions, slots)
         return self.results(slots)
 
     def results(self, slots: Mapping[int, Any]) -> list[Any]:
         """Return the values of the outputs, given the values of all slots."""
         return [read(ref, slots) for ref in self.outputs]
+
+
+def _list_reached_by_shard_map(i: Instruction, reached: Container[int]) -> list[int]:
+    """Return the results of a `jax.shard_map` that depend on slots in `reached`."""
+    program = flatten(*opened(i.eqn.params["jaxpr"]))
+    operands = zip(program.inputs, i.ins, strict=True)
+    starts = [slot for slot, ref in operands if is_among(ref, reached)]
+    reached_inside = program.reached(starts, by_result=True)
+    results = zip(program.outputs, i.outs, strict=True)
+    return [out for ref, out in results if is_among(ref, reached_inside)]
 
 
 def flatten(
@@ -163,9 +170,7 @@ def flatten(
     def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Ref]) -> list[Ref]:
         # Each call has its own environment, because two calls of one jitted function share the
         # jaxpr's variables.
-        env: dict[jex.Var, Ref] = {
-            v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)
-        }
+        env: dict[jex.Var, Ref] = dict(zip(jaxpr.constvars, map(Constant, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def build_ref(atom: Any) -> Ref:
@@ -179,8 +184,8 @@ def flatten(
                 outs = emit(*inner, ins)
             else:
                 outs = [next(counter) for _ in eqn.outvars]
-                nested = next(iter(jex.jaxprs_in_params(eqn.params)), None) is not None
-                instructions.append(Instruction(eqn, tuple(ins), tuple(outs), nested))
+                has_jaxpr = any(True for _ in jex.jaxprs_in_params(eqn.params))
+                instructions.append(Instruction(eqn, tuple(ins), tuple(outs), has_jaxpr))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [build_ref(v) for v in jaxpr.outvars]
 

@@ -48,34 +48,40 @@ def count_flops(eqn: jex.JaxprEqn) -> float:
     """
     name = eqn.primitive.name
     params = eqn.params
-    shapes: list[tuple[int, ...]] = [
-        getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)
-    ]
     if name in ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"):
-        lhs, rhs = shapes[:2]
-        if name == "dot_general":
-            summed = math.prod(lhs[d] for d in params["dimension_numbers"][0][0])
-        elif name == "conv_general_dilated":
-            summed = (
-                math.prod(rhs) // rhs[params["dimension_numbers"].rhs_spec[0]]
-            )  # all but the output's features
-        else:
-            summed = lhs[-1]
-        return 2.0 * math.prod(shapes[-1]) * summed
+        return _count_product_flops(eqn)
     if name in _FUSED_ATTENTION:
-        query, key = shapes[:2]
+        query, key = (_shape(v) for v in eqn.invars[:2])
         length = key[2 if params["layout"] else 1]  # BNTH, else BTNH
-        scores = 4.0 * math.prod(query) * length
-        return (
-            scores * _FUSED_ATTENTION[name] * (0.5 if "CAUSAL" in str(params["mask_type"]) else 1.0)
-        )
+        flops = 4.0 * math.prod(query) * length * _FUSED_ATTENTION[name]
+        return flops * 0.5 if "CAUSAL" in str(params["mask_type"]) else flops
     if name == "pallas_call":
         return float(getattr(params.get("cost_estimate"), "flops", 0.0))
-    inner = [sum(map(count_flops, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(params)]
+    flops_inside = [sum(map(count_flops, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(params)]
     if name == "cond":
-        return max(inner)
-    times = params["mesh"].size if name == "shard_map" else params.get("length", 1)
-    return sum(inner) * times
+        return max(flops_inside)
+    num_runs = params["mesh"].size if name == "shard_map" else params.get("length", 1)
+    return sum(flops_inside) * num_runs
+
+
+def _count_product_flops(eqn: jex.JaxprEqn) -> float:
+    """Return the FLOPs of a matrix product or a convolution."""
+    name = eqn.primitive.name
+    lhs, rhs = (_shape(v) for v in eqn.invars[:2])
+    if name == "dot_general":
+        (lhs_dims, _), _ = eqn.params["dimension_numbers"]
+        num_summed = math.prod(lhs[dim] for dim in lhs_dims)
+    elif name == "conv_general_dilated":
+        # all dims of the kernel but the output's features
+        num_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        num_summed = math.prod(rhs) // num_features
+    else:
+        num_summed = lhs[-1]
+    return 2.0 * math.prod(_shape(eqn.outvars[-1])) * num_summed
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return getattr(v.aval, "shape", ())
 
 
 def dtype_of_products(eqn: jex.JaxprEqn) -> Any:

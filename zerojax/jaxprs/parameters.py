@@ -14,8 +14,9 @@ JaxprAndConsts = tuple[jex.Jaxpr, Sequence[Any]]
 
 def opened(jaxpr: Any) -> JaxprAndConsts:
     """Return a jaxpr and its constants; some parameters hold both, others only a jaxpr."""
-    is_closed = isinstance(jaxpr, jex.ClosedJaxpr)
-    return (jaxpr.jaxpr, jaxpr.consts) if is_closed else (jaxpr, ())
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
 
 
 def called(eqn: jex.JaxprEqn) -> JaxprAndConsts | None:
@@ -24,13 +25,13 @@ def called(eqn: jex.JaxprEqn) -> JaxprAndConsts | None:
     Returns:
       The jaxpr and its constants; None if there is no jaxpr, or if it takes other operands.
     """
-    held = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    inner = next((jaxpr for jaxpr in held if isinstance(jaxpr, jex.Jaxpr | jex.ClosedJaxpr)), None)
-    if inner is None:
-        return None
-    jaxpr, consts = opened(inner)
-    fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.constvars) == len(consts)
-    return (jaxpr, consts) if fits else None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        param = eqn.params.get(name)
+        if isinstance(param, jex.Jaxpr | jex.ClosedJaxpr):
+            jaxpr, consts = opened(param)
+            fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.constvars) == len(consts)
+            return (jaxpr, consts) if fits else None
+    return None
 
 
 def scan_arity(params: Mapping[str, Any], num_operands: int) -> tuple[int, int]:

@@ -28,7 +28,6 @@ import jax.extend.core as jex
 from zerojax.jaxprs.flat import FlatJaxpr, Ref, bind, flatten, is_among
 from zerojax.jaxprs.parameters import called, manual_axes, opened, scan_arity
 from zerojax.jaxprs.primitives import REMAT
-from zerojax.trees import Params
 
 T = TypeVar("T")
 Function = Callable[[Sequence[Any]], Sequence[Any]]
@@ -87,10 +86,10 @@ class Region:
         while True:
             reached = program.reached(starts, by_result=True)
             pairs = zip(self.carried, program.outputs, strict=False)
-            after = starts | {program.inputs[p] for p, ref in pairs if is_among(ref, reached)}
-            if after == starts:
+            reached_carry = {program.inputs[n] for n, ref in pairs if is_among(ref, reached)}
+            if reached_carry <= starts:
                 return reached
-            starts = after
+            starts = starts | reached_carry
 
 
 def list_regions(eqn: jex.JaxprEqn) -> list[Region]:
@@ -235,12 +234,13 @@ def checkpointed(
         region's policy must not save its result, whatever the policy says.
     """
     policy = eqn.params["policy"]
+    prevent_cse = eqn.params["prevent_cse"]
+    if policy is None:
+        return jax.checkpoint(function, prevent_cse=prevent_cse)
 
-    def narrowed(prim: Any, *args: Any, **params: Params) -> Any:
-        return False if is_never_saved(prim.name, params) else policy(prim, *args, **params)
+    def narrowed_policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        if is_never_saved(primitive.name, params):
+            return False
+        return policy(primitive, *args, **params)
 
-    return jax.checkpoint(
-        function,
-        policy=None if policy is None else narrowed,
-        prevent_cse=eqn.params["prevent_cse"],
-    )
+    return jax.checkpoint(function, policy=narrowed_policy, prevent_cse=prevent_cse)

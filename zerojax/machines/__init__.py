@@ -4,6 +4,7 @@ from zerojax.machines.disk import report as report
 from zerojax.machines.machines import COUNTS as COUNTS
 from zerojax.machines.machines import FIGURES as FIGURES
 from zerojax.machines.machines import Machine as Machine
+from zerojax.machines.machines import MissingFigureError as MissingFigureError
 from zerojax.machines.machines import format_bytes as format_bytes
 from zerojax.machines.machines import nearest as nearest
 from zerojax.machines.named_machines import NAMED as NAMED

@@ -22,11 +22,13 @@ import statistics
 from host_offload.disk import DIRECT, PLAIN, Bench, IoSettings, Rates, SwapError, SwapFolder, tune
 from zerojax.formulas import StateBytes, state_bytes
 
-_ROWS = tuple(
-    (precision, update)
-    for precision in ("bf16", "fp32")
-    for update in ("after_backward", "in_backward")
+_ROWS = (
+    ("bf16", "after_backward"),
+    ("bf16", "in_backward"),
+    ("fp32", "after_backward"),
+    ("fp32", "in_backward"),
 )
+"""Rows of `model_table`: precision and update."""
 
 
 def disk_bytes(per_param: StateBytes, update: str) -> int:
@@ -36,7 +38,9 @@ def disk_bytes(per_param: StateBytes, update: str) -> int:
       per_param: bytes per parameter of each kind of state.
       update: "in_backward" or "after_backward".
     """
-    return per_param.total - (per_param.grads if update == "in_backward" else 0)
+    if update == "in_backward":
+        return per_param.total - per_param.grads
+    return per_param.total
 
 
 def disk_traffic(per_param: StateBytes, update: str) -> tuple[int, int]:
@@ -46,13 +50,15 @@ def disk_traffic(per_param: StateBytes, update: str) -> tuple[int, int]:
       per_param: bytes per parameter of each kind of state.
       update: "in_backward" or "after_backward".
     """
-    b = per_param
     # Forward and backward each read the parameters.
-    read = 2 * b.params + b.master + b.moments
-    written = b.params + b.master + b.moments
-    if update == "in_backward":
-        return read, written
-    return read + b.grads + (0 if b.master else b.params), written + b.grads
+    read = 2 * per_param.params + per_param.master + per_param.moments
+    written = per_param.params + per_param.master + per_param.moments
+    if update != "in_backward":
+        read += per_param.grads
+        written += per_param.grads
+        if not per_param.master:
+            read += per_param.params
+    return read, written
 
 
 def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str:
@@ -78,13 +84,11 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
         with _bench(swap.path, settings, num_records, size) as bench:
             bench.round()  # first writes to new files are slower
             rounds = [bench.round() for _ in range(num_rounds)]
-    rates = {
-        name: Rates(
-            read=statistics.median(r[name].read for r in rounds),
-            write=statistics.median(r[name].write for r in rounds),
-        )
-        for name in rounds[0]
-    }
+    rates = dict[str, Rates]()
+    for name in rounds[0]:
+        read = statistics.median(rates_by_name[name].read for rates_by_name in rounds)
+        write = statistics.median(rates_by_name[name].write for rates_by_name in rounds)
+        rates[name] = Rates(read=read, write=write)
     return "\n".join(
         [
             f"{os.path.abspath(folder)}: {free / 1e9:.1f} GB free; fastest with "
@@ -98,10 +102,10 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
 
 
 def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int) -> Bench:
+    """Return a `Bench`; if the disk is too full, the error names the additional remedy."""
     try:
         return Bench(path, settings, num_records=num_records, record_bytes=record_bytes)
     except SwapError as error:
-        # Here a full disk has an additional remedy: measuring with fewer bytes.
         if error.errno != errno.ENOSPC:
             raise
         needed = num_records * record_bytes
@@ -118,12 +122,12 @@ def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int)
 
 def bandwidth_table(rates: dict[str, Rates]) -> list[str]:
     """Return a table with one line per reader: bandwidth, and fraction of the disk's ceiling."""
-    peak = rates[PLAIN]
+    plain = rates[PLAIN]
     lines = [f"{'reader':<24}{'read GB/s':>10}{'of plain':>10}{'write GB/s':>12}{'of plain':>10}"]
-    for name, r in rates.items():
+    for name, rate in rates.items():
         lines.append(
-            f"{name:<24}{r.read / 1e9:>10.2f}{r.read / peak.read:>10.2f}"
-            f"{r.write / 1e9:>12.2f}{r.write / peak.write:>10.2f}"
+            f"{name:<24}{rate.read / 1e9:>10.2f}{rate.read / plain.read:>10.2f}"
+            f"{rate.write / 1e9:>12.2f}{rate.write / plain.write:>10.2f}"
         )
     return lines
 
@@ -143,12 +147,12 @@ def model_table(rates: Rates, free_bytes: int) -> list[str]:
     ]
     for precision, update in _ROWS:
         per_param = state_bytes(precision)
-        each = disk_bytes(per_param, update)
-        (read, written) = disk_traffic(per_param, update)
-        largest = free_bytes / each
+        stored = disk_bytes(per_param, update)
+        read, written = disk_traffic(per_param, update)
+        largest = free_bytes / stored
         seconds = read / rates.read + written / rates.write
         lines.append(
-            f"{precision:<10}{update:<16}{each:>11}{read:>6}{written:>9}{largest / 1e9:>14.2f}"
+            f"{precision:<10}{update:<16}{stored:>11}{read:>6}{written:>9}{largest / 1e9:>14.2f}"
             f"{seconds * 1e9:>17.1f}{seconds * largest:>18.1f}"
         )
     return lines

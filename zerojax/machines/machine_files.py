@@ -27,14 +27,19 @@ def to_text(entries: Mapping[str, str | int | float]) -> str:
 
 
 def _value(value: str | int | float) -> str:
+    """Return a value as TOML."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", "\\u007f"
-        )  # TOML also forbids this control character, which JSON allows
+        text = json.dumps(value, ensure_ascii=False)
+        # TOML also forbids this control character, which JSON allows.
+        return text.replace("\x7f", "\\u007f")
     if isinstance(value, int):
         return str(value)
-    # The fewest digits that read back as the same number.
-    return next(text for digits in range(1, 18) if float(text := f"{value:.{digits}g}") == value)
+    # Use the fewest digits that read back as the same number: 17 suffice for any float.
+    for digits in range(1, 17):
+        text = f"{value:.{digits}g}"
+        if float(text) == value:
+            return text
+    return f"{value:.17g}"
 
 
 def read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -46,30 +51,7 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
       OSError: the file cannot be read.
     """
     try:
-        if os.path.isdir(path):
-            raise ValueError(
-                f"{path} is a folder: pass the path of a TOML file of figures, such as "
-                f"{path}/lab.toml"
-            )
-        if not os.path.exists(path):
-            raise ValueError(
-                f"{path} does not exist: pass the path of a TOML file of figures, such as one "
-                "written by zerojax probe --out"
-            )
-        if not os.path.isfile(path):
-            raise ValueError(
-                f"{path} is not a regular file: pass the path of a TOML file of figures"
-            )
-        if (size := os.path.getsize(path)) > _MOST_BYTES:
-            raise ValueError(
-                f"{path} has {size:,} bytes: a TOML file of figures has at most {_MOST_BYTES:,}"
-            )
-        with open(path, "rb") as file:
-            data = file.read()
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not valid TOML: {error}") from error
+        text = _read_text(path)
         values = _flat(_parsed(path, text))
     except RecursionError as error:
         raise ValueError(
@@ -81,6 +63,37 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     return values, {key: f"{path}{_line(key, lines)}" for key in values}
 
 
+def _read_text(path: str) -> str:
+    """Return the text of a file of figures.
+
+    Raises:
+      ValueError: the path is not a regular file, or the file is too large or not UTF-8.
+      OSError: the file cannot be read.
+    """
+    if os.path.isdir(path):
+        raise ValueError(
+            f"{path} is a folder: pass the path of a TOML file of figures, such as {path}/lab.toml"
+        )
+    if not os.path.exists(path):
+        raise ValueError(
+            f"{path} does not exist: pass the path of a TOML file of figures, such as one "
+            "written by zerojax probe --out"
+        )
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is not a regular file: pass the path of a TOML file of figures")
+    size = os.path.getsize(path)
+    if size > _MOST_BYTES:
+        raise ValueError(
+            f"{path} has {size:,} bytes: a TOML file of figures has at most {_MOST_BYTES:,}"
+        )
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
 def _parsed(path: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
@@ -89,14 +102,14 @@ def _parsed(path: str, text: str) -> dict[str, Any]:
 
 
 def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return the values of nested tables by dotted key."""
+    values: dict[str, Any] = {}
     for key, value in entries.items():
-        found |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return found
+        if isinstance(value, dict):
+            values |= _flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
 
 
 def _line(key: str, lines: list[str]) -> str:
@@ -104,16 +117,15 @@ def _line(key: str, lines: list[str]) -> str:
 
     The line has either the full dotted key, or its last part within a table.
     """
-    parts = key.split(".")
-    for name, table in ((parts, ""), (parts[-1:], ".".join(parts[:-1]))):
-        # A part may be quoted, and dots may have spaces around them.
-        pattern = re.compile(
-            r"\s*" + r"\s*\.\s*".join(rf"[\"']?{re.escape(part)}[\"']?" for part in name) + r"\s*="
-        )
-        now = ""
+    names = key.split(".")
+    for key_names, table in ((names, ""), (names[-1:], ".".join(names[:-1]))):
+        # A name may be quoted, and dots may have spaces around them.
+        quoted_names = [rf"[\"']?{re.escape(name)}[\"']?" for name in key_names]
+        pattern = re.compile(r"\s*" + r"\s*\.\s*".join(quoted_names) + r"\s*=")
+        current_table = ""
         for n, line in enumerate(lines, 1):
             if header := re.match(r"\s*\[\s*([^\]]*?)\s*\]", line):
-                now = header[1]
-            elif now == table and pattern.match(line):
+                current_table = header[1]
+            elif current_table == table and pattern.match(line):
                 return f", line {n}"
     return ""

@@ -17,7 +17,7 @@ use. For a named machine, most rates are assumed: the vendor's figure times the 
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -62,6 +62,24 @@ UNITS: Mapping[str, str] = MappingProxyType(
         for name in _RATES
     }
 )
+
+
+class MissingFigureError(ValueError):
+    """A machine lacks figures that a plan needs.
+
+    Attributes:
+      figures: names of the missing figures, such as "host_bytes".
+    """
+
+    def __init__(self, message: str, figures: Sequence[str] = ()) -> None:
+        """Create the error.
+
+        Args:
+          message: message of the error.
+          figures: names of the missing figures.
+        """
+        super().__init__(message)
+        self.figures = tuple(figures)
 
 
 class _Entries(Mapping[str, T]):
@@ -166,17 +184,16 @@ class Machine:
     def __post_init__(self) -> None:
         """Check all entries and convert them to immutable mappings of Python numbers."""
         for name in ("name", *COUNTS):
-            if wrong := what_is_wrong(name, getattr(self, name)):
+            if wrong := find_wrong_entry(name, getattr(self, name)):
                 raise ValueError(wrong)
-        if missing := [
-            name for name in (*BY_DTYPE, "source") if not isinstance(getattr(self, name), Mapping)
-        ]:
-            raise ValueError(
-                f"machine {self.name}: {missing[0]} is not a mapping, such as {{'bf16': 7e14}}"
-            )
+        for name in (*BY_DTYPE, "source"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(
+                    f"machine {self.name}: {name} is not a mapping, such as {{'bf16': 7e14}}"
+                )
         figures = self.figures
         for name, value in figures.items():
-            if wrong := what_is_wrong(name, value):
+            if wrong := find_wrong_entry(name, value):
                 raise ValueError(f"machine {self.name}: {wrong}")
         # Convert NumPy numbers to Python numbers, which files can hold.
         for name in COUNTS:
@@ -186,23 +203,23 @@ class Machine:
         for name in (n for n in _RATES if n in figures):
             object.__setattr__(self, name, as_int_or_float(figures[name]))
         for name in BY_DTYPE:
-            entries = {
-                d: as_int_or_float(v) for d, v in getattr(self, name).items() if v is not None
-            }
+            by_dtype = getattr(self, name)
+            entries = {d: as_int_or_float(v) for d, v in by_dtype.items() if v is not None}
             object.__setattr__(self, name, _Entries(entries))
         object.__setattr__(self, "source", self._sources())
 
     def _sources(self) -> _Sources:
-        said = self.source
+        """Return the source of each figure; a figure that was replaced is marked as given."""
+        source = self.source
         figures = self.figures
-        for name, text in said.items():
-            if wrong := what_is_wrong(f"source.{name}", text):
+        for name, text in source.items():
+            if wrong := find_wrong_entry(f"source.{name}", text):
                 raise ValueError(f"machine {self.name}: {wrong}")
-        old = said.figures if isinstance(said, _Sources) else figures
-        texts = {
-            name: said[name] if name in said and old.get(name) == figures[name] else GIVEN
-            for name in figures
-        }
+        old_figures = source.figures if isinstance(source, _Sources) else figures
+        texts = dict.fromkeys(figures, GIVEN)
+        for name, value in figures.items():
+            if name in source and old_figures.get(name) == value:
+                texts[name] = source[name]
         return _Sources(texts, figures)
 
     @property
@@ -216,14 +233,14 @@ class Machine:
 
         Figures with a precision are named such as "flops.bf16".
         """
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*_BYTES, *_RATES)}
-        given |= {
-            f"{name}.{dtype}": value
-            for name in BY_DTYPE
-            for dtype, value in getattr(self, name).items()
-        }
-        known = {name: given.pop(name, None) for name in FIGURES}
-        return {name: value for name, value in (known | given).items() if value is not None}
+        values: dict[str, Any] = {name: getattr(self, name) for name in (*_BYTES, *_RATES)}
+        for name in BY_DTYPE:
+            for dtype, value in getattr(self, name).items():
+                values[f"{name}.{dtype}"] = value
+        # Unknown names come last; they are refused when the machine is created.
+        in_order = {name: values.pop(name, None) for name in FIGURES}
+        in_order |= values
+        return {name: value for name, value in in_order.items() if value is not None}
 
     def need(self, name: str) -> float:
         """Return one figure, in the units of `Machine`.
@@ -232,8 +249,8 @@ class Machine:
           name: name of a figure, such as "link_up" or "flops.bf16".
 
         Raises:
-          ValueError: the figure is unknown (the message says how to provide it), or no figure has
-            that name.
+          MissingFigureError: the figure is unknown; the message says how to provide it.
+          ValueError: no figure has that name.
         """
         return self.needs(name)[0]
 
@@ -244,28 +261,15 @@ class Machine:
           *names: names of figures, such as "link_up".
 
         Raises:
-          ValueError: figures are unknown (the message lists all of them), or no figure has such a
-            name.
+          MissingFigureError: figures are unknown; the message lists all of them.
+          ValueError: no figure has such a name.
         """
         for name in names:
             if name not in FIGURES:
                 raise ValueError(f"unknown machine figure {name!r}{nearest(name, FIGURES)}")
         figures = self.figures
         if missing := [name for name in names if name not in figures]:
-            which = ", ".join(f"{name} ({UNITS[name]})" for name in missing)
-            top, _, dtype = missing[0].partition(".")
-            example = f"{top}={{**machine.{top}, {dtype!r}: ...}}" if dtype else f"{top}=..."
-            measured = any(name not in UNMEASURED for name in missing)
-            raise ValueError(
-                f"machine {self.name} has no figure for {which}: set it with "
-                f"dataclasses.replace(machine, {example}), or with a line `{missing[0]} = ...` in "
-                "a TOML file"
-                + (
-                    ", or measure this machine: zerojax probe --swap-dir DIR --out FILE"
-                    if measured
-                    else ""
-                )
-            )
+            raise MissingFigureError(_missing_message(self.name, missing), missing)
         return tuple(figures[name] for name in names)
 
     def rates(self) -> Rates:
@@ -288,13 +292,10 @@ class Machine:
             half, "flops.fp32", "memory_rate", "link_up", "link_down"
         )
         link = min(up, down)  # Rates has one link rate for both directions
-        given = {
-            name: figures[name]
-            for name in ("disk_read", "disk_write", "host_kernel")
-            if name in figures
-        }
+        optional = ("disk_read", "disk_write", "host_kernel")
+        known = {name: figures[name] for name in optional if name in figures}
         return rates_with(
-            products=products, products_float32=single, memory=memory, link=link, **given
+            products=products, products_float32=single, memory=memory, link=link, **known
         )
 
     def to_toml(self) -> str:
@@ -318,15 +319,29 @@ class Machine:
     def __str__(self) -> str:
         """Return the figures as text, one per line with unit and source."""
         nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
-        rows = [
-            f"{self.name}: {nodes} of "
-            f"{self.devices_per_node} device{'s' * (self.devices_per_node > 1)}"
-        ]
+        devices = f"{self.devices_per_node} device{'s' * (self.devices_per_node > 1)}"
+        rows = [f"{self.name}: {nodes} of {devices}"]
         for name, value in self.figures.items():
             rows.append(f"  {name:<22}{f'{value:.4g}':>10} {UNITS[name]:<16}{self.source[name]}")
-        if missing := [name for name in FIGURES if name not in self.figures and "." not in name]:
+        missing = [name for name in FIGURES if name not in self.figures and "." not in name]
+        if missing:
             rows.append(f"  not given: {', '.join(missing)}")
         return "\n".join(rows)
+
+
+def _missing_message(machine_name: str, missing: Sequence[str]) -> str:
+    """Return the message for missing figures: their units, and how to provide them."""
+    listed = ", ".join(f"{name} ({UNITS[name]})" for name in missing)
+    top, _, dtype = missing[0].partition(".")
+    example = f"{top}={{**machine.{top}, {dtype!r}: ...}}" if dtype else f"{top}=..."
+    message = (
+        f"machine {machine_name} has no figure for {listed}: set it with "
+        f"dataclasses.replace(machine, {example}), or with a line `{missing[0]} = ...` in "
+        "a TOML file"
+    )
+    if any(name not in UNMEASURED for name in missing):
+        message += ", or measure this machine: zerojax probe --swap-dir DIR --out FILE"
+    return message
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -337,49 +352,58 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def nearest(name: str, names: Any) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of an error message: the likely intended name, or all names."""
     close = difflib.get_close_matches(name, list(names), 1, 0.5)
     return f": did you mean {close[0]!r}?" if close else f": choose from {', '.join(names)}"
 
 
-def what_is_wrong(name: str, value: Any) -> str | None:
+def find_wrong_entry(name: str, value: Any) -> str | None:
     """Return what is wrong with one entry of a machine, or None if it is valid."""
     if name in ("name", "base"):
-        return None if isinstance(value, str) and value else f"{name} = {value!r}: a name is needed"
+        return None if _is_text(value) else f"{name} = {value!r}: a name is needed"
     if name.startswith("source."):
-        if (figure := name.removeprefix("source.")) not in FIGURES:
+        figure = name.removeprefix("source.")
+        if figure not in FIGURES:
             return f"source of {figure!r}, which is not a machine figure{nearest(figure, FIGURES)}"
-        return None if isinstance(value, str) and value else f"{name} = {value!r}: text is needed"
-    number = as_number(value)
-    is_number = number is not None and abs(number) <= _MOST
+        return None if _is_text(value) else f"{name} = {value!r}: text is needed"
     if name in COUNTS:
         count = as_integer(value)
-        fits = count is not None and 1 <= count <= _MOST_COUNT
-        if fits:
+        if count is not None and 1 <= count <= _MOST_COUNT:
             return None
         return f"{name} = {_shown(value)}: must be an integer from 1 to {_MOST_COUNT:,}"
     if name not in FIGURES:
-        top, _, dtype = name.partition(".")
-        if top in BY_DTYPE:
-            what = f"{dtype!r} is not a precision" if dtype else "this figure is set per precision"
-            return (
-                f"{name} = {value!r}: {what}; "
-                f"choose from {', '.join(f'{top}.{d}' for d in PRECISIONS)}"
-            )
-        return (
-            f"{name!r} is not a machine figure{nearest(name, ('name', 'base', *COUNTS, *FIGURES))}"
-        )
+        return _unknown_figure(name, value)
+    return _find_wrong_figure(name, value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _unknown_figure(name: str, value: object) -> str:
+    """Return why an entry is refused whose name is not a figure's."""
+    top, _, dtype = name.partition(".")
+    if top not in BY_DTYPE:
+        names = ("name", "base", *COUNTS, *FIGURES)
+        return f"{name!r} is not a machine figure{nearest(name, names)}"
+    reason = f"{dtype!r} is not a precision" if dtype else "this figure is set per precision"
+    choices = ", ".join(f"{top}.{d}" for d in PRECISIONS)
+    return f"{name} = {value!r}: {reason}; choose from {choices}"
+
+
+def _find_wrong_figure(name: str, value: Any) -> str | None:
+    """Return what is wrong with the value of a figure, or None if it is valid."""
+    number = as_number(value)
+    is_number = number is not None and abs(number) <= _MOST
     if name in _BYTES:
         least = 0 if name == "disk_bytes" else 1
-        fits = is_number and value >= least and value == int(value)
-        if fits:
+        if is_number and value >= least and value == int(value):
             return None
         return f"{name} = {_shown(value)}: must be whole bytes from {least} to {_MOST:g}"
-    unit = "FLOP" if "." in name else "bytes"
-    fits = is_number and value >= _LEAST_RATE
-    if fits:
+    if is_number and value >= _LEAST_RATE:
         return None
+    unit = "FLOP" if "." in name else "bytes"
     return f"{name} = {_shown(value)}: must be {unit} per second, from {_LEAST_RATE:g} to {_MOST:g}"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, find_chip
 from zerojax.hlo import RATES
 from zerojax.machines.machine_files import read
-from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
+from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, find_wrong_entry, nearest
 
 _NVLINK_SHARE = 0.8
 """Fraction of NVLink's one-way bandwidth that collectives are assumed to attain."""
@@ -25,24 +25,21 @@ def _gpu(chip: Chip) -> Machine:
     """Return a machine with one kind of GPU, with unknown host and disk."""
     rates = RATES[chip.name]
     sheet = chip.sheet
-    flops = {
-        dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak
-    }
-
+    flops = dict.fromkeys(chip.peak, rates.products)
+    if "fp32" in flops:
+        flops["fp32"] = rates.products_float32
     nvlink = None if chip.nvlink is None else _NVLINK_SHARE * chip.nvlink / 2
 
-    def assumed(rate: float, printed: float, where: str) -> str:
-        return f"assumed: share {rate / printed:.2g} of {printed:.4g}, {where}"
+    def assumed(rate: float, printed: float, document: str) -> str:
+        return f"assumed: share {rate / printed:.2g} of {printed:.4g}, {document}"
 
-    details = {
-        dtype: f"{sheet}, {chip.detail}" if chip.detail and dtype != "fp32" else sheet
-        for dtype in chip.peak
-    }
+    detailed_sheet = f"{sheet}, {chip.detail}" if chip.detail else sheet
     source = {
         "device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, "
         f"less {RESERVED_BYTES // MIB} MiB assumed"
     }
-    source |= {f"peak_flops.{dtype}": text for dtype, text in details.items()}
+    for dtype in chip.peak:
+        source[f"peak_flops.{dtype}"] = sheet if dtype == "fp32" else detailed_sheet
     source |= {
         f"flops.{dtype}": assumed(flops[dtype], chip.peak[dtype], sheet) for dtype in chip.peak
     }
@@ -150,50 +147,55 @@ def machine(
     text = os.fspath(name)
     # Only a suffix or a separator marks a path, so a file called "h200" does not hide the machine.
     is_path = text.endswith(".toml") or os.sep in text
-    found = _read(text) if is_path else _named(text, "machine")
-    given = {"nodes": nodes, "devices_per_node": devices_per_node}
-    return dataclasses.replace(found, **{key: n for key, n in given.items() if n is not None})
+    base = _read(text) if is_path else _named(text, "machine")
+    counts = {"nodes": nodes, "devices_per_node": devices_per_node}
+    return dataclasses.replace(base, **{key: n for key, n in counts.items() if n is not None})
 
 
-def _named(name: str, what: str) -> Machine:
+def _named(name: str, description: str) -> Machine:
+    """Return a named machine; `description` introduces the name in the error message."""
     if name.lower() not in NAMED:
         raise ValueError(
-            f"{what} {name!r} is unknown{nearest(name.lower(), NAMED)} (`zerojax machines` lists "
-            "all names; to use a file of figures, pass its path, which ends with .toml)"
+            f"{description} {name!r} is unknown{nearest(name.lower(), NAMED)} "
+            "(`zerojax machines` lists all names; to use a file of figures, pass its path, which "
+            "ends with .toml)"
         )
     return NAMED[name.lower()]
 
 
 def _read(path: str) -> Machine:
+    """Return the machine of a file."""
     path = os.path.expanduser(path)
-    values, places = read(path)
+    values, locations = read(path)
     for key, value in values.items():
-        if wrong := what_is_wrong(key, value):
-            raise ValueError(f"{places[key]}: {wrong}")
-    stem = os.path.splitext(os.path.basename(path))[0]
+        if wrong := find_wrong_entry(key, value):
+            raise ValueError(f"{locations[key]}: {wrong}")
+    file_name = os.path.basename(path)
+    stem = os.path.splitext(file_name)[0]
     if "base" in values:
-        base = _named(values["base"], f"{places['base']}: base")
+        base = _named(values["base"], f"{locations['base']}: base")
     else:
         base = Machine(name=stem)
-    given = {key: values[key] for key in values if key in FIGURES}
-    said = {
-        key.removeprefix("source."): text
-        for key, text in values.items()
-        if key.startswith("source.")
-    }
-    if absent := [name for name in said if name not in given and name not in base.figures]:
-        raise ValueError(
-            f"{places[f'source.{absent[0]}']}: "
-            f"source of {absent[0]}, a figure that the file does not set"
-        )
-    source = {**base.source, **dict.fromkeys(given, f"given in {os.path.basename(path)}"), **said}
-    fields: dict[str, Any] = {key: value for key, value in given.items() if "." not in key}
+
+    figures = {key: values[key] for key in values if key in FIGURES}
+    own_sources = dict[str, str]()
+    for key, text in values.items():
+        if not key.startswith("source."):
+            continue
+        name = key.removeprefix("source.")
+        if name not in figures and name not in base.figures:
+            raise ValueError(
+                f"{locations[key]}: source of {name}, a figure that the file does not set"
+            )
+        own_sources[name] = text
+    source = {**base.source, **dict.fromkeys(figures, f"given in {file_name}"), **own_sources}
+
+    fields: dict[str, Any] = {key: value for key, value in figures.items() if "." not in key}
     for name in BY_DTYPE:
-        own = {
-            key.partition(".")[2]: value
-            for key, value in given.items()
-            if key.startswith(f"{name}.")
-        }
-        fields[name] = {**getattr(base, name), **own}
+        by_dtype = dict(getattr(base, name))
+        for key, value in figures.items():
+            if key.startswith(f"{name}."):
+                by_dtype[key.partition(".")[2]] = value
+        fields[name] = by_dtype
     fields |= {key: values[key] for key in COUNTS if key in values}
     return dataclasses.replace(base, name=values.get("name", stem), **fields, source=source)

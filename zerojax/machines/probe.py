@@ -172,17 +172,20 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     is_cpu = devices[0].platform == "cpu"
     kind = devices[0].device_kind
     sizes = _SIZES["cpu" if is_cpu else "gpu"] if sizes is None else sizes
-    when = (
+    measured = (
         f"measured by zerojax probe {datetime.date.today()} on {platform.node()}, "
         f"{len(devices)} x {kind}"
     )
     disk = _Measured({}, {})
     if swap_dir is not None:  # measured first, so that a problem with the folder is seen at once
-        disk = _measure_disk(swap_dir, sizes, when)
+        disk = _measure_disk(swap_dir, sizes, measured)
     mesh = make_mesh(devices=devices)
-    rates = _measure_rates(mesh, sizes, when, is_cpu)
-    flops = {name: _product_rate(mesh, sizes, p.compute_dtype) for name, p in PRECISIONS.items()}
-    source = disk.source | rates.source | {f"flops.{name}": when for name in flops}
+    rates = _measure_rates(mesh, sizes, measured, is_cpu)
+    flops = {
+        name: _product_rate(mesh, sizes, precision.compute_dtype)
+        for name, precision in PRECISIONS.items()
+    }
+    source = disk.source | rates.source | {f"flops.{name}": measured for name in flops}
     sheet = NAMED.get(machine_of(kind) or "")
     peak = {} if sheet is None else dict(sheet.peak_flops)
     if sheet is not None:
@@ -212,7 +215,7 @@ class _Measured(NamedTuple):
     source: dict[str, str]
 
 
-def _measure_rates(mesh: Mesh, sizes: ProbeSizes, when: str, is_cpu: bool) -> _Measured:
+def _measure_rates(mesh: Mesh, sizes: ProbeSizes, measured: str, is_cpu: bool) -> _Measured:
     """Return the rates of device memory, link, network in the node, and host kernel."""
     link = measure_link(mesh, sizes.link_bytes, _REPEATS)
     figures: dict[str, Any] = {
@@ -224,9 +227,9 @@ def _measure_rates(mesh: Mesh, sizes: ProbeSizes, when: str, is_cpu: bool) -> _M
     }
     if mesh.size > 1:
         figures["network_in_node"] = _gather_rate(mesh, sizes)
-    source = dict.fromkeys(figures, when)
+    source = dict.fromkeys(figures, measured)
     if is_cpu:
-        copies = f"{when}: copies of memory, because a CPU has no link"
+        copies = f"{measured}: copies of memory, because a CPU has no link"
         moves = [name for name in figures if name.startswith(("link", "network"))]
         source |= dict.fromkeys(moves, copies)
     return _Measured(figures, source)
@@ -246,7 +249,8 @@ def probe_memories(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, st
     if limit is None and host is not None:
         limit = host // len(devices)
         limit_source = f"host_bytes / {len(devices)}: devices of a CPU share the host's memory"
-    pinned = min((n for n in (pool, host) if n is not None), default=None)
+    known = [n for n in (pool, host) if n is not None]
+    pinned = min(known, default=None)
     pinned_source = "XLA's pool of one process"
     if pool is None or pinned == host:
         pinned_source = "host_bytes: no lower limit is set"
@@ -325,7 +329,9 @@ def _ones(mesh: Mesh, elements: int) -> jax.Array:
     )()
 
 
-def _blocking(f: Callable[..., Any], *args: Any) -> Callable[[], None]:
+def _blocking(f: Callable[..., Any], *args: jax.Array) -> Callable[[], None]:
+    """Return a call of `f` that waits for its results."""
+
     def call() -> None:
         jax.block_until_ready(f(*args))
 
@@ -351,16 +357,16 @@ def _host_kernel_rate(sizes: ProbeSizes) -> float:
     n = sizes.host_elements
     params, m, v = (np.full(n, value, np.float32) for value in (1.0, 1e-3, 1e-6))
     grads = np.full(n, 1e-3, jnp.bfloat16)
-    low = np.zeros(n, jnp.bfloat16)
+    low_params = np.zeros(n, jnp.bfloat16)
     count = np.zeros((), np.int32)
 
     def update() -> None:
-        kernel([params, 3, m, v, grads], [None, count, None, None, low])
+        kernel([params, 3, m, v, grads], [None, count, None, None, low_params])
 
     return kernel.bytes_per_element * n / _best(update, seconds=sizes.seconds)
 
 
-def _measure_disk(folder: str, sizes: ProbeSizes, when: str) -> _Measured:
+def _measure_disk(folder: str, sizes: ProbeSizes, measured: str) -> _Measured:
     """Return the figures of a folder's disk."""
     with SwapFolder(folder) as swap:
         free = swap.free_bytes()
@@ -377,7 +383,7 @@ def _measure_disk(folder: str, sizes: ProbeSizes, when: str) -> _Measured:
         "disk_both": max(both for _, both in rounds),
     }
     transfers = f"{settings.num_threads} concurrent transfers of {settings.block_bytes >> 20} MiB"
-    source = dict.fromkeys(figures, f"{when}: {transfers}")
+    source = dict.fromkeys(figures, f"{measured}: {transfers}")
     return _Measured(figures, source | {"disk_bytes": "free space of the folder"})
 
 

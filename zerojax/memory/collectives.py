@@ -17,7 +17,7 @@ import math
 from zerojax.formulas import collective_elements
 from zerojax.memory.leaves import reduced_itemsize
 from zerojax.sharding import DATA, FSDP, STAGES, local_elements, parse_axes
-from zerojax.state import Layout, OwnedTransformation
+from zerojax.state import Layout, Leaf, OwnedTransformation
 from zerojax.streamed import StreamedStep
 
 
@@ -32,83 +32,105 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
       layout: layout of the program.
       streamed: the streamed step, or None for a resident step.
     """
-    gathers_of_tiles = _gathers_again(streamed)
-    mesh = layout.mesh
-    config = layout.config
-    shards = mesh.shape[FSDP]
-    replicas = mesh.shape[DATA]
-    count = config.num_microbatches
-    reductions = 1 if layout.reduces_once else count
+    regathers = _tile_regathers(streamed)
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
     for leaf in layout.all_leaves:
-        elements = local_elements(leaf.shape, leaf.spec.base, mesh)
-        split = STAGES[config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
-        # A leaf that `fsdp` does not split is reduced by an all_reduce over all of its copies.
-        stage, copies = (config.stage, shards) if split else (0, shards * replicas)
-        elements_sent = collective_elements(elements, stage, copies, count, reductions)
-        if streamed and leaf.is_stacked:
-            if split:
-                elements_sent["all_gather"] = collective_elements(elements, config.stage, shards)[
-                    "all_gather"
-                ]
-            else:
-                elements_sent["all_gather"] = 0.0
+        is_streamed = streamed is not None and leaf.is_stacked
+        elements_sent = _elements_sent(layout, leaf, is_streamed)
+        if is_streamed:
             # Once in forward and once in backward, and again if backward reruns a loop over tiles.
-            elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
+            elements_sent["all_gather"] *= 1 + regathers.get(leaf.group, 0) / 2
         if leaf.frozen:  # it is gathered if it is split, and has no gradient
-            elements_sent = {
-                "all_gather": elements_sent["all_gather"] if STAGES[config.stage].params else 0.0
-            }
+            is_gathered = STAGES[layout.config.stage].params
+            elements_sent = {"all_gather": elements_sent["all_gather"] if is_gathered else 0.0}
         reduced = reduced_itemsize(layout, leaf)
         for name, n in elements_sent.items():
             sent[name] += n * (leaf.dtype.itemsize if name == "all_gather" else reduced)
-        # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the
-        # replicas.
-        if split and replicas > 1 and not leaf.frozen:
-            sent["all_reduce"] += (
-                2 * elements / shards * (replicas - 1) / replicas * reduced * reductions
-            )
-    if isinstance(layout.tx, OwnedTransformation) and STAGES[config.stage].opt_state:
-        for name, n in _of_whole_leaves(layout, layout.tx).items():
+        sent["all_reduce"] += _replica_elements(layout, leaf) * reduced
+
+    if isinstance(layout.tx, OwnedTransformation) and STAGES[layout.config.stage].opt_state:
+        for name, n in _full_leaves_sent(layout, layout.tx).items():
             sent[name] = sent.get(name, 0.0) + n
     return {name: int(n) for name, n in sent.items()}
 
 
-def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float]:
+def _is_split(layout: Layout, leaf: Leaf) -> bool:
+    """Return whether `fsdp` splits a leaf's optimizer state."""
+    return STAGES[layout.config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
+
+
+def _num_reductions(layout: Layout) -> int:
+    """Return how often a step reduces gradients."""
+    return 1 if layout.reduces_once else layout.config.num_microbatches
+
+
+def _elements_sent(layout: Layout, leaf: Leaf, is_streamed: bool) -> dict[str, float]:
+    """Return the elements that each device sends of a leaf, by collective, in closed form."""
+    mesh = layout.mesh
+    stage = layout.config.stage
+    shards = mesh.shape[FSDP]
+    count = layout.config.num_microbatches
+    reductions = _num_reductions(layout)
+    elements = local_elements(leaf.shape, leaf.spec.base, mesh)
+    if not _is_split(layout, leaf):
+        # It is reduced by an all_reduce over all of its copies.
+        copies = shards * mesh.shape[DATA]
+        sent = collective_elements(elements, 0, copies, count, reductions)
+        if is_streamed:
+            sent["all_gather"] = 0.0
+        return sent
+    sent = collective_elements(elements, stage, shards, count, reductions)
+    if is_streamed:  # gathered once for all microbatches
+        sent["all_gather"] = collective_elements(elements, stage, shards)["all_gather"]
+    return sent
+
+
+def _replica_elements(layout: Layout, leaf: Leaf) -> float:
+    """Return the elements that each device sends to sum a leaf's gradient over the replicas.
+
+    In hybrid sharding, this follows the reduce_scatter: shards of gradients are summed.
+    """
+    replicas = layout.mesh.shape[DATA]
+    if replicas == 1 or leaf.frozen or not _is_split(layout, leaf):
+        return 0.0
+    elements = local_elements(leaf.shape, leaf.spec.base, layout.mesh)
+    shard = elements / layout.mesh.shape[FSDP]
+    return 2 * shard * (replicas - 1) / replicas * _num_reductions(layout)
+
+
+def _full_leaves_sent(layout: Layout, tx: OwnedTransformation) -> dict[str, float]:
     """Return the additional bytes that an optimizer sends if it needs full leaves of a layer."""
     sent = {"all_to_all": 0.0, "all_gather": 0.0}
-    for leaf, (there, back) in zip(layout.leaves, tx.moved, strict=True):
-        axes = [
-            layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in parse_axes(entry)
-        ]
-        devices = math.prod(axes)
+    for leaf, (gathered, returned) in zip(layout.leaves, tx.moved, strict=True):
+        axis_sizes = list[int]()
+        for entry in leaf.spec.sharded:
+            axis_sizes += [layout.mesh.shape[axis] for axis in parse_axes(entry)]
+        devices = math.prod(axis_sizes)
         layers = leaf.shape[0] if leaf.is_stacked else 1
         if layout.updates_by_record:
-            sent["all_gather"] += 4 * there * layers * (devices - 1) / devices
+            sent["all_gather"] += 4 * gathered * layers * (devices - 1) / devices
         elif leaf.is_stacked:
-            # One axis after the other: in each all_to_all a device keeps its own part and sends the
-            # other parts.
+            # One axis after the other: in each all_to_all a device keeps 1/n of its elements and
+            # sends the others.
             rows = -(-layers // devices) * devices
-            sent["all_to_all"] += (
-                4 * (there + back) * rows / devices * sum((n - 1) / n for n in axes)
-            )
+            share_sent = sum((n - 1) / n for n in axis_sizes)
+            sent["all_to_all"] += 4 * (gathered + returned) * rows / devices * share_sent
     return {name: n for name, n in sent.items() if n}
 
 
-def _gathers_again(streamed: StreamedStep | None) -> dict[str, float]:
+def _tile_regathers(streamed: StreamedStep | None) -> dict[str, float]:
     """Return how often backward runs each group's forward loop, by the group's name.
 
     It is a mean over the layers of the group's stack.
     """
     if streamed is None:
         return {}
-    again: dict[str, float] = {}
+    regathers: dict[str, float] = {}
     for loops in streamed.loops:
-        inside = loops.tracer.tile_loops()["backward"]
+        backward_loops = loops.tracer.tile_loops()["backward"]
         run = loops.stack.run
         for group, tiles in loops.stack.loops:
-            times = sum(g is tiles and phase == "forward" for g, phase in inside)
-            again[group.name] = (
-                again.get(group.name, 0.0) + times * run.num_layers / run.stack.num_layers
-            )
-    return again
+            times = sum(loop is tiles and phase == "forward" for loop, phase in backward_loops)
+            mean_times = times * run.num_layers / run.stack.num_layers
+            regathers[group.name] = regathers.get(group.name, 0.0) + mean_times
+    return regathers

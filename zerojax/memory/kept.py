@@ -88,7 +88,7 @@ def kept_values(values: list[Kept]) -> KeptValues:
 
 def streamed_kept(streamed: StreamedStep, abstract_batch: Batch) -> list[Kept]:
     """Return the values that a streamed step saves of its layers."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    shapes = jax.tree.map(_shape, abstract_batch)
     values: list[Kept] = []
     for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
         values += _range_values(loops.stack.run, residuals)
@@ -101,14 +101,14 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
     Only values that are stored split over `tensor` count. In a ring, each device passes on every
     piece but one: t - 1 times the bytes that it stores.
     """
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    shapes = jax.tree.map(_shape, abstract_batch)
     stored = 0
     for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
         layer_bytes = 0
-        for n, record in enumerate(residuals.records):
-            if residuals.whole[n] is not None:
-                a = residuals.shapes[n]
-                layer_bytes += local_record_bytes(record, a.shape, a.dtype)
+        for array in residuals.arrays:
+            if array.gathered_spec is not None:
+                a = array.abstract
+                layer_bytes += local_record_bytes(array.record, a.shape, a.dtype)
         stored += loops.stack.num_layers * layer_bytes
     return stored * (streamed.mesh.shape[TENSOR] - 1)
 
@@ -117,10 +117,11 @@ def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
     """Return the values that a range of layers saves."""
     values = list[Kept]()
     lead = residuals.lead
-    for n, record in enumerate(residuals.records):
-        a = residuals.shapes[n]
+    for name, array in zip(residuals.names, residuals.arrays, strict=True):
+        record = array.record
+        a = array.abstract
         value = Kept(
-            name=residuals.names[n],
+            name=name,
             shape=a.shape[lead:],
             dtype=a.dtype,
             spec=_constrained_entries(record.spec)[lead:],
@@ -128,7 +129,7 @@ def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
             count=run.num_layers * math.prod(a.shape[:lead]),
             num_bytes=run.num_layers * local_record_bytes(record, a.shape, a.dtype),
             stack=run.name,
-            replicated=residuals.replicated[n] or "",
+            replicated=array.replicated or "",
         )
         values.append(value)
     return values
@@ -150,23 +151,24 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept
       abstract_batch: tree of ShapeDtypeStruct.
     """
     count = layout.config.num_microbatches
-    micro = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            (a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype
-        ),
-        abstract_batch,
-    )
-    state = layout.abstract_arrays
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-    params, frozen, model_state = jax.tree.map(
-        shape, (state.params, state.frozen, state.model_state)
-    )
-    frozen = jax.eval_shape(
-        layout.decode, frozen
-    )  # backward decodes again, so the decoded weights are not residuals
 
-    def residuals(params: Params, frozen: Any, batch: Batch, model_state: ModelState) -> list[Any]:
-        value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
+    def microbatch_shape(a: Any) -> jax.ShapeDtypeStruct:
+        shape = (a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+
+    micro = jax.tree.map(microbatch_shape, abstract_batch)
+    state = layout.abstract_arrays
+    params = jax.tree.map(_shape, state.params)
+    model_state = jax.tree.map(_shape, state.model_state)
+    # Backward decodes again, so the decoded weights are not residuals.
+    frozen = jax.eval_shape(layout.decode, jax.tree.map(_shape, state.frozen))
+
+    def residuals(
+        params: Params, frozen: Params, batch: Batch, model_state: ModelState
+    ) -> list[jax.Array]:
+        def value(params: Params) -> jax.Array:
+            return loss(join_frozen(params, frozen), batch, None, model_state)[0].value()
+
         return jax.tree.leaves(jax.vjp(value, params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro, model_state).jaxpr
@@ -176,14 +178,20 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept
     for v in jaxpr.invars:
         values.pop(v, None)
     sizes = [a.shape[0] for a in jax.tree.leaves(micro) if a.shape]
-    kept = [_resident_value(v, jaxpr, layout, sizes[0] if sizes else 0) for v in values]
+    batch_size = sizes[0] if sizes else 0
+    kept = [_resident_value(v, jaxpr, layout, batch_size) for v in values]
     labels = numbered_labels([value.name for value in kept])
-    return [
-        dataclasses.replace(value, name=label) for value, label in zip(kept, labels, strict=True)
-    ]
+    pairs = zip(kept, labels, strict=True)
+    return [dataclasses.replace(value, name=label) for value, label in pairs]
+
+
+def _shape(a: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, without its sharding."""
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: int) -> Kept:
+    """Return a residual of a traced loss as a saved value."""
     aval: Any = v.aval
     name, spec, loops = _source(v, jaxpr, 0)
     shape = aval.shape[loops:]
@@ -205,19 +213,17 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
 
     The spec is None unless a constraint set it. Each loop stacks the value.
     """
-    makers: Mapping[Any, Any] = {
-        out: (eqn, n) for eqn in jaxpr.eqns for n, out in enumerate(eqn.outvars)
-    }
+    producers = dict[Any, tuple[jex.JaxprEqn, int]]()
+    for eqn in jaxpr.eqns:
+        for n, out in enumerate(eqn.outvars):
+            producers[out] = (eqn, n)
     spec: Spec | None = None
-    while not isinstance(v, jex.Literal) and v in makers:  # a Literal is not hashable
-        eqn, position = makers[v]
+    while not isinstance(v, jex.Literal) and v in producers:  # a Literal is not hashable
+        eqn, position = producers[v]
         primitive = eqn.primitive.name
         if primitive == "name":
-            return (
-                find_label(eqn.params["name"]),
-                spec or _constrained(makers, eqn.invars[0]),
-                loops,
-            )
+            constraint = spec or _constrained(producers, eqn.invars[0])
+            return find_label(eqn.params["name"]), constraint, loops
         if primitive == "sharding_constraint":
             spec = spec or _read_constraint(eqn)
         elif primitive in _ENTERED:
@@ -227,13 +233,16 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
         elif primitive not in _PASSED_ON:
             return describe(eqn), spec, loops
         v = eqn.invars[0]
-    return "constant" if isinstance(v, jex.Literal) else "x", spec, loops
+    name = "constant" if isinstance(v, jex.Literal) else "x"
+    return name, spec, loops
 
 
-def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
+def _constrained(producers: Mapping[Any, tuple[jex.JaxprEqn, int]], v: Any) -> Spec | None:
     """Return the spec of a variable that is the result of a constraint, or None."""
-    eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
-    if eqn is None or eqn.primitive.name != "sharding_constraint":
+    if isinstance(v, jex.Literal) or v not in producers:
+        return None
+    eqn, _ = producers[v]
+    if eqn.primitive.name != "sharding_constraint":
         return None
     return _read_constraint(eqn)
 

@@ -60,10 +60,8 @@ def unreduced_bytes(layout: Layout, blocks: bool | None = None) -> int:
     if not layout.reduces_once:
         return 0
     leaves = [leaf for leaf in layout.leaves if blocks is None or leaf.is_stacked == blocks]
-    return 4 * (
-        sum(local_elements(leaf.shape, leaf.spec.base, layout.mesh) for leaf in leaves)
-        - grad_elements(layout, blocks)
-    )
+    elements = sum(local_elements(leaf.shape, leaf.spec.base, layout.mesh) for leaf in leaves)
+    return 4 * (elements - grad_elements(layout, blocks))
 
 
 def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> int:
@@ -82,28 +80,29 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
     if not is_gathered and not layout.encodings:
         return 0
     num_tiles = {group.name: group.num_tiles for group in layout.groups}
-    of_units: dict[Any, int] = {}
-    of_tiles: dict[str, int] = {}
+    unit_bytes: dict[Any, int] = {}
+    tile_bytes: dict[str, int] = {}
     for leaf in layout.all_leaves:
-        whole = (
-            local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh)
-            * leaf.dtype.itemsize
-        )
-        size = (whole if is_gathered else 0) + decoded_bytes(leaf, layout)
+        size = decoded_bytes(leaf, layout)
+        if is_gathered:
+            spec = without_axis(leaf.spec.sharded, FSDP)
+            size += local_elements(leaf.shape, spec, layout.mesh) * leaf.dtype.itemsize
         if leaf.is_stacked:
             # A stacked leaf counts all layers, but only some are gathered at a time: one, or two
             # with gather_ahead.
             size = size // leaf.shape[0] * layers
         if leaf.role == "tile":
-            of_tiles[leaf.group] = of_tiles.get(leaf.group, 0) + size // num_tiles[leaf.group]
+            tile_size = size // num_tiles[leaf.group]
+            tile_bytes[leaf.group] = tile_bytes.get(leaf.group, 0) + tile_size
         else:
             unit = leaf.name if layout.num_layers is None else _unit(leaf)
-            of_units[unit] = of_units.get(unit, 0) + size
+            unit_bytes[unit] = unit_bytes.get(unit, 0) + size
     for stack in layout.stacks:  # tiles are gathered one by one, next to the layer's other leaves
-        units = [_unit(layout.all_leaves[i]) for i in stack.in_tree[:1]]
-        most = max((of_tiles.get(group.name, 0) for group in stack.groups), default=0)
-        of_units |= {unit: of_units.get(unit, 0) + most for unit in units}
-    return max(of_units.values())
+        largest_tile = max((tile_bytes.get(group.name, 0) for group in stack.groups), default=0)
+        for i in stack.in_tree[:1]:
+            unit = _unit(layout.all_leaves[i])
+            unit_bytes[unit] = unit_bytes.get(unit, 0) + largest_tile
+    return max(unit_bytes.values())
 
 
 def _unit(leaf: Leaf) -> tuple[Any, str]:
@@ -119,10 +118,10 @@ def decoded_bytes(leaf: Leaf, layout: Layout) -> int:
 
     It is counted for only one of the encoded arrays of a weight.
     """
-    of = leaf.decodes
-    if of is None:
+    weight = leaf.decodes
+    if weight is None:
         return 0
-    return local_elements(of.shape, of.spec.base, layout.mesh) * of.dtype.itemsize
+    return local_elements(weight.shape, weight.spec.base, layout.mesh) * weight.dtype.itemsize
 
 
 def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> int:

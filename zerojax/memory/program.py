@@ -120,10 +120,10 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Batch)
     if isinstance(step, StreamedStep):
         return streamed_steps(step, abstract_batch)
     if isinstance(step, ResidentStep):
-        steps = steps_of_leaves(records, None if step.update is None else step.update.num_pieces())
-        return dataclasses.replace(
-            steps, stacks=step.stacks
-        )  # for forward and backward; the update is leaf by leaf
+        num_pieces = None if step.update is None else step.update.num_pieces()
+        steps = steps_of_leaves(records, num_pieces)
+        # The stacks are for forward and backward; the update is leaf by leaf.
+        return dataclasses.replace(steps, stacks=step.stacks)
     raise NotImplementedError(
         f"the operations of a {type(step).__name__} are not listed in this version"
     )

@@ -62,11 +62,9 @@ class MemoryReport:
     @property
     def host_argument_bytes(self) -> int:
         """Bytes of a compiled step's arguments in pinned host memory."""
-        return sum(
-            n
-            for kind, n in self.tiers["pinned_host"].items()
-            if kind not in ("stashed", "made", "buffers")
-        )
+        not_arguments = ("stashed", "made", "buffers")
+        host = self.tiers["pinned_host"]
+        return sum(n for kind, n in host.items() if kind not in not_arguments)
 
     @property
     def device_bytes(self) -> int:
@@ -80,9 +78,10 @@ class MemoryReport:
     @property
     def model_state_bytes(self) -> int:
         """Bytes of parameters, gradients, master weights and optimizer state, in all tiers."""
-        return sum(
-            t.get(kind, 0) for t in self.tiers.values() for kind in (*STATE_KINDS, *GRAD_KINDS)
-        )
+        total = 0
+        for kinds in self.tiers.values():
+            total += sum(kinds.get(kind, 0) for kind in (*STATE_KINDS, *GRAD_KINDS))
+        return total
 
     def __str__(self) -> str:
         """Return the bytes as a table."""
@@ -91,7 +90,8 @@ class MemoryReport:
             rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items() if n]
         for name, n in self.collectives.items():
             over = "over tensor" if name.startswith("tensor_") else "sent a step"
-            rows += [f"  {over:<12} {name.removeprefix('tensor_'):<14} {n:>18,}"] * (n > 0)
+            if n > 0:
+                rows.append(f"  {over:<12} {name.removeprefix('tensor_'):<14} {n:>18,}")
         rows += [
             f"  {'host link':<12} {name:<14} {n:>18,}" for name, n in self.host_link.items() if n
         ]

@@ -37,11 +37,12 @@ def resident_bytes(
         # the same time.
         "in_flight": steps.find_peak("unstacked"),
     }
-    link, called = (
-        {
-            "to_device": steps.moved("up", called=by_callbacks),
-            "to_host": steps.moved("down", called=by_callbacks),
-        }
-        for by_callbacks in (False, True)
-    )
+    link = {
+        "to_device": steps.moved("up", called=False),
+        "to_host": steps.moved("down", called=False),
+    }
+    called = {
+        "to_device": steps.moved("up", called=True),
+        "to_host": steps.moved("down", called=True),
+    }
     return RunningBytes(device, {"grads": 0, "activations": 0}, link, called)

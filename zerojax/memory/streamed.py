@@ -6,7 +6,6 @@ most that any tick holds is the step's need in addition to its arguments
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -30,11 +29,10 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch
     """Return the bytes of a streamed step in addition to its arguments, and over the host link."""
     plan = streamed.plan
     saved = _saved(streamed, abstract_batch)
-    steps = streamed.steps(_kept(saved))
-    gathered = gathered_bytes(
-        layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params)
-    )
-    grads, host_grads = _resting_grads(layout, streamed)
+    steps = streamed.steps(_bytes_off_device(saved))
+    is_fetched = any(record.is_away for record in plan.params)
+    gathered = gathered_bytes(layout, 1 + layout.config.gather_ahead, is_fetched)
+    grads, host_grads = _stored_grads(layout, streamed)
 
     def kept(tier: str) -> int:
         return sum(stack.num_layers * saved[stack.run.name][tier] for stack in plan.of_stacks)
@@ -63,10 +61,11 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch
 
 def streamed_steps(streamed: StreamedStep, abstract_batch: Batch) -> StepPlan:
     """Return a streamed step's operations, with their bytes for a batch."""
-    return streamed.steps(_kept(_saved(streamed, abstract_batch)))
+    return streamed.steps(_bytes_off_device(_saved(streamed, abstract_batch)))
 
 
-def _shapes(abstract_batch: Batch) -> Any:
+def _shapes(abstract_batch: Batch) -> Batch:
+    """Return shapes and dtypes of a batch, without shardings."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
 
 
@@ -83,7 +82,9 @@ def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
     The entry "on_disk" has the bytes of its record on the disk.
     """
     tiers = {"device": 0, "pinned_host": 0, "nvme": 0, "on_disk": 0}
-    for record, a in zip(residuals.records, residuals.shapes, strict=True):
+    for array in residuals.arrays:
+        record = array.record
+        a = array.abstract
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
         if record.disk_records is not None:
             # Everything that a layer saves on the disk is one padded record.
@@ -91,7 +92,7 @@ def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
     return tiers
 
 
-def _kept(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+def _bytes_off_device(saved: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     """Return the bytes that one layer of each run saves off the device, for its schedule."""
     off_device = {}
     for run, tiers in saved.items():
@@ -115,7 +116,7 @@ def _entered_bytes(streamed: StreamedStep, abstract_batch: Batch) -> int:
     return total
 
 
-def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str, int]]:
+def _stored_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str, int]]:
     """Return the bytes of gradients between backward and update.
 
     The first result is on the device, the second in host memory by kind.

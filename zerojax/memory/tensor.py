@@ -18,6 +18,7 @@ The bytes that `partition_activations` sends to gather saved values are counted 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,8 +51,9 @@ def tensor_collectives(layout: Layout, model: Any, abstract_batch: Batch) -> dic
         for mode in counts.keys() - {modes[stack]}:
             other = _sent(layout, model, abstract_batch, modes | {stack: mode})
             for name in first.keys() | other.keys():
-                more = other.get(name, 0) - first.get(name, 0)
-                total[name] = total.get(name, 0) + more * counts[mode] // sum(counts.values())
+                difference = other.get(name, 0) - first.get(name, 0)
+                share = difference * counts[mode] // sum(counts.values())
+                total[name] = total.get(name, 0) + share
     return {f"{TENSOR}_{name}": n for name, n in total.items() if n}
 
 
@@ -64,11 +66,13 @@ def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
     layers: dict[str, dict[str, int]] = {}
     for run in layer_ranges(layout):
         # If a tier is named, the layer's input is saved there.
-        chosen = run.segment.activations
-        if chosen == "everything":
-            mode = chosen
+        activations = run.segment.activations
+        if activations == "everything":
+            mode = "everything"
+        elif activations in ("save", "selective"):
+            mode = "save"
         else:
-            mode = "save" if chosen in ("save", "selective") else "remat"
+            mode = "remat"
         counts = layers.setdefault(run.stack.name, {})
         counts[mode] = counts.get(mode, 0) + run.num_layers
     return layers
@@ -80,34 +84,41 @@ def _sent(
     """Return the bytes by collective if all layers of a stack save activations by `modes`."""
     mesh = layout.mesh
     objective = plain_objective(model, layout, modes)
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
     state = layout.abstract_arrays
-    params, model_state = jax.tree.map(shape, (layout.join(state), state.model_state))
+    params, model_state = jax.tree.map(_shape, (layout.join(state), state.model_state))
     leaves, tree = jax.tree.flatten(jax.eval_shape(layout.decode, params))
     specs = layout.decoded_leaves()
     count = layout.config.num_microbatches
 
     def derivative(leaves: list[Any], batch: Batch, model_state: ModelState) -> Any:
         def loss(trained: list[Any]) -> Any:
-            rest = iter(trained)
-            whole = [
-                a if leaf.frozen else next(rest) for a, leaf in zip(leaves, specs, strict=True)
+            next_trained = iter(trained)
+            all_leaves = [
+                a if leaf.frozen else next(next_trained)
+                for a, leaf in zip(leaves, specs, strict=True)
             ]
-            return objective(jax.tree.unflatten(tree, whole), batch, None, model_state)[0].value()
+            params = jax.tree.unflatten(tree, all_leaves)
+            return objective(params, batch, None, model_state)[0].value()
 
-        return jax.value_and_grad(loss)(
-            [a for a, leaf in zip(leaves, specs, strict=True) if not leaf.frozen]
-        )
+        trained = [a for a, leaf in zip(leaves, specs, strict=True) if not leaf.frozen]
+        return jax.value_and_grad(loss)(trained)
 
-    micro = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            (a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape, a.dtype
-        ),
-        abstract_batch,
-    )
+    micro = jax.tree.map(partial(_microbatch_shape, count=count), abstract_batch)
     jaxpr = jax.make_jaxpr(derivative)(leaves, micro, model_state)
-    given = [leaf.spec.base for leaf in specs]
-    given += [pad_spec(a.sharding.spec, len(a.shape)) for a in jax.tree.leaves(abstract_batch)]
-    given += [(None,) * jnp.ndim(a) for a in jax.tree.leaves(model_state)]
-    sent = sent_over_tensor(jaxpr, given, mesh)
+    input_specs = [leaf.spec.base for leaf in specs]
+    for a in jax.tree.leaves(abstract_batch):
+        input_specs.append(pad_spec(a.sharding.spec, len(a.shape)))
+    input_specs += [(None,) * jnp.ndim(a) for a in jax.tree.leaves(model_state)]
+    sent = sent_over_tensor(jaxpr, input_specs, mesh)
     return {name: int(n * count) for name, n in sent.items()}
+
+
+def _shape(a: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, without its sharding."""
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def _microbatch_shape(a: Any, count: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array of the batch in one of `count` microbatches."""
+    shape = (a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape
+    return jax.ShapeDtypeStruct(shape, a.dtype)

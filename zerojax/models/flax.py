@@ -170,18 +170,14 @@ def from_flax(
         )
     layered_arguments = {"embed": embed, "block": block, "head": head, "num_layers": num_layers}
     names = [name for name, value in layered_arguments.items() if value is not None]
+    modules = None
+    if embed is not None and block is not None and head is not None and num_layers is not None:
+        modules = _LayeredModules(embed, block, head, num_layers)
+    task = _Task(loss, predict, example_batch)
     if module is not None and not names:
-        model = _build_model(module, loss, predict, example_batch, calls)
-    elif (
-        module is None
-        and embed is not None
-        and block is not None
-        and head is not None
-        and num_layers is not None
-    ):
-        modules = _LayeredModules(embed, block, head)
-        layered = _LayeredFlax(modules, loss, predict, example_batch, block_inputs, calls)
-        model = layered.build(num_layers)
+        model = _build_model(module, task, calls)
+    elif module is None and modules is not None:
+        model = _LayeredFlax(modules, task, block_inputs, calls).build()
     else:
         if module is not None:
             names.insert(0, "module")
@@ -193,16 +189,25 @@ def from_flax(
     return model
 
 
-def _build_model(
-    module: Modules,
-    loss: Callable[..., Any],
-    predict: Callable[..., Any] | None,
-    batch: Batch,
-    calls: Calls,
-) -> Model:
+class _Task(NamedTuple):
+    """The user's functions of bound modules, and an example of their batch.
+
+    Attributes:
+      loss: loss, as in `from_flax`.
+      predict: function that returns the model's outputs, or None.
+      batch: tree of arrays or ShapeDtypeStruct, or None.
+    """
+
+    loss: Callable[..., Any]
+    predict: Callable[..., Any] | None
+    batch: Any
+
+
+def _build_model(module: Modules, task: _Task, calls: Calls) -> Model:
     """Return the Model of a single module."""
-    call_loss = call_with_key(loss, "model", "batch")
-    part = _part("module", module, lambda m, b: call_loss(m, b, None), (batch,), calls)
+    predict = task.predict
+    call_loss = call_with_key(task.loss, "model", "batch")
+    part = _part("module", module, lambda m, b: call_loss(m, b, None), (task.batch,), calls)
     _check((part,), calls)
 
     def run(params: Params, batch: Batch, key: jax.Array | None, *state: Any) -> Any:
@@ -221,7 +226,7 @@ def _build_model(
         loss=run,
         specs=part.specs,
         tiles=part.tiles,
-        stochastic=part.stochastic or takes_key(loss, "model", "batch"),
+        stochastic=part.stochastic or takes_key(task.loss, "model", "batch"),
         init_state=part.init_state,
         frozen=part.frozen,
         predict=None if predict is None else run_predict,
@@ -233,11 +238,12 @@ _LOSS_ARGUMENTS = ("head", "embed", "x", "batch")
 
 
 class _LayeredModules(NamedTuple):
-    """The user's modules of the layered form."""
+    """The user's modules of the layered form, and the number of blocks."""
 
     embed: Modules
     block: Modules
     head: Modules
+    num_layers: int
 
 
 class _BlockInputs(NamedTuple):
@@ -271,16 +277,16 @@ class _LayeredFlax:
     def __init__(
         self,
         modules: _LayeredModules,
-        loss: Callable[..., Any],
-        predict: Callable[..., Any] | None,
-        batch: Batch,
+        task: _Task,
         block_inputs: _BlockInputs,
         calls: Calls,
     ) -> None:
         """Split the modules; each is traced with the shapes that the one before it returns."""
-        self.loss = loss
-        self.call_loss = call_with_key(loss, *_LOSS_ARGUMENTS)
-        self.predict = predict
+        batch = task.batch
+        self.num_layers = modules.num_layers
+        self.loss = task.loss
+        self.call_loss = call_with_key(task.loss, *_LOSS_ARGUMENTS)
+        self.predict = task.predict
         self.block_inputs = block_inputs
         self.calls = calls
         self.embed = _part("embed", modules.embed, lambda m, b: m(b), (batch,), calls)
@@ -293,13 +299,12 @@ class _LayeredFlax:
         self.parts = {"embed": self.embed, "block": self.block, "head": self.head}
         _check(tuple(self.parts.values()), calls)
 
-    def build(self, num_layers: int) -> LayeredModel:
-        """Return the model of `num_layers` blocks."""
-        init_state = {
-            name: part.init_state
-            for name, part in self.parts.items()
-            if part.init_state is not None
-        }
+    def build(self) -> LayeredModel:
+        """Return the model."""
+        init_state = dict[str, Callable[[jax.Array], Any]]()
+        for name, part in self.parts.items():
+            if part.init_state is not None:
+                init_state[name] = part.init_state
         if "embed" in init_state:
             # The loss may call the embedding, and only a head with state gets any.
             init_state.setdefault("head", lambda key: {})
@@ -308,7 +313,7 @@ class _LayeredFlax:
             frozen = {name: part.frozen for name, part in self.parts.items()}
         is_stochastic = any(part.stochastic for part in self.parts.values())
         return LayeredModel(
-            num_layers=num_layers,
+            num_layers=self.num_layers,
             init_embed=self.embed.init,
             embed=self._run_embed,
             init_block=self.block.init,

@@ -49,9 +49,8 @@ class HostRule:
         shape = update.layout.leaves[index].record_shape
         self.states = opt_map.list_state_leaves((index,))
         state_dtypes = [opt_map.leaves[j].dtype for j in self.states]
-        arrays = [
-            jax.ShapeDtypeStruct(shape, dtype) for dtype in (grad_dtype, jnp.float32, *state_dtypes)
-        ]
+        array_dtypes = (grad_dtype, jnp.float32, *state_dtypes)
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in array_dtypes]
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
         scalars = [*(opt_map.leaves[j] for j in opt_map.shared), f32, f32, f32]
         closed = jax.make_jaxpr(_build_rule(update, index, summed, casts))(arrays, scalars)
@@ -70,13 +69,11 @@ class HostRule:
         for i in self.elements:
             reads += i.ins
         reads += self.program.outputs
-        self.sent = tuple(
-            dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies)
-        )
+        scalar_reads = [ref for ref in reads if isinstance(ref, int) and ref not in varies]
+        self.sent = tuple(dict.fromkeys(scalar_reads))
 
-        avals: dict[int, Any] = dict(
-            zip(self.program.inputs[self.num_arrays :], scalars, strict=True)
-        )
+        scalar_slots = self.program.inputs[self.num_arrays :]
+        avals: dict[int, Any] = dict(zip(scalar_slots, scalars, strict=True))
         # An array whose elements are all equal is sent as one number, and the kernel broadcasts it.
         self.fills: dict[int, tuple[int, ...]] = {}
         for i in self.before:
@@ -105,9 +102,8 @@ class HostRule:
         Args:
           values: the rule's scalars: shared optimizer state, loss, clipping factor, loss scale.
         """
-        slots: dict[int, Any] = dict(
-            zip(self.program.inputs[self.num_arrays :], values, strict=True)
-        )
+        scalar_slots = self.program.inputs[self.num_arrays :]
+        slots: dict[int, Any] = dict(zip(scalar_slots, values, strict=True))
         evaluate(self.before, slots)
         sent = []
         for slot in self.sent:

@@ -130,18 +130,18 @@ def by_layer(
     except ValueError:  # it works only on stacks, or not at all
         return tx
     layer_update = without_branches(traced)
-    found = Differences()
+    diffs = Differences()
     if any(stacked) and not isinstance(on_stacks, ValueError):
         over_stacks = _traced(tx, params, *on_stacks)
         over_layer = _traced(tx, layer, layer_state, traced)
-        found = differences(over_stacks, over_layer, stacked)
+        diffs = differences(over_stacks, over_layer, stacked)
     rule = elementwise_rule(tx, params, stacked, layer_state, layer_update)
     if isinstance(rule, ElementwiseUpdate):
-        _check_reads_one_leaf(found, params, stacked)
-        return tx if is_elementwise and not found else elementwise_transformation(tx, rule)
+        _check_reads_one_leaf(diffs, params, stacked)
+        return tx if is_elementwise and not diffs else elementwise_transformation(tx, rule)
     by_leaf = leaf_rule(tx, params, stacked, layer_state, layer_update)
     if not isinstance(by_leaf, str):
-        _check_reads_one_leaf(found, params, stacked)
+        _check_reads_one_leaf(diffs, params, stacked)
         return layer_transformation(by_leaf)
     if isinstance(on_stacks, ValueError):
         raise ValueError(
@@ -149,7 +149,7 @@ def by_layer(
             "it cannot be applied layer by layer because it combines layers or leaves "
             f"({by_leaf}); {_REPAIR}. On stacks: {on_stacks}"
         ) from on_stacks
-    _report_differences(found, params, stacked, by_leaf)
+    _report_differences(diffs, params, stacked, by_leaf)
     return tx
 
 
@@ -164,7 +164,7 @@ def _traced(
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
 
-def _check_reads_one_leaf(found: Differences, params: Params, stacked: Sequence[bool]) -> None:
+def _check_reads_one_leaf(diffs: Differences, params: Params, stacked: Sequence[bool]) -> None:
     """Raise ValueError if an optimizer of single leaves reads the shapes of other leaves.
 
     One layer's tree shows it the sizes of one layer, and stacks show it the sizes of all layers. An
@@ -173,10 +173,10 @@ def _check_reads_one_leaf(found: Differences, params: Params, stacked: Sequence[
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     names = []
-    for i in (*found.rules, *found.constants):
+    for i in (*diffs.rules, *diffs.constants):
         if not stacked[i]:
             names.append(jax.tree_util.keystr(leaves[i][0]))
-    names += [f"the optimizer's state {path}" for path in found.shared]
+    names += [f"the optimizer's state {path}" for path in diffs.shared]
     if not names:
         return
     raise ValueError(
@@ -188,15 +188,15 @@ def _check_reads_one_leaf(found: Differences, params: Params, stacked: Sequence[
 
 
 def _report_differences(
-    found: Differences, params: Params, stacked: Sequence[bool], fault: str
+    diffs: Differences, params: Params, stacked: Sequence[bool], fault: str
 ) -> None:
     """Raise ValueError for an optimizer that would treat stacks differently than layers.
 
     If only constants differ, log a warning instead.
     """
-    has_rules = bool(found.rules or found.shared_rules)
-    leaf_ids = found.rules if has_rules else found.constants
-    shared = found.shared_rules if has_rules else found.shared_constants
+    has_rules = bool(diffs.rules or diffs.shared_rules)
+    leaf_ids = diffs.rules if has_rules else diffs.constants
+    shared = diffs.shared_rules if has_rules else diffs.shared_constants
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     names = []
     for i in leaf_ids:
@@ -224,11 +224,13 @@ def _report_differences(
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return names as text: the first few, and the number of the others."""
     more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return "; ".join(names[:_SHOWN]) + more
 
 
 def _is_elementwise(update: jex.ClosedJaxpr, opt_state: OptState, params: Params) -> bool:
+    """Return whether an update is elementwise, if necessary after its branches are removed."""
     opt_map = map_opt_state(opt_state, params)
     if fault_of_update(update, opt_map, params) is None:
         return True
@@ -277,19 +279,20 @@ def check_whole_leaves(layout: Layout) -> None:
       ValueError: the host runs the update, or layers move tile by tile, so that the device never
         holds a full leaf of a layer.
     """
-    what = (
+    subject = (
         f"{piecewise_update_setting(layout.config)} with an optimizer that combines elements of "
         "a leaf (Muon, Adafactor, LAMB, ..)"
     )
     if layout.config.update_on == "host":
         raise ValueError(
-            f"{what} and update_on='host': the host updates each device's shard in place, element "
-            "by element; use update_on='device', or an elementwise optimizer such as optax.adamw"
+            f"{subject} and update_on='host': the host updates each device's shard in place, "
+            "element by element; use update_on='device', or an elementwise optimizer such as "
+            "optax.adamw"
         )
     if layout.groups:
         group = layout.groups[0]
         raise ValueError(
-            f"{what}: {layout.leaves[group.leaves[0]].name} is moved tile by tile, "
+            f"{subject}: {layout.leaves[group.leaves[0]].name} is moved tile by tile, "
             f"{group.num_tiles} tiles a layer, and is never gathered in full; use "
             "gather_ahead=True, which moves full layers, or an elementwise optimizer such as "
             "optax.adamw"

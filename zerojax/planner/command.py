@@ -18,7 +18,7 @@ from typing import Any
 
 from zerojax.config import ZeroConfig
 from zerojax.costs import Sizes
-from zerojax.machines import COUNTS, FIGURES, Machine, nearest
+from zerojax.machines import COUNTS, FIGURES, Machine, MissingFigureError, nearest
 from zerojax.machines import machine as named_machine
 from zerojax.planner.planner import plan
 from zerojax.planner.plans import Plan
@@ -42,9 +42,7 @@ def run_plan(options: argparse.Namespace) -> None:
         text = str(chosen)
         if options.compare:
             text += f"\n\n{_comparison(options, chosen)}"
-    except ValueError as error:
-        if "has no figure for" not in str(error):
-            raise
+    except MissingFigureError as error:
         raise ValueError(f"{error}. On the command line, use --set FIGURE=VALUE.") from error
     if options.json:
         _write(options.json, chosen.to_json())
@@ -132,11 +130,12 @@ def _once(option: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
       ValueError: a name is given twice.
     """
     names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        values = " and ".join(str(value) for name, value in pairs if name == twice[0])
-        raise ValueError(
-            f"{option} {twice[0]} is given more than once, as {values}: one value is needed"
-        )
+    for repeated in names:
+        if names.count(repeated) > 1:
+            values = " and ".join(str(value) for name, value in pairs if name == repeated)
+            raise ValueError(
+                f"{option} {repeated} is given more than once, as {values}: one value is needed"
+            )
     return dict(pairs)
 
 
@@ -164,29 +163,24 @@ def _field(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError):
         return name, value  # a name, such as pinned_host
-    except (
-        RecursionError,
-        MemoryError,
-    ) as error:  # raised by Python for nesting that is too deep
+    except (RecursionError, MemoryError) as error:  # Python's errors for nesting that is too deep
         raise ValueError(f"--fix {name}: the value is nested too deeply: {value[:60]}..") from error
 
 
 def _comparison(options: argparse.Namespace, chosen: Plan) -> str:
     """Return a table of the fastest plan for each stage and for each optimizer state tier."""
     rows = [f"{'fixed':<28} {'s a step':>10} {'of the plan':>12}  config"]
-    asked = [{"stage": n} for n in range(4)] if chosen.grid.fsdp > 1 else []
-    asked += [{"opt_state": tier} for tier in ("device", "pinned_host", "nvme")]
-    for fixed in asked:
+    restrictions = [{"stage": n} for n in range(4)] if chosen.grid.fsdp > 1 else []
+    restrictions += [{"opt_state": tier} for tier in ("device", "pinned_host", "nvme")]
+    for fixed in restrictions:
         name = ", ".join(f"{k}={v}" for k, v in fixed.items())
         try:
             other = _plan(options, **fixed)
         except ValueError as error:
             rows.append(f"{name:<28} {'-':>10} {'-':>12}  {str(error).split('(')[0].strip()}")
             continue
-        shown = {
-            k: v for k, v in other.fields.items() if k not in ("precision", "swap_dir", *fixed)
-        }
-        config = ", ".join(f"{k}={v!r}" for k, v in shown.items())
+        hidden = ("precision", "swap_dir", *fixed)
+        config = ", ".join(f"{k}={v!r}" for k, v in other.fields.items() if k not in hidden)
         rows.append(
             f"{name:<28} {other.seconds:>10.4g} {other.seconds / chosen.seconds:>12.2f}  {config}"
         )
@@ -195,11 +189,11 @@ def _comparison(options: argparse.Namespace, chosen: Plan) -> str:
 
 def _check_file(path: str | None) -> None:
     """Raise OSError for a file that cannot be written, before planning starts."""
-    if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+    if path is None:
+        return
+    if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
         raise OSError(f"{path}: its folder does not exist or is not writable")
-    if (
-        path is not None and os.path.exists(path) and not os.path.isfile(path)
-    ):  # a pipe would wait for a reader
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for a reader
         raise OSError(f"{path}: it exists and is not a regular file")
 
 

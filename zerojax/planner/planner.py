@@ -53,7 +53,7 @@ from zerojax.costs import (
     workload_of_model,
     workload_of_sizes,
 )
-from zerojax.machines import Machine, format_bytes, machine_of, probe
+from zerojax.machines import Machine, MissingFigureError, format_bytes, machine_of, probe
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory, steps_of_program
 from zerojax.models import LayeredModel, Model
@@ -503,13 +503,13 @@ class Planner:
         return tuple(tiers)
 
     def _need(self, tier: str, missing: Sequence[str], fixed: Mapping[str, Any]) -> None:
-        """Raise ValueError for missing figures, naming the fixed fields that need them."""
+        """Raise MissingFigureError, naming the fixed fields that need the missing figures."""
         try:
             self.machine.needs(*missing)
-        except ValueError as error:
+        except MissingFigureError as error:
             fields = [f"{name}={value!r}" for name, value in fixed.items() if value == tier]
             asking = f"fixed {', '.join(fields)} needs {tier}: " if fields else ""
-            raise ValueError(f"{asking}{error}") from error
+            raise MissingFigureError(f"{asking}{error}", error.figures) from error
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

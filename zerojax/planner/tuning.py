@@ -146,22 +146,21 @@ def autotune(
     # All values are checked before anything is compiled.
     by_distance = _with_each(config, "prefetch_distance", distances)
     by_groups = _with_each(config, "link_groups", groups)
-    if device_bytes is not None:
-        device_bytes = whole_number(
-            "device_bytes", device_bytes, 1, ", or None for what the device has"
-        )
-    limit = _device_bytes(mesh.devices.flat[0]) if device_bytes is None else device_bytes
+    if device_bytes is None:
+        limit = _device_bytes(mesh.devices.flat[0])
+    else:
+        limit = whole_number("device_bytes", device_bytes, 1, ", or None for what the device has")
     attempts = _Attempts(model, tx, mesh, batch, rates)
 
     schedule = attempts.compile(config).schedule
-    phases = schedule.phases if isinstance(model, LayeredModel) and streams(config) else ()
-    if any(phase.fetches for phase in phases):
-        attempts.compile_all(by_distance)
-    if any(phase.stores_late for phase in phases):
-        distance = _fastest(attempts.tried, limit).prefetch_distance
-        attempts.compile_all(
-            [dataclasses.replace(candidate, prefetch_distance=distance) for candidate in by_groups]
-        )
+    if isinstance(model, LayeredModel) and streams(config):
+        if any(phase.fetches for phase in schedule.phases):
+            attempts.compile_all(by_distance)
+        if any(phase.stores_late for phase in schedule.phases):
+            distance = _fastest(attempts.tried, limit).prefetch_distance
+            attempts.compile_all(
+                [dataclasses.replace(grouped, prefetch_distance=distance) for grouped in by_groups]
+            )
     return Tuned(
         config=_fastest(attempts.tried, limit),
         tried=tuple(attempts.tried),

@@ -130,12 +130,7 @@ class Run:
           ValueError: `report_to` has an unknown name, or a number is below its minimum.
           ModuleNotFoundError: a package is missing; the message names what to install.
         """
-        folder = as_path(logdir)
-        if folder is None:
-            raise ValueError(
-                f"logdir={logdir!r}: a folder's path is needed, a str or an os.PathLike of one"
-            )
-        self.logdir = os.path.abspath(folder)
+        self.logdir = _absolute_path(logdir)
         self.name = name or os.path.basename(self.logdir)
         self.figures: dict[str, float] = {}
         self.watch = StepWatch(plan, machine=machine)
@@ -381,3 +376,17 @@ class Run:
             written=format_start(time.time()),
         )
         self._recorder.write_page(report)
+
+
+def _absolute_path(logdir: Any) -> str:
+    """Return the absolute path of a run's folder.
+
+    Raises:
+      ValueError: `logdir` is not a path.
+    """
+    folder = as_path(logdir)
+    if folder is None:
+        raise ValueError(
+            f"logdir={logdir!r}: a folder's path is needed, a str or an os.PathLike of one"
+        )
+    return os.path.abspath(folder)

@@ -40,7 +40,8 @@ from zerojax.trees import Params
 
 SLACK = 1.25
 """Largest bytes live at a cut, as a multiple of the least live bytes."""
-_OWN = ("scan", REMAT)
+_ALONE = ("scan", REMAT)
+"""Primitives whose equation is a segment by itself."""
 
 
 def keep_by_segments(
@@ -85,16 +86,18 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Kee
     pieces = segments(program, data)
     for number, piece in enumerate(pieces):
         instructions = [i for _, i in piece]
-        own = instructions[0].eqn.primitive.name if len(instructions) == 1 else ""
-        if own == "scan" and keeper is None:
+        # The name of the primitive, if the segment is one equation.
+        primitive = instructions[0].eqn.primitive.name if len(instructions) == 1 else ""
+        if primitive == "scan" and keeper is None:
             _scan(instructions[0], slots)
+            continue
         # Backward of the last segment follows its forward immediately, so recomputing it would save
         # no memory. A checkpoint with a policy refuses callbacks, and would repeat debug prints.
-        elif (
-            (number == len(pieces) - 1 and keeper is None)
-            or (own in _OWN and own != "scan")
-            or (keeper is not None and any(i.eqn.effects for i in instructions))
-        ):
+        if keeper is None:
+            is_plain = number == len(pieces) - 1
+        else:
+            is_plain = any(i.eqn.effects for i in instructions)
+        if is_plain or primitive == REMAT:
             evaluate(instructions, slots)
         else:
             _region(program, piece, slots, keeper)
@@ -112,17 +115,14 @@ def _region(
     results = {out for i in instructions for out in i.outs}
     # A region is a function of the values that it reads from outside, and returns the values that
     # are read after it.
-    reads = list(
-        dict.fromkeys(
-            ref
-            for i in instructions
-            for ref in i.ins
-            if isinstance(ref, int) and ref not in results
-        )
-    )
+    reads = dict[int, None]()  # a set in order
+    for i in instructions:
+        for ref in i.ins:
+            if isinstance(ref, int) and ref not in results:
+                reads[ref] = None
     outs = [out for out in results if program.last_read.get(out, -1) > last]
-
-    run, policy = (evaluate, None) if keeper is None else (keeper.run, keeps)
+    run = evaluate if keeper is None else keeper.run
+    policy = None if keeper is None else keeps
 
     @partial(jax.checkpoint, policy=policy)
     def region(values: list[Any]) -> list[Any]:
@@ -154,21 +154,9 @@ def segments(
       data: its data-dependent instructions, each with its index in the program.
     """
     out_bytes = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
-    # Bytes that are live after each equation: a value lives from the equation that computes it to
-    # the last one that reads it.
-    live: list[int] = []
-    now = 0
-    dying = {}
-    for index, i in data:
-        for out, v in zip(i.outs, i.eqn.outvars, strict=True):
-            last = program.last_read.get(out, index)
-            now += _num_bytes(v)
-            dying.setdefault(last, []).append(_num_bytes(v))
-        now -= sum(sum(sizes) for last, sizes in dying.items() if last <= index)
-        dying = {last: sizes for last, sizes in dying.items() if last > index}
-        live.append(now)
+    live = _live_bytes(program, data)
     heavy = [p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in PRODUCTS or i.has_jaxpr]
-    regions = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
+    regions = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _ALONE}
     # Cuts are only made between the first and the last heavy equation. Outside, only tokens or a
     # scalar may be live, and no cut between layers comes near such a minimum.
     inside = range(heavy[0], heavy[-1]) if len(heavy) > 1 else range(0)
@@ -189,6 +177,25 @@ def segments(
             pieces.append([])
             piece_bytes = 0
     return [piece for piece in pieces if piece]
+
+
+def _live_bytes(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> list[int]:
+    """Return the bytes that are live after each data-dependent equation.
+
+    A value lives from the equation that computes it to the last one that reads it.
+    """
+    live = list[int]()
+    num_bytes = 0
+    dying = dict[int, list[int]]()  # bytes of live values by the index of their last reader
+    for index, i in data:
+        for out, v in zip(i.outs, i.eqn.outvars, strict=True):
+            last = program.last_read.get(out, index)
+            num_bytes += _num_bytes(v)
+            dying.setdefault(last, []).append(_num_bytes(v))
+        num_bytes -= sum(sum(sizes) for last, sizes in dying.items() if last <= index)
+        dying = {last: sizes for last, sizes in dying.items() if last > index}
+        live.append(num_bytes)
+    return live
 
 
 def _num_bytes(v: Any) -> int:

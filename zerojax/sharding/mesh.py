@@ -109,6 +109,31 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
     if axes is None:
         axes = {axis: axis for axis in AXES if axis in mesh.axis_names}
     names_by_axis = _list_axes(mesh, axes)
+    order = _order_axes(mesh, names_by_axis)
+    sizes = list[int]()
+    for axis in order:
+        sizes.append(math.prod(mesh.shape[name] for name in names_by_axis.get(axis, ())))
+    devices = mesh.devices.reshape(sizes)
+    merged = Mesh(devices, tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    logger.info(
+        "the mesh %s is used as %s, with automatic axes and the same order of devices",
+        _describe(mesh),
+        dict(merged.shape),
+    )
+    return merged
+
+
+def _order_axes(mesh: Mesh, names_by_axis: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return this package's axes in the order in which a mesh has them.
+
+    Args:
+      mesh: mesh with any axes.
+      names_by_axis: for each axis of this package, the axes of `mesh` that form it.
+
+    Raises:
+      ValueError: axes to be merged are not neighbors; or an axis of `mesh` that has more than one
+        device is not named.
+    """
     # Axes of size 1 do not affect the order of devices.
     large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
     owner = dict[str, str]()
@@ -124,21 +149,13 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
         )
     for axis, names in names_by_axis.items():
         _check_neighbours(axis, [name for name in names if name in large], large)
+
     order = list(dict.fromkeys(owner[name] for name in large))
     for number, axis in enumerate(AXES):
         if axis not in order:
-            order.insert(order.index(AXES[number - 1]) + 1 if number else 0, axis)
-    sizes = []
-    for axis in order:
-        sizes.append(math.prod(mesh.shape[name] for name in names_by_axis.get(axis, ())))
-    devices = mesh.devices.reshape(sizes)
-    merged = Mesh(devices, tuple(order), axis_types=(AxisType.Auto,) * len(order))
-    logger.info(
-        "the mesh %s is used as %s, with automatic axes and the same order of devices",
-        _describe(mesh),
-        dict(merged.shape),
-    )
-    return merged
+            position = order.index(AXES[number - 1]) + 1 if number else 0
+            order.insert(position, axis)
+    return order
 
 
 def _list_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:

@@ -38,10 +38,41 @@ from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.residuals import plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
 from zerojax.streamed.traced_block import TracedBlock
-from zerojax.trees import Params
+from zerojax.trees import Params, Tree
 
 Array = jax.Array
 Scratch = dict[str, list[Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedArray:
+    """One array that forward saves of each layer, and how it is stored.
+
+    Attributes:
+      record: how the array is stored.
+      abstract: shape and dtype, with all microbatches.
+      gathered_spec: spec without `tensor`, if the array is stored sharded over `tensor` and
+        gathered for backward; else None.
+      replicated: why the array is stored unsharded although activations are to be partitioned, or
+        None.
+    """
+
+    record: RecordSpec
+    abstract: jax.ShapeDtypeStruct
+    gathered_spec: Spec | None
+    replicated: str | None
+
+    def constrain_stored(self, value: Array) -> Array:
+        """Constrain a value to its spec in the stacks, if it is gathered for backward."""
+        if self.gathered_spec is None:
+            return value
+        return _constrain(value, self.record.mesh, self.record.spec)
+
+    def constrain_gathered(self, value: Array) -> Array:
+        """Constrain a value to its spec outside the stacks, if its stored spec differs."""
+        if self.gathered_spec is None:
+            return value
+        return _constrain(value, self.record.mesh, self.gathered_spec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,36 +83,32 @@ class ResidualPlan:
 
     Attributes:
       block: the traced block, which returns and reads the residuals.
-      records: how each array is stored: first the leaves of the layer's input, then the block's
-        residuals.
-      shapes: ShapeDtypeStruct of each array.
+      arrays: the saved arrays: first the leaves of the layer's input, then the block's residuals.
       x_names: "x" and a path for each leaf of the layer's input.
       x_tree: tree structure of the layer's input.
       lead: number of leading dims before a microbatch's own dims: 1 with several microbatches, else
         0.
-      whole: for each array that is stored sharded over `tensor` and gathered for backward, its spec
-        without `tensor`; None for other arrays.
-      replicated: for each array, why it is stored unsharded although activations are to be
-        partitioned, or None.
       tiled: the block cut at its loops over tiles, if tiles are records; else None.
       first: index in the stack of layers of the run's first layer, where the stacks of saved arrays
         begin.
     """
 
     block: TracedBlock
-    records: tuple[RecordSpec, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    arrays: tuple[SavedArray, ...]
     x_names: tuple[str, ...]
     x_tree: Any
     lead: int
-    whole: tuple[Spec | None, ...]
-    replicated: tuple[str | None, ...]
     tiled: TiledBlock | None = None
     first: int = 0
 
     @property
+    def records(self) -> tuple[RecordSpec, ...]:
+        """How each array is stored, in the order of `arrays`."""
+        return tuple(array.record for array in self.arrays)
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """Display name of each array, in the order of `records`.
+        """Display name of each array, in the order of `arrays`.
 
         A leaf of the input is "x" and a path. A residual has the name that the model gave it, or
         its number and the equation that computes it.
@@ -91,7 +118,7 @@ class ResidualPlan:
     @property
     def away(self) -> tuple[int, ...]:
         """Indices of the arrays that are stored off the device."""
-        return tuple(i for i, r in enumerate(self.records) if r.is_away)
+        return tuple(i for i, array in enumerate(self.arrays) if array.record.is_away)
 
     @property
     def in_memory(self) -> tuple[int, ...]:
@@ -99,13 +126,13 @@ class ResidualPlan:
 
         XLA reads and writes these arrays; callbacks move arrays on disk.
         """
-        return tuple(i for i in self.away if self.records[i].disk_records is None)
+        return tuple(i for i in self.away if self.arrays[i].record.disk_records is None)
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
         """Return one layer's arrays that are stored off the device.
 
         Args:
-          stacks: stacks of all saved arrays, in the order of `records`.
+          stacks: stacks of all saved arrays, in the order of `arrays`.
           layer: i32[], number of the layer in its stack of layers.
         """
         return read_layer(
@@ -116,16 +143,19 @@ class ResidualPlan:
         """Return all arrays of one layer, given the arrays that `fetch` returned.
 
         Args:
-          stacks: stacks of all saved arrays, in the order of `records`.
+          stacks: stacks of all saved arrays, in the order of `arrays`.
           fetched: the layer's arrays that are stored off the device.
           layer: i32[], number of the layer in its stack of layers.
         """
         away = dict(zip(self.away, fetched, strict=True))
         index = self._index(layer)
-        return [
-            away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh)
-            for i, r in enumerate(self.records)
-        ]
+        values = list[Array]()
+        for i, record in enumerate(self.records):
+            if i in away:
+                values.append(away[i])
+            else:
+                values.append(_row_major(record.read(stacks[i], index), record.mesh))
+        return values
 
     def write(
         self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]
@@ -133,19 +163,16 @@ class ResidualPlan:
         """Return the stacks with one layer's input and residuals written to them.
 
         Args:
-          stacks: stacks of all saved arrays, in the order of `records`.
+          stacks: stacks of all saved arrays, in the order of `arrays`.
           layer: number of the layer in its stack of layers.
           x: the layer's input.
           values: the block's residuals.
         """
         # Constrained to their specs outside the stacks, so that the partitioner does not shard a
         # value's computation to match its storage.
-        return write_layer(
-            self.records,
-            stacks,
-            self._index(layer),
-            self._stated_whole([*jax.tree.leaves(x), *values]),
-        )
+        index = self._index(layer)
+        gathered = self._constrain_gathered([*jax.tree.leaves(x), *values])
+        return write_layer(self.records, stacks, index, gathered)
 
     def _index(self, layer: Any) -> Any:
         """Return the index of a layer in the stacks.
@@ -161,18 +188,17 @@ class ResidualPlan:
         """
         # Both ends of the gather are constrained. Without the first constraint, the partitioner
         # might gather the full stack instead of its slice.
-        triples = zip(values, self.records, self.whole, strict=True)
-        split = [v if whole is None else _constrain(v, r.mesh, r.spec) for v, r, whole in triples]
+        stored = [
+            array.constrain_stored(value) for array, value in zip(self.arrays, values, strict=True)
+        ]
+        gathered = self._constrain_gathered(stored)
         count = self.x_tree.num_leaves
-        values = self._stated_whole(split)
-        return jax.tree.unflatten(self.x_tree, values[:count]), values[count:]
+        return jax.tree.unflatten(self.x_tree, gathered[:count]), gathered[count:]
 
-    def _stated_whole(self, values: Sequence[Array]) -> list[Array]:
-        """Constrain each value to its spec outside the stacks, if its stored spec differs."""
-        pairs = zip(values, self.records, self.whole, strict=True)
+    def _constrain_gathered(self, values: Sequence[Array]) -> list[Array]:
         return [
-            value if spec is None else _constrain(value, record.mesh, spec)
-            for value, record, spec in pairs
+            array.constrain_gathered(value)
+            for array, value in zip(self.arrays, values, strict=True)
         ]
 
 
@@ -208,14 +234,14 @@ class BlockTracer:
         self.traced: TiledBlock | None = None
         self.traced_eval: TiledBlock | None = None
 
-    def _block(self) -> Any:
+    def _abstract_block(self) -> Params:
         """Return the shapes of one layer's parameters, in the compute dtype."""
         stacks = [self.plan.leaves[i] for i in self.stack.leaves.in_tree]
         return jax.eval_shape(
             self.block_tree, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks]
         )
 
-    def block_tree(self, leaves: Sequence[Any]) -> Any:
+    def block_tree(self, leaves: Sequence[Any]) -> Params:
         """Return a block's parameters, decoded, from its gathered leaves."""
         return self.layout.decode(jax.tree.unflatten(self.stack.tree, leaves))
 
@@ -240,11 +266,16 @@ class BlockTracer:
         # The block is traced for one microbatch, so its arrays have no microbatch dim.
         lead = int(count > 1)
 
-        def one(tree, lead):
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), tree)
+        def without_dims(tree: Tree, num_dims: int) -> Tree:
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_dims:], a.dtype), tree)
 
-        given = Given(one(inputs.context, lead), one(inputs.per_layer, 1), one(inputs.state, 1))
-        return self._block(), one(x, lead), one(inputs.keys, lead), given
+        given = Given(
+            without_dims(inputs.context, lead),
+            without_dims(inputs.per_layer, 1),
+            without_dims(inputs.state, 1),
+        )
+        params = self._abstract_block()
+        return params, without_dims(x, lead), without_dims(inputs.keys, lead), given
 
     def abstract_added(self, x: Any, inputs: LayerInputs, count: int) -> Loss | None:
         """Return the shapes of a block's addition to the loss of one microbatch, or None."""
@@ -263,15 +294,12 @@ class BlockTracer:
         )
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(given.state)[0]]
         # The state's leaves are the last inputs. A leaf returned unchanged is the same variable.
-        pairs = zip(
-            paths,
-            closed.jaxpr.outvars,
-            closed.jaxpr.invars[-len(paths) :] if paths else [],
-            strict=True,
-        )
-        if changed := [
-            jax.tree_util.keystr(path) for path, after, before in pairs if after is not before
-        ]:
+        inputs = closed.jaxpr.invars[-len(paths) :] if paths else []
+        changed = list[str]()
+        for path, after, before in zip(paths, closed.jaxpr.outvars, inputs, strict=True):
+            if after is not before:
+                changed.append(jax.tree_util.keystr(path))
+        if changed:
             raise ValueError(
                 f"the block changes its state {', '.join(changed)}, but a streamed step only "
                 "supports blocks that read their state: use a layer without running statistics "
@@ -295,86 +323,111 @@ class BlockTracer:
 
     def _plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
         args = self.abstract_call(x, inputs, count)
-        x_one = args[1]
         check_block(self.model, *args)
         self._check_state(*args)
-        config = self.config
-        segment = self.stack.run.segment
+
         # `activations` names a recomputation mode or a tier. With a tier, the layer's input is
         # stored there and everything else is recomputed.
-        mode = segment.activations if segment.activations in MODES else "remat"
+        run = self.stack.run
+        segment = run.segment
+        if segment.activations in MODES:
+            mode = segment.activations
+            x_tier = "device"
+        else:
+            mode = "remat"
+            x_tier = segment.activations
         layer, tiled = self._cut(args, count, mode, segment.saved_names, segment.offloaded_names)
-        # The leaves of the input come first, then the residuals: `ResidualPlan.split` separates
-        # them in this order.
-        leaves, x_tree = jax.tree.flatten(x_one)
-        tier = segment.activations if segment.activations not in MODES else "device"
-        tiers = [tier] * len(leaves) + [
-            "pinned_host" if off else "device" for off in layer.offloaded
-        ]
-        stream = dataclasses.replace(self.plan.stream, num_microbatches=count)
-        spec = ActivationSpec(self.mesh, count)
-        batch_size = _batch_size(leaves)
-        known = [*(None,) * len(leaves), *self._specs(layer, args)]
-        lead = (count,) if count > 1 else ()  # [M, ...] with several microbatches
-        records = list[RecordSpec]()
-        whole = list[Spec | None]()
-        replicated = list[str | None]()
-        for n, (a, tier) in enumerate(zip((*leaves, *layer.shapes), tiers, strict=True)):
-            of = stream if n < len(leaves) else spec
-            dims = (None,) * len(lead)
-            split = None
-            if config.partition_activations and self.mesh.shape[TENSOR] > 1:
-                if known[n] is None and a.shape[:1] != (batch_size,):
-                    split = LeafSpec((), (), "its sharding over other axes is unknown")
-                else:
-                    split = _split_over_tensor(
-                        a.shape, known[n] or of.given(a.shape, batch_size), self.mesh
-                    )
-            is_split = split is not None and split.sharded != split.base
-            rests = of.saved(
-                a.shape,
-                batch_size,
-                tier,
-                split.sharded if split is not None and is_split else known[n],
-            )
-            records.append(RecordSpec(self.mesh, rests, tier))
-            whole.append((*dims, *split.base) if split is not None and is_split else None)
-            replicated.append(None if split is None else split.replicated)
-        shapes = tuple(
-            jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes)
-        )
-        names = [
+
+        x_one = args[1]
+        x_leaves, x_tree = jax.tree.flatten(x_one)
+        x_names = [
             f"x{jax.tree_util.keystr(path)}"
             for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]
         ]
-        # The leaves of x are one record: they are written together and read together, and no step
-        # reads the leaves of another step.
-        if tier == "nvme" and self.layout.disk is not None:
-            of_x = records[: len(leaves)]
-            num = self.stack.num_layers
-            specs = [r.spec for r in of_x]
-            kind = self.stack.run.activations_kind
-            disk_records = self.layout.disk.declare(
-                kind, num, names, shapes[: len(leaves)], specs, lifetime="step"
-            )
-            records[: len(leaves)] = [
-                dataclasses.replace(r, disk_records=disk_records) for r in of_x
-            ]
+        batch_size = _batch_size(x_leaves)
+        stream = dataclasses.replace(self.plan.stream, num_microbatches=count)
+        x_arrays = [self._saved_array(a, x_tier, stream, None, batch_size) for a in x_leaves]
+        if x_tier == "nvme" and self.layout.disk is not None:
+            x_arrays = self._declare_on_disk(x_arrays, x_names)
+
+        spec = ActivationSpec(self.mesh, count)
+        residuals = list[SavedArray]()
+        triples = zip(layer.shapes, layer.offloaded, self._specs(layer, args), strict=True)
+        for a, is_offloaded, known in triples:
+            tier = "pinned_host" if is_offloaded else "device"
+            residuals.append(self._saved_array(a, tier, spec, known, batch_size))
+
         # `tile_loops` reads `traced`: the disk's read-ahead order follows from the loops that the
         # block contains.
         self.traced = tiled
         return ResidualPlan(
-            layer,
-            tuple(records),
-            shapes,
-            tuple(names),
-            x_tree,
-            len(lead),
-            tuple(whole),
-            tuple(replicated),
-            tiled,
-            self.stack.run.first,
+            block=layer,
+            # `ResidualPlan.split` separates the leaves of the input from the residuals.
+            arrays=(*x_arrays, *residuals),
+            x_names=tuple(x_names),
+            x_tree=x_tree,
+            lead=int(count > 1),
+            tiled=tiled,
+            first=run.first,
         )
+
+    def _saved_array(
+        self, a: Any, tier: str, rule: ActivationSpec, known: Spec | None, batch_size: int
+    ) -> SavedArray:
+        """Choose how one array of a layer is stored.
+
+        Args:
+          a: its shape and dtype, of one microbatch.
+          tier: where it is stored.
+          rule: how arrays of its kind are split.
+          known: its spec, if it is known before the partitioner runs.
+          batch_size: rows of one microbatch.
+        """
+        split = None
+        if self.config.partition_activations and self.mesh.shape[TENSOR] > 1:
+            if known is None and a.shape[:1] != (batch_size,):
+                split = LeafSpec((), (), "its sharding over other axes is unknown")
+            else:
+                base = known or rule.given(a.shape, batch_size)
+                split = _split_over_tensor(a.shape, base, self.mesh)
+
+        count = rule.num_microbatches
+        lead = (count,) if count > 1 else ()  # [M, ...] with several microbatches
+        stored_spec = known
+        gathered_spec = None
+        if split is not None and split.sharded != split.base:
+            stored_spec = split.sharded
+            gathered_spec = (*(None,) * len(lead), *split.base)
+        record = RecordSpec(self.mesh, rule.saved(a.shape, batch_size, tier, stored_spec), tier)
+        return SavedArray(
+            record=record,
+            abstract=jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype),
+            gathered_spec=gathered_spec,
+            replicated=None if split is None else split.replicated,
+        )
+
+    def _declare_on_disk(
+        self, x_arrays: Sequence[SavedArray], names: Sequence[str]
+    ) -> list[SavedArray]:
+        """Return the arrays of a layer's input with their records on disk.
+
+        They are one record: they are written together and read together, and no step reads the
+        records of another step.
+        """
+        assert self.layout.disk is not None
+        disk_records = self.layout.disk.declare(
+            self.stack.run.activations_kind,
+            self.stack.num_layers,
+            names,
+            [array.abstract for array in x_arrays],
+            [array.record.spec for array in x_arrays],
+            lifetime="step",
+        )
+        on_disk = list[SavedArray]()
+        for array in x_arrays:
+            record = dataclasses.replace(array.record, disk_records=disk_records)
+            on_disk.append(dataclasses.replace(array, record=record))
+        return on_disk
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return the spec of each residual, or None where the partitioner has a choice."""
@@ -388,9 +441,9 @@ class BlockTracer:
             None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves
         ]
         data = [spec.given(a.shape, size) for a in jax.tree.leaves((x, key, given))]
-        apart = {slot: one.program for slot, one in layer.apart.items()}
-        slots = flow(layer.program, [*params, *data], self.mesh.shape, apart)
-        return [slots[slot] for slot in layer.residuals]
+        split_programs = {slot: split.program for slot, split in layer.apart.items()}
+        specs = flow(layer.program, [*params, *data], self.mesh.shape, split_programs)
+        return [specs[slot] for slot in layer.residuals]
 
     def _cut(
         self,
@@ -407,16 +460,21 @@ class BlockTracer:
         plan = self.plan
         stack = self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
-        options: dict[str, Any] = {
-            "tiled": bool(stack.groups),
-            "frozen": frozen,
-            "of_context": self.model.enter is not None,
-        }
-        options["transform"] = plan.derivative
-        # The mode decides whether rings keep a gathered value or send it again, so the program
-        # differs between modes.
-        options["numbers"] = not (self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1)
-        layer = plan_layer(self._run_block, *args, mode, saved, offloaded, **options)
+        # With overlap, the mode decides whether rings keep a gathered value or send it again, so
+        # the program differs between modes.
+        has_rings = self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1
+        layer = plan_layer(
+            self._run_block,
+            *args,
+            mode,
+            saved,
+            offloaded,
+            tiled=bool(stack.groups),
+            frozen=frozen,
+            of_context=self.model.enter is not None,
+            transform=plan.derivative,
+            numbers=not has_rings,
+        )
         if not stack.groups:
             return layer, None
         names = [
@@ -439,11 +497,14 @@ class BlockTracer:
         # Stacks in host memory are donated arguments, since XLA would first create a stack that the
         # program allocates on the device.
         in_memory = dict(zip(residuals.in_memory, scratch, strict=True))
-        pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
         lead = (self.stack.num_layers,)
-        return [
-            in_memory[i] if i in in_memory else self.plan.empty(r, a, lead) for i, (r, a) in pairs
-        ]
+        stacks = list[Array]()
+        for i, array in enumerate(residuals.arrays):
+            if i in in_memory:
+                stacks.append(in_memory[i])
+            else:
+                stacks.append(self.plan.empty(array.record, array.abstract, lead))
+        return stacks
 
     def without_residuals(self, x: Any, inputs: LayerInputs) -> TiledBlock | None:
         """Return the block of a pass that saves nothing, cut at its loops over tiles.
@@ -507,8 +568,8 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
 
 def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:
     """Constrain a value of one microbatch or of all to a spec of all microbatches."""
-    own = PartitionSpec(*spec[len(spec) - value.ndim :])
-    return jax.lax.with_sharding_constraint(value, named(mesh, own))
+    value_spec = PartitionSpec(*spec[len(spec) - value.ndim :])
+    return jax.lax.with_sharding_constraint(value, named(mesh, value_spec))
 
 
 def _row_major(value: Array, mesh: Mesh) -> Array:

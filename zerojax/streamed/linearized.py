@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.activations import depending, describe
-from zerojax.jaxprs import Instruction, Ref, evaluate, flatten, read
+from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, evaluate, flatten, read
 from zerojax.models import Given, Loss, floating, merged
-from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names
+from zerojax.streamed.traced_block import Block, TracedBlock, list_marked_names, with_trained
 from zerojax.trees import Context, Params
 
 
@@ -75,79 +75,83 @@ def linearized(
       args: its abstract arguments.
       offloaded: names that the block marks whose values are kept in host memory.
     """
-    structures: list[Any] = []
-
-    def with_pullback(
-        params: Params, x: Any, key: Any, given: Given
-    ) -> tuple[list[Any], list[Any]]:
-        leaves = jax.tree.leaves(params)
-        trained = [
-            None if frozen else leaf for leaf, frozen in zip(leaves, traced.frozen, strict=True)
-        ]
-        context = floating(given.context) if traced.of_context else None
-
-        def run(
-            trained: list[Any], floats: Any, context: Context
-        ) -> tuple[Any, tuple[Any, Loss | None]]:
-            whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            if traced.of_context:
-                seen = given._replace(context=merged(context, given.context))
-            else:
-                seen = given
-            y, added = block(
-                jax.tree.unflatten(jax.tree.structure(params), whole), merged(floats, x), key, seen
-            )
-            return (floating(y), None if added is None else added.total.astype(jnp.float32)), (
-                y,
-                added,
-            )
-
-        _, pullback, out = jax.vjp(run, trained, floating(x), context, has_aux=True)
-        read_by_pullback, structure = jax.tree.flatten(pullback)
-        structures.append(structure)
-        return jax.tree.leaves(out), read_by_pullback
-
-    closed, shapes = jax.make_jaxpr(with_pullback, return_shape=True)(*args)
-    program = flatten(closed.jaxpr, closed.consts)
-    num_outs = len(shapes[0])
-    leaves = program.outputs[num_outs:]
+    program, num_outs, structure = _trace_with_pullback(traced, block, args)
+    read_by_pullback = program.outputs[num_outs:]
     num_params = len(jax.tree.leaves(args[0]))
     of_data = depending(program, program.inputs[num_params:]) - {*program.inputs}
-    made_by: dict[int, tuple[Instruction, Any]] = {
-        slot: (i, v.aval)
-        for i in program.instructions
-        for slot, v in zip(i.outs, i.eqn.outvars, strict=True)
-    }
+    producers = dict[int, Instruction]()
+    avals = dict[int, Any]()
+    for i in program.instructions:
+        for slot, variable in zip(i.outs, i.eqn.outvars, strict=True):
+            producers[slot] = i
+            avals[slot] = variable.aval
 
-    def is_kept(ref: Ref) -> bool:
-        return (
-            isinstance(ref, int)
-            and ref in of_data
-            and not jnp.issubdtype(made_by[ref][1].dtype, jax.dtypes.extended)
-        )
+    residuals = list[int]()
+    for ref in dict.fromkeys(ref for ref in read_by_pullback if isinstance(ref, int)):
+        # Random keys, which have an extended dtype, are computed again.
+        if ref in of_data and not jnp.issubdtype(avals[ref].dtype, jax.dtypes.extended):
+            residuals.append(ref)
 
-    kept = tuple(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and is_kept(ref)))
     names = {slot: name for slot, (name, _) in list_marked_names(program).items()}
-    again = [ref for ref in leaves if ref not in kept]
+    shapes = list[jax.ShapeDtypeStruct]()
+    sources = list[str]()
+    for slot in residuals:
+        shapes.append(jax.ShapeDtypeStruct(avals[slot].shape, avals[slot].dtype))
+        sources.append(names[slot] if slot in names else describe(producers[slot].eqn))
+
+    recomputed = [ref for ref in read_by_pullback if ref not in residuals]
     return LinearizedBlock(
         program=dataclasses.replace(program, outputs=program.outputs[:num_outs]),
         structures=traced.structures,
-        residuals=kept,
-        offloaded=tuple(names.get(slot) in offloaded for slot in kept),
-        shapes=tuple(
-            jax.ShapeDtypeStruct(made_by[slot][1].shape, made_by[slot][1].dtype) for slot in kept
-        ),
+        residuals=tuple(residuals),
+        offloaded=tuple(names.get(slot) in offloaded for slot in residuals),
+        shapes=tuple(shapes),
         loops={},
         apart={},
         frozen=traced.frozen,
         of_context=traced.of_context,
         marked=traced.marked,
         transform=traced.transform,
-        sources=tuple(
-            names[slot] if slot in names else describe(made_by[slot][0].eqn) for slot in kept
-        ),
+        sources=tuple(sources),
         numbered=traced.numbered,
-        read_by_pullback=leaves,
-        structure=structures[-1],
-        repeated=program.live(again, is_followed=lambda slot: slot not in kept),
+        read_by_pullback=read_by_pullback,
+        structure=structure,
+        repeated=program.live(recomputed, is_followed=lambda slot: slot not in residuals),
     )
+
+
+def _trace_with_pullback(
+    traced: TracedBlock, block: Block, args: tuple[Any, Any, Any, Given]
+) -> tuple[FlatJaxpr, int, Any]:
+    """Trace a block together with its pullback.
+
+    Returns the program, whose outputs are the block's results and then the pullback's leaves; the
+    number of these results; and the pullback's tree structure.
+    """
+    structures: list[Any] = []
+
+    def with_pullback(
+        params: Params, x: Any, key: Any, given: Given
+    ) -> tuple[list[Any], list[Any]]:
+        leaves, params_tree = jax.tree.flatten(params)
+        context = floating(given.context) if traced.of_context else None
+
+        def run(
+            trained: list[Any], floats: Any, context: Context
+        ) -> tuple[Any, tuple[Any, Loss | None]]:
+            block_given = given
+            if traced.of_context:
+                block_given = given._replace(context=merged(context, given.context))
+            block_params = jax.tree.unflatten(params_tree, with_trained(leaves, trained))
+            y, added = block(block_params, merged(floats, x), key, block_given)
+            total = None if added is None else added.total.astype(jnp.float32)
+            return (floating(y), total), (y, added)
+
+        trained = traced.trained(leaves)
+        _, pullback, out = jax.vjp(run, trained, floating(x), context, has_aux=True)
+        read_by_pullback, structure = jax.tree.flatten(pullback)
+        structures.append(structure)
+        return jax.tree.leaves(out), read_by_pullback
+
+    closed, shapes = jax.make_jaxpr(with_pullback, return_shape=True)(*args)
+    return flatten(closed.jaxpr, closed.consts), len(shapes[0]), structures[-1]

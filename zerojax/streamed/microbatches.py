@@ -40,7 +40,7 @@ class Microbatches:
         # time.
         if self.count == 1:
             return function(*trees)
-        return jax.lax.map(lambda one: function(*one), trees)
+        return jax.lax.map(lambda microbatch: function(*microbatch), trees)
 
     def fold(
         self,
@@ -64,8 +64,8 @@ class Microbatches:
         if self.count == 1:
             return function(*trees)
 
-        def body(total: list[Array], one: Any) -> tuple[list[Array], Any]:
-            values, out = function(*one)
+        def body(total: list[Array], microbatch: Any) -> tuple[list[Array], Any]:
+            values, out = function(*microbatch)
             return [t + v.astype(jnp.float32) for t, v in zip(total, values, strict=True)], out
 
         if not between:
@@ -74,12 +74,12 @@ class Microbatches:
         bounds = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
         for n, (start, end) in enumerate(itertools.pairwise(bounds)):
             if end > start:
-                total, out = jax.lax.scan(
-                    body, total, jax.tree.map(lambda a, s=start, e=end: a[s:e], trees)
-                )
+                part = jax.tree.map(lambda a, s=start, e=end: a[s:e], trees)
+                total, out = jax.lax.scan(body, total, part)
                 outs.append(out)
-            total = between[n](total) if n < len(between) else total
-        return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
+            if n < len(between):
+                total = between[n](total)
+        return total, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *outs)
 
     def split(self, batch: Batch, key: Any) -> tuple[Any, Any]:
         """Return the microbatches of a batch, and a random key for each or None."""
@@ -134,9 +134,9 @@ class LayerInputs:
 
     def given_all(self, layer: Array, microbatches: Microbatches) -> Given:
         """Return one layer's inputs for all microbatches, which are dim 0 if there are several."""
-        one = self.given(self.context, layer)
+        given = self.given(self.context, layer)
         return Given(
-            one.context, microbatches.repeated(one.layer), microbatches.repeated(one.state)
+            given.context, microbatches.repeated(given.layer), microbatches.repeated(given.state)
         )
 
 

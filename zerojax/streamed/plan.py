@@ -203,69 +203,86 @@ class StreamedPlan:
         Raises:
           ValueError: the schedule exceeds `device_budget_bytes`.
         """
-        self.state_records = state_records
         layout = state_records.layout
+        config = layout.config
+        self.state_records = state_records
         self.layout = layout
-        self.config = layout.config
+        self.config = config
         self.mesh = layout.mesh
         self.leaves = layout.all_leaves
-        self.count = layout.config.num_microbatches
-        config = layout.config
+        self.count = config.num_microbatches
         self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
         self.update = update
         if update is None:
             self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
         else:
             self.unused = update.unused
-        after_backward = config.update != "in_backward"
-        on_host = config.update_on == "host"
-        self.stacked = layout.stacked
-        self.unstacked = layout.unstacked
-        grads_tier = (
-            "device" if on_host else config.grads
-        )  # The loops keep gradients on the device; callbacks stash them.
-        self.grads = self._store_grads(grads_tier)
-        runs = layer_ranges(layout)
-        models = {stack.name: stack for stack in list_stacks(model)}
-        self._runs = runs
-        self.head_pieces = head_pieces(state_records, runs, update)
-        self.chunked_unstacked = chunked_unstacked(state_records, runs, update, self.head_pieces)
-        planned = self._plan_schedules(config.prefetch_distance, config.gather_ahead)
-        schedules = {
-            name: dataclasses.replace(schedule, stream=str(self.stream))
-            for name, schedule in planned.items()
-        }
-        self.of_stacks = tuple(
-            _stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs
-        )
-        self.schedule = stacked_schedule(schedules)
-        self.drained = next(
-            (stack for stack in self.of_stacks if stack.drains_beside_unstacked), None
-        )
-        self.early_unstacked = early_unstacked(state_records, runs)
-        self.late_unstacked = tuple(
-            i for i in self.unstacked if i not in (*self.early_unstacked, *self.head_pieces)
-        )
+
         frozen = sorted(
             i for stack in layout.stacks for leaf_ids in stack.frozen_parts for i in leaf_ids
         )
+        self.stacked = layout.stacked
+        self.unstacked = layout.unstacked
         self.stacks = (*layout.stacked, *frozen)
+
+        # With an update on the host, the loops keep gradients on the device; callbacks stash them.
+        after_backward = config.update != "in_backward"
+        grads_tier = "device" if config.update_on == "host" else config.grads
+        self.grads = self._store_grads(grads_tier)
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = (
             self.grads_away and grads_tier == "pinned_host" and config.update != "in_forward"
         )
+
+        self._schedule(model)
         self._check_budget({})
-        self.host = None
-        if self.update is not None and on_host:
-            stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            # An update on the host moves full layers (`untiled_setting`), so gradient records are
-            # never tiles.
-            on_disk = {
-                i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None
-            }
-            self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
+        self.host = self._host_update()
+
+    def _schedule(self, model: LayeredModel) -> None:
+        """Choose when unstacked leaves are updated, and schedule the runs of layers."""
+        layout = self.layout
+        records = self.state_records
+        self._runs = layer_ranges(layout)
+        self.head_pieces = head_pieces(records, self._runs, self.update)
+        self.chunked_unstacked = chunked_unstacked(
+            records, self._runs, self.update, self.head_pieces
+        )
+        self.early_unstacked = early_unstacked(records, self._runs)
+        before_layers = (*self.early_unstacked, *self.head_pieces)
+        self.late_unstacked = tuple(i for i in self.unstacked if i not in before_layers)
+
+        planned = self._plan_schedules(self.config.prefetch_distance, self.config.gather_ahead)
+        schedules = {
+            name: dataclasses.replace(schedule, stream=str(self.stream))
+            for name, schedule in planned.items()
+        }
+        models = {stack.name: stack for stack in list_stacks(model)}
+        self.of_stacks = tuple(
+            _stack_plan(models[run.stack.name], run, schedules[run.name], layout)
+            for run in self._runs
+        )
+        self.schedule = stacked_schedule(schedules)
+        self.drained = next(
+            (stack for stack in self.of_stacks if stack.drains_beside_unstacked), None
+        )
+
+    def _host_update(self) -> HostUpdate | None:
+        """Return the update on the host, or None if the device updates."""
+        config = self.config
+        if self.update is None or config.update_on != "host":
+            return None
+        stashes = config.update != "in_backward" and (
+            config.grads != "device" or config.delayed_update
+        )
+        # An update on the host moves full layers (`untiled_setting`), so gradient records are never
+        # tiles.
+        on_disk = dict[int, RecordSpec]()
+        for i in self.layout.blocks:
+            if self.grads[i].disk_records is not None:
+                on_disk[i] = self.grads[i]
+        return HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
     def _store_grads(self, tier: str) -> list[RecordSpec]:
         """Return how each gradient is stored from backward to update.
@@ -384,16 +401,17 @@ class StreamedPlan:
         Without `loops`, the schedules' default loops over tiles are used.
         """
         if loops is not None:
-            pairs = zip(schedules.items(), loops, strict=True)
-            schedules = {name: with_tiles(schedule, inside) for (name, schedule), inside in pairs}
+            schedules = {
+                name: with_tiles(schedule, tile_loops)
+                for (name, schedule), tile_loops in zip(schedules.items(), loops, strict=True)
+            }
         phases = [phase for schedule in schedules.values() for phase in schedule.phases]
         beside = {*self.early_unstacked, *self.head_pieces}
-        if any(
-            phase.list_ticks(name, "load")
-            for phase in phases
-            for name in (LATE_UNSTACKED, UNSTACKED_PIECES)
-        ):
-            beside |= set(self.late_unstacked)
+        for phase in phases:
+            if phase.list_ticks(LATE_UNSTACKED, "load") or phase.list_ticks(
+                UNSTACKED_PIECES, "load"
+            ):
+                beside |= set(self.late_unstacked)
         pieces = {} if self.update is None else self.update.num_pieces()
         leaves = unstacked_leaves(self.state_records, beside, pieces)
         host = host_update(self.config, self.layout.has_master)
@@ -414,12 +432,8 @@ class StreamedPlan:
         """
         if self.config.link_groups is not None:
             return self.config.link_groups
-        return max(
-            2,
-            min(
-                most_link_groups(), 2 * sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
-            ),
-        )
+        num_matrices = sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
+        return max(2, min(most_link_groups(), 2 * num_matrices))
 
     def update_groups(self) -> int:
         """Return the number of groups into which an update after backward splits a record's arrays.
@@ -501,15 +515,13 @@ class StreamedPlan:
           index: index of the record.
         """
         # Trainable and frozen leaves are separate records: each is one fetch from disk.
-        kinds = (
-            [i for i in leaf_ids if not self.leaves[i].frozen],
-            [i for i in leaf_ids if self.leaves[i].frozen],
-        )
-        return [
-            a
-            for some in kinds
-            for a in read_layer(pick(self.params, some), self.pick(stacks, some), index)
-        ]
+        trained = [i for i in leaf_ids if not self.leaves[i].frozen]
+        frozen = [i for i in leaf_ids if self.leaves[i].frozen]
+        shards = list[Array]()
+        for record_leaves in (trained, frozen):
+            stacks_of_record = self.pick(stacks, record_leaves)
+            shards += read_layer(pick(self.params, record_leaves), stacks_of_record, index)
+        return shards
 
     def away(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the leaves of `leaf_ids` whose parameters are off the device, and are fetched."""
@@ -526,11 +538,12 @@ class StreamedPlan:
           fetched: shards of the leaves `away(leaf_ids)`.
           index: index of the record.
         """
-        if not (away := self.away(leaf_ids)):
+        away = self.away(leaf_ids)
+        if not away:
             return self.read_params(stacks, leaf_ids, index)
         arrays = dict(zip(away, fetched, strict=True))
-        here = [i for i in leaf_ids if i not in arrays]
-        arrays |= zip(here, self.read_params(stacks, here, index), strict=True)
+        on_device = [i for i in leaf_ids if i not in arrays]
+        arrays |= zip(on_device, self.read_params(stacks, on_device, index), strict=True)
         return [arrays[i] for i in leaf_ids]
 
     def weight_stacks(self, blocks: Any) -> list[Any]:
@@ -576,20 +589,20 @@ class StreamedPlan:
         Otherwise, XLA after 0.10 may pass shards into a loop that follows a loop over layers, and
         gather them in each of its iterations.
         """
-        at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in leaf_ids]
+        shardings = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in leaf_ids]
         return [
             jax.lax.with_sharding_constraint(w, sharding)
-            for w, sharding in zip(gathered, at, strict=True)
+            for w, sharding in zip(gathered, shardings, strict=True)
         ]
 
     def _gather(self, shard: Array, spec: Spec) -> Array:
-        whole = without_axis(spec, FSDP)
-        if whole == spec:
+        gathered_spec = without_axis(spec, FSDP)
+        if gathered_spec == spec:
             return shard
         # Both ends are constrained. Without the first constraint, GSPMD might gather the array from
         # which the shard was cut.
         shard = jax.lax.with_sharding_constraint(shard, named(self.mesh, spec))
-        return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
+        return jax.lax.with_sharding_constraint(shard, named(self.mesh, gathered_spec))
 
     def zero_grads(self, indices: Sequence[int]) -> list[Array]:
         """Return zeros in which the gradients of some leaves are summed over microbatches.
@@ -607,27 +620,28 @@ class StreamedPlan:
         """
         if not self.layout.reduces_once:
             return self.on_shards(grads, indices)
-        at = [
-            unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP)) for i in indices
-        ]
-        return [
+        constrained = list[Array]()
+        for g, i in zip(grads, indices, strict=True):
+            sharding = unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP))
             # Results of a loop over tiles have no row dim.
-            jax.lax.with_sharding_constraint(g, sharding) if g.ndim == len(sharding.spec) else g
-            for g, sharding in zip(grads, at, strict=True)
-        ]
+            if g.ndim == len(sharding.spec):
+                g = jax.lax.with_sharding_constraint(g, sharding)
+            constrained.append(g)
+        return constrained
 
     def reduced(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Return gradients summed over microbatches, on the shards of the optimizer state."""
         if not self.layout.reduces_once:
             return self.on_shards(grads, indices)
-        shapes = [self.leaves[i].record_shape for i in indices]
-        pairs = zip(grads, shapes, indices, strict=True)
-        return [
-            reduced(g, self.grads[i].sharding)
-            if g.ndim > len(shape)
-            else self.on_shards([g], [i])[0]
-            for g, shape, i in pairs
-        ]
+        on_shards = list[Array]()
+        for g, i in zip(grads, indices, strict=True):
+            sharding = self.grads[i].sharding
+            has_row_dim = g.ndim > len(self.leaves[i].record_shape)
+            if has_row_dim:
+                on_shards.append(reduced(g, sharding))
+            else:
+                on_shards.append(jax.lax.with_sharding_constraint(g, sharding))
+        return on_shards
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Constrain gradients or weights to the shards of the optimizer state.
@@ -693,5 +707,8 @@ def with_tiles(
     if not isinstance(schedule, TiledSchedule):
         return schedule
     return schedule.with_tiles(
-        {phase: [(group.name, which) for group, which in runs] for phase, runs in loops.items()}
+        {
+            phase: [(tiles.name, tile_phase) for tiles, tile_phase in phase_loops]
+            for phase, phase_loops in loops.items()
+        }
     )

@@ -79,12 +79,11 @@ def plan_layer(
     if mode == "everything":
         return linearized(trace.read_by_backward({}, (), is_open=False), block, args, offloaded)
     # Values that the user names are kept in every mode; the mode adds its own.
-    asked = trace.asked([*saved, *offloaded])
-    chosen = trace.of_mode(mode) | {slot: trace.avals[slot] for slot in asked}
-    to_host = {slot for slot, name in asked.items() if name in offloaded}
-    return trace.read_by_backward(
-        chosen, to_host, is_open=mode == "save" or not asked.keys() <= trace.slots
-    )
+    named = trace.find_named([*saved, *offloaded])
+    chosen = trace.of_mode(mode) | {slot: trace.avals[slot] for slot in named}
+    to_host = {slot for slot, name in named.items() if name in offloaded}
+    is_open = mode == "save" or not named.keys() <= trace.slots
+    return trace.read_by_backward(chosen, to_host, is_open)
 
 
 class _Trace:
@@ -143,9 +142,8 @@ class _Trace:
         These are the expensive values, the values kept for equations taken apart, and the marked
         values.
         """
-        return (
-            self._costly | self._opened[2] | {slot: aval for slot, (_, aval) in self.names.items()}
-        )
+        marked_avals = {slot: aval for slot, (_, aval) in self.names.items()}
+        return self._costly | self._opened[2] | marked_avals
 
     def numbered(self) -> tuple[int, ...]:
         """Return the slots that "save" keeps if nothing is named, in program order."""
@@ -156,15 +154,14 @@ class _Trace:
         kept = {*self.read_by_backward(self.of_mode("save"), set(), is_open=True).residuals}
         return tuple(slot for i in self.opened[0].instructions for slot in i.outs if slot in kept)
 
-    def asked(self, user_names: Sequence[str]) -> dict[int, str]:
+    def find_named(self, user_names: Sequence[str]) -> dict[int, str]:
         """Return the slots that the user names, by mark or by number, each with that name."""
-        asked = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
-        numbers = {
-            name: number for name in user_names if (number := parse_name_number(name)) is not None
-        }
-        return asked | {
-            self.numbered()[n]: name for name, n in numbers.items() if n < len(self.numbered())
-        }
+        named = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
+        for name in user_names:
+            number = parse_name_number(name)
+            if number is not None and number < len(self.numbered()):
+                named[self.numbered()[number]] = name
+        return named
 
     def of_mode(self, mode: str) -> dict[int, Any]:
         """Return the slots that a mode may keep, with their avals."""
@@ -190,35 +187,41 @@ class _Trace:
           is_open: whether equations are taken apart.
         """
         program, apart = self.opened if is_open else (self.program, {})
-        made_by = {
-            slot: describe(i.eqn) for i in program.instructions for slot in i.outs if slot in chosen
-        }
+        equations = dict[int, str]()
+        for i in program.instructions:
+            for slot in i.outs:
+                if slot in chosen:
+                    equations[slot] = describe(i.eqn)
 
-        def layer(slots: Sequence[int]) -> TracedBlock:
+        def build_block(slots: Sequence[int]) -> TracedBlock:
             slots = tuple(sorted(slots))
-            shapes = tuple(jax.ShapeDtypeStruct(chosen[s].shape, chosen[s].dtype) for s in slots)
-            sources = tuple(self.names[s][0] if s in self.names else made_by[s] for s in slots)
             return TracedBlock(
-                program,
-                self.structures,
-                slots,
-                tuple(s in to_host for s in slots),
-                shapes,
-                self.loops,
-                apart,
-                self.frozen,
-                self.of_context,
-                frozenset(name for name, _ in self.names.values()),
-                self.transform,
-                sources,
-                self.numbered,
+                program=program,
+                structures=self.structures,
+                residuals=slots,
+                offloaded=tuple(slot in to_host for slot in slots),
+                shapes=tuple(
+                    jax.ShapeDtypeStruct(chosen[slot].shape, chosen[slot].dtype) for slot in slots
+                ),
+                loops=self.loops,
+                apart=apart,
+                frozen=self.frozen,
+                of_context=self.of_context,
+                marked=frozenset(name for name, _ in self.names.values()),
+                transform=self.transform,
+                sources=tuple(
+                    self.names[slot][0] if slot in self.names else equations[slot] for slot in slots
+                ),
+                numbered=self.numbered,
             )
 
         # The derivative is traced once with all candidates in place. Candidates that it does not
         # read are not saved.
-        every = layer(list(chosen))
-        read = _read_by_backward(every, *self.args)
-        return layer([slot for slot, is_read in zip(every.residuals, read, strict=True) if is_read])
+        with_all = build_block(list(chosen))
+        read = _read_by_backward(with_all, *self.args)
+        return build_block(
+            [slot for slot, is_read in zip(with_all.residuals, read, strict=True) if is_read]
+        )
 
 
 def check_names(
@@ -238,11 +241,11 @@ def check_names(
       ValueError: a name or number is unknown.
     """
     marked = frozenset[str]().union(*(block.marked for block in blocks))
-    numbers = {
-        name: number
-        for name in (*saved, *offloaded)
-        if (number := parse_name_number(name)) is not None
-    }
+    numbers = dict[str, int]()
+    for name in (*saved, *offloaded):
+        number = parse_name_number(name)
+        if number is not None:
+            numbers[name] = number
     if missing := sorted({*saved, *offloaded} - marked - numbers.keys()):
         raise ValueError(
             f"saved_names and offloaded_names{where} name {missing}, which the block does not "
@@ -286,8 +289,8 @@ def _read_by_backward(
     closed = derivative_jaxpr(layer, params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
-    read_slots = {ref for ref in program.outputs if isinstance(ref, int)} | {
-        slot for i in live for slot in i.reads
-    }
+    read_slots = {ref for ref in program.outputs if isinstance(ref, int)}
+    for i in live:
+        read_slots.update(i.reads)
     first = len(jax.tree.leaves((params, x, key, given)))
     return [slot in read_slots for slot in program.inputs[first : first + len(layer.residuals)]]

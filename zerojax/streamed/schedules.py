@@ -227,14 +227,14 @@ def build_facts(records: StateRecords, run: LayerRange) -> RunFacts:
     # input in host memory. If the input is off the device anyway, its tier decides how the bytes
     # are counted.
     if segment.offloaded_names and segment.activations in MODES:
-        kept = "pinned_host"
+        activations = "pinned_host"
     else:
-        kept = segment.activations
+        activations = segment.activations
     return RunFacts(
         num_layers=run.num_layers,
         first_layer=run.first,
         device_layers=stack.device_layers,
-        activations="device" if kept in MODES else kept,
+        activations="device" if activations in MODES else activations,
         frozen=layout.frozen_tier if layout.frozen and any(stack.frozen_parts) else "device",
         is_trained=not layout.frozen or any(stack.parts),
         num_arrays=len(records.opt_records(stack.blocks)),
@@ -260,15 +260,13 @@ def _unstacked_beside(
     layout = records.layout
     moved: list[UnstackedMove] = []
 
-    def add(leaves: str, parts: Sequence[Sequence[int]], counts: Sequence[int] = ()) -> None:
-        pairs = list(zip(parts, counts or [1] * len(parts), strict=True))
-        stored = tuple(
-            sum(stored_bytes(records, (i,)) // count for i in leaf_ids) for leaf_ids, count in pairs
-        )
-        loaded = tuple(
-            sum(loaded_bytes(records, (i,)) // count for i in leaf_ids) for leaf_ids, count in pairs
-        )
-        moved.append(UnstackedMove(leaves, stored, tuple(counts), loaded))
+    def add(leaves: str, groups: Sequence[Sequence[int]], counts: Sequence[int] = ()) -> None:
+        stored = list[int]()
+        loaded = list[int]()
+        for leaf_ids, count in zip(groups, counts or [1] * len(groups), strict=True):
+            stored.append(sum(stored_bytes(records, (i,)) // count for i in leaf_ids))
+            loaded.append(sum(loaded_bytes(records, (i,)) // count for i in leaf_ids))
+        moved.append(UnstackedMove(leaves, tuple(stored), tuple(counts), tuple(loaded)))
 
     # Backward begins with the last run, which stores the leaves that the head completed.
     early = early_unstacked(records, runs)
@@ -366,10 +364,9 @@ def head_pieces(
         set(_head_leaves(records.layout)) - set(early), key=lambda i: -stored_bytes(records, (i,))
     ):
         pieces = update.pieces(i, runs[-1].num_layers)
-        others = {some.count for some in cut.values()}
         if pieces is None or stored_bytes(records, (i,)) > most * pieces.count:
             continue
-        if others <= {pieces.count}:
+        if all(cut_leaf.count == pieces.count for cut_leaf in cut.values()):
             cut[i] = pieces
     return cut
 
@@ -409,8 +406,12 @@ def chunked_unstacked(
     most = stored_bytes(records, run.stack.blocks)
     cut = dict[int, int]()
     early = early_unstacked(records, runs)
-    for i in (i for i in layout.unstacked if i not in (*early, *pieces)):
-        some = update.pieces(i)
-        if some is not None and stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:
-            cut[i] = some.count
+    for i in layout.unstacked:
+        if i in (*early, *pieces):
+            continue
+        leaf_pieces = update.pieces(i)
+        if leaf_pieces is None:
+            continue
+        if stored_bytes(records, (i,)) * (1 - 1 / leaf_pieces.count) > most:
+            cut[i] = leaf_pieces.count
     return cut

@@ -248,7 +248,8 @@ class StreamedStep:
         for loops, residuals in pairs:
             lead = (loops.stack.num_layers,)
             for i in residuals.in_memory:
-                saved.append(plan.abstract_stack(residuals.records[i], residuals.shapes[i], lead))
+                array = residuals.arrays[i]
+                saved.append(plan.abstract_stack(array.record, array.abstract, lead))
         grads = plan.abstract_grads() if plan.grads_in_memory else []
         return {"grads": grads, "residuals": saved}
 

@@ -7,8 +7,8 @@ and are not recomputed:
     forward     y, residuals = block(p, x)
     backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
-The operation `put` does this: its result is the residual, and its derivative is that of the value
-it replaces.
+The operation `substitute_primal` does this: its result is the residual, and its derivative is that
+of the value it replaces.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None]]
 
 
 @jax.custom_jvp
-def put(computed: jax.Array, saved: jax.Array) -> jax.Array:
+def substitute_primal(computed: jax.Array, saved: jax.Array) -> jax.Array:
     """Return `saved`, with the derivative of `computed`."""
     del computed
     return saved
 
 
-@put.defjvp
-def _put_jvp(
+@substitute_primal.defjvp
+def _substitute_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, Any]:
     # Return the primal itself: linearisation only sees through a custom_jvp if its rule does.
@@ -102,9 +102,8 @@ class TracedBlock:
     ) -> tuple[Any, Loss | None, list[jax.Array]]:
         """Return the output y, the addition to the loss, and the residuals."""
         slots = self._run(params, x, key, given, None)
-        return *self.outputs([read(ref, slots) for ref in self.program.outputs]), [
-            slots[slot] for slot in self.residuals
-        ]
+        y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
+        return y, added, [slots[slot] for slot in self.residuals]
 
     def backward(
         self,
@@ -141,34 +140,33 @@ class TracedBlock:
         x, key, given, residuals = data
         by_slot = dict(zip(self.residuals, residuals, strict=True))
         leaves, tree = jax.tree.flatten(params)
-        trained = [
-            None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)
-        ]
-
         context = floating(given.context) if self.of_context else None
 
         def run(trained: list[Any], floats: Any, context: Context) -> Any:
-            whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
+            block_given = given
             if self.of_context:
-                seen = given._replace(context=merged(context, given.context))
-            else:
-                seen = given
-            slots = self._run(whole, merged(floats, x), key, seen, by_slot)
+                block_given = given._replace(context=merged(context, given.context))
+            block_leaves = with_trained(leaves, trained)
+            slots = self._run(block_leaves, merged(floats, x), key, block_given, by_slot)
             y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
             return floating(y), None if added is None else added.total.astype(jnp.float32)
 
-        # Residuals are constants here: `put` passes their cotangents to the values that they
-        # replace.
-        grads, dx, d_context = jax.vjp(run, trained, floating(x), context)[1](cotangents)
+        # Residuals are constants here: `substitute_primal` passes their cotangents to the values
+        # that they replace.
+        _, pullback = jax.vjp(run, self.trained(leaves), floating(x), context)
+        grads, dx, d_context = pullback(cotangents)
         return jax.tree.unflatten(tree, grads), (dx, d_context)
+
+    def trained(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the parameter leaves, with None for frozen ones."""
+        return [None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)]
 
     def outputs(self, leaves: Sequence[Any]) -> tuple[Any, Loss | None]:
         """Return a program's flat results in the structures that the block returns."""
         y_tree, added_tree = self.structures
         count = y_tree.num_leaves
-        return jax.tree.unflatten(y_tree, leaves[:count]), jax.tree.unflatten(
-            added_tree, leaves[count:]
-        )
+        y = jax.tree.unflatten(y_tree, leaves[:count])
+        return y, jax.tree.unflatten(added_tree, leaves[count:])
 
     def _run(
         self, params: Params, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None
@@ -180,34 +178,36 @@ class TracedBlock:
         slots: dict[int, Any] = dict(
             zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True)
         )
-        numbers = {slot: number for number, slot in enumerate(self.loops)}
+        loop_numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
             values = [read(ref, slots) for ref in i.ins]
-            first = i.outs[0] if i.outs else -1
-            if (apart := self.apart.get(first)) is not None:
-                slots.update(
-                    zip(i.outs, self._run_apart(apart, i.outs, values, residuals), strict=True)
-                )
+            first_out = i.outs[0] if i.outs else -1
+            split_vjp = self.apart.get(first_out)
+            if split_vjp is not None:
+                outs = self._run_split(split_vjp, i.outs, values, residuals)
+                slots.update(zip(i.outs, outs, strict=True))
                 continue
+
             # A loop over tiles stays one equation, even in the derivative, so that `TiledBlock` can
             # cut the trace there.
-            number = numbers.get(first)
-            if number is None:
+            loop_number = loop_numbers.get(first_out)
+            if loop_number is None:
                 outs = bind(i.eqn, values)
             else:
-                outs = [self.loops[first].derivable(number, values)]
+                outs = [self.loops[first_out].derivable(loop_number, values)]
+
             for slot, value in zip(i.outs, outs, strict=True):
                 if residuals is None or slot not in residuals:
                     slots[slot] = value
                 elif jnp.issubdtype(value.dtype, jnp.inexact):
-                    slots[slot] = put(value, residuals[slot])
+                    slots[slot] = substitute_primal(value, residuals[slot])
                 else:
                     slots[slot] = residuals[slot]  # integers have no derivative
         return slots
 
-    def _run_apart(
+    def _run_split(
         self,
-        apart: SplitVjp,
+        split_vjp: SplitVjp,
         slots: Sequence[int],
         values: list[Any],
         residuals: dict[int, jax.Array] | None,
@@ -215,17 +215,24 @@ class TracedBlock:
         """Return the results of a taken-apart equation, and the values kept for its derivative."""
         # Its derivative is that of `derivable`. The forward computation may have none: a kernel
         # such as cuDNN's attention.
-        outs, kept = apart.forward(values if residuals is None else jax.lax.stop_gradient(values))
+        operands = values if residuals is None else jax.lax.stop_gradient(values)
+        outs, kept = split_vjp.forward(operands)
+        computed = [*outs, *kept]
         if residuals is None:
-            return [*outs, *kept]
-        # The kept values replace the values computed here, which then have no readers.
-        saved = [
-            residuals.get(slot, value) for slot, value in zip(slots, [*outs, *kept], strict=True)
-        ]
-        return [
-            *apart.derivable(values, saved[: len(outs)], saved[len(outs) :]),
-            *saved[len(outs) :],
-        ]
+            return computed
+        # The saved values replace the values computed here, which then have no readers.
+        saved = [residuals.get(slot, value) for slot, value in zip(slots, computed, strict=True)]
+        saved_outs = saved[: len(outs)]
+        saved_kept = saved[len(outs) :]
+        return [*split_vjp.derivable(values, saved_outs, saved_kept), *saved_kept]
+
+
+def with_trained(leaves: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
+    """Return the parameter leaves, with those of `trained` that are not None in their places."""
+    return [
+        leaf if trained_leaf is None else trained_leaf
+        for leaf, trained_leaf in zip(leaves, trained, strict=True)
+    ]
 
 
 def list_marked_names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:

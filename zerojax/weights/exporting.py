@@ -163,10 +163,9 @@ def read_pieces(
     """
     leaf = saved.leaves[name]
     sizes = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
-    intervals = [
-        [(start, min(start + size, n)) for start in range(0, n, size)]
-        for n, size in zip(leaf.shape, sizes, strict=True)
-    ]
+    intervals = []
+    for n, size in zip(leaf.shape, sizes, strict=True):
+        intervals.append([(start, min(start + size, n)) for start in range(0, n, size)])
     for box in itertools.product(*intervals):
         piece = np.empty([b - a for a, b in box], kind)
         read_part(saved, name, box, piece)

@@ -129,12 +129,13 @@ class _Faults:
                 f"numbers beyond {compute_dtype}'s {most:.6g}",
             ),
         ]
-        kinds = [
-            f"{count} {singular if count == 1 else plural}"
-            for count, singular, plural in counts
-            if count
-        ]
-        text = " and ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
+        kinds = list[str]()
+        for count, singular, plural in counts:
+            if count:
+                kinds.append(f"{count} {singular if count == 1 else plural}")
+        text = "".join(kinds)
+        if len(kinds) > 1:
+            text = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
         if self.first is None or not self.first[1]:
             return text
         value, index = self.first

@@ -298,12 +298,7 @@ def import_params(
       SwapError: the program's disk is too small, or failed.
     """
     key = uncommitted(_checked_key(key, program))
-    if missing not in ("error", "init") and not callable(missing):
-        raise ValueError(
-            f"missing={missing!r} is unknown: choose from 'error' and 'init', "
-            "or pass a function of a name"
-        )
-    may_lack = missing if callable(missing) else lambda _: missing == "init"
+    may_lack = _checked_missing(missing)
     with contextlib.ExitStack() as stack:
         source = _open_source(path, program, stack)
         state_leaves = leaves_of_program(program)
@@ -314,23 +309,49 @@ def import_params(
                 raise ValueError(str(error)) from error
             raise
         constants, computed = _add_opt_state(program, state_leaves, weights.tensors, weights.leaves)
-        # To run tx.init, all weights must be on the device together.
-        if computed and (updates_by_parts(program.config) or program.layout.disk is not None):
-            raise ValueError(
-                f"tx.init computes {computed[0]} from the weights, as neither a constant nor a "
-                "copy: import into a program whose params, grads and opt_state are on the device "
-                "with update='after_backward', save its state, and restore it here"
-            )
+        if computed:
+            _check_on_device(program, computed[0])
         values = {
             "key": _data(state_key(key)),
             **_model_state(program, state_leaves, key),
             **weights.copied.values,
         }
-        values = {
-            name: value for name, value in values.items() if name not in weights.copied.leaves
-        }
+        for name in weights.copied.leaves:
+            values.pop(name, None)
         state = restore_state(program, _Imported(source, weights, constants, values))
         return _initialised(program, state) if computed else state
+
+
+def _checked_missing(
+    missing: Literal["error", "init"] | Callable[[str], bool],
+) -> Callable[[str], bool]:
+    """Return a function of a name that returns whether that weight may be missing.
+
+    Raises:
+      ValueError: `missing` has another form than `import_params` documents.
+    """
+    if callable(missing):
+        return missing
+    if missing not in ("error", "init"):
+        raise ValueError(
+            f"missing={missing!r} is unknown: choose from 'error' and 'init', "
+            "or pass a function of a name"
+        )
+    return lambda _: missing == "init"
+
+
+def _check_on_device(program: Program, computed: str) -> None:
+    """Raise ValueError unless all of the state is on the device, so that `tx.init` can run.
+
+    `computed` names a leaf of the optimizer state that `tx.init` computes from the weights, which
+    must be on the device together.
+    """
+    if updates_by_parts(program.config) or program.layout.disk is not None:
+        raise ValueError(
+            f"tx.init computes {computed} from the weights, as neither a constant nor a "
+            "copy: import into a program whose params, grads and opt_state are on the device "
+            "with update='after_backward', save its state, and restore it here"
+        )
 
 
 def _open_source(
@@ -575,13 +596,39 @@ def _compare(
       CheckpointError: tensors differ, or two weights have the same name in the file.
     """
     weights = _tensor_names(file, state_leaves)
+    differences = _list_differences(file, state_leaves, weights, error_name, absent_layers)
+    if differences:
+        raise CheckpointError(
+            f"{file.path} is of another model. It holds: {first_few(differences)}"
+        )
+    leaves: dict[str, SavedLeaf] = {}
+    for leaf in state_leaves:
+        name = weights[leaf.name]
+        tensor = file.tensors[name]
+        # Other programs' files do not mark tiles: if the program has tiles, a tensor with as many
+        # dims counts as tiles too.
+        is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
+        leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
+    return weights, leaves
+
+
+def _list_differences(
+    file: WeightFile,
+    state_leaves: Sequence[StateLeaf],
+    weights: Mapping[str, str],
+    error_name: Callable[[str], str],
+    absent_layers: Callable[[str, int], list[str]],
+) -> list[str]:
+    """Return the differences between a file and a program's weights, as phrases of an error.
+
+    The arguments are those of `_compare`; `weights` holds each weight's name in the file, by leaf.
+    """
     model_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
     file_shapes: dict[str, tuple[int, ...]] = {}
     for leaf_name, name in weights.items():
         if name in file.tensors:
             file_shapes[leaf_name] = file.tensors[name].shape
 
-    leaves: dict[str, SavedLeaf] = {}
     differences: list[str] = []
     for leaf in state_leaves:
         name = weights[leaf.name]
@@ -589,11 +636,6 @@ def _compare(
         if tensor is None:
             differences.append(f"no {error_name(name)} {list(leaf.shape)}")
             continue
-        # Other programs' files do not mark tiles: if the program has tiles, a tensor with as many
-        # dims counts as tiles too.
-        is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
-        leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
-
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
             differences.append(
                 f"{error_name(name)} of {tensor.dtype}, which is not a supported floating dtype"
@@ -615,11 +657,7 @@ def _compare(
     for name in sorted(set(file.tensors) - set(weights.values())):
         shape = list(file.tensors[name].shape)
         differences.append(f"{error_name(name)} {shape}, which this program's model does not have")
-    if differences:
-        raise CheckpointError(
-            f"{file.path} is of another model. It holds: {first_few(differences)}"
-        )
-    return weights, leaves
+    return differences
 
 
 def _check_tiles(

@@ -131,9 +131,11 @@ def _locked(room: str, name: str) -> int | None:
 def _remove_dead(parent: str) -> None:
     """Remove the hidden folders of killed exports in a folder, and log folders that may be dead."""
     with os.scandir(parent) as entries:
-        rooms = [
-            (entry.path, match[1]) for entry in entries if (match := _ROOM.fullmatch(entry.name))
-        ]
+        rooms = []
+        for entry in entries:
+            match = _ROOM.fullmatch(entry.name)
+            if match is not None:
+                rooms.append((entry.path, match[1]))
     for room, name in rooms:
         if os.path.islink(room) or not os.path.isdir(room):
             continue

@@ -6,7 +6,7 @@ import jax
 
 from host_offload.device import one_trip
 from zerojax.optim import LateRecord, Pending, RecordUpdate, record_specs, with_unstacked
-from zerojax.state import FlatState
+from zerojax.state import FlatState, StateRecords
 from zerojax.streamed.plan import StreamedPlan
 
 Array = jax.Array
@@ -46,7 +46,8 @@ def end_beside_drain(
     groups = plan.unstacked_groups()
     last = plan.drained
     assert last is not None
-    number = [n for phase in last.schedule.phases for n in phase.drain.tolist()][-1]
+    drained_layers = [layer for phase in last.schedule.phases for layer in phase.drain.tolist()]
+    number = drained_layers[-1]
 
     def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
         return {i: update.load_end(states, i) for i in group}
@@ -55,21 +56,25 @@ def end_beside_drain(
         states, _ = late.drain(states, number, layer, pending)
         loaded = load(states, groups[0])
         for turn, group in enumerate(groups):
-            stored = dict[int, list[Array]]()
+            updated = dict[int, list[Array]]()
             for i in group:
-                states, stored[i] = update.updated_end(
+                states, updated[i] = update.updated_end(
                     states, i, ready(grads[i]), loaded[i], loss, ok
                 )
             if turn + 1 < len(groups):
-                stored, following = jax.lax.optimization_barrier((stored, states))
+                updated, following = jax.lax.optimization_barrier((updated, states))
                 loaded = load(following, groups[turn + 1])
-            for i, values in stored.items():
-                specs = record_specs(records, (i,))
-                states = with_unstacked(
-                    records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]}
-                )
+            for i, values in updated.items():
+                states = _store(records, states, i, values)
         return states
 
     states = one_trip(number, body, states, plan.mesh)
     in_pieces = {i: grads[i] for i in plan.chunked_unstacked}
     return update.update_unstacked(states, in_pieces, records.list_shared(states), loss, ok, ready)
+
+
+def _store(records: StateRecords, states: FlatState, leaf: int, values: list[Array]) -> FlatState:
+    """Return the state with an updated unstacked leaf stored in its tier."""
+    specs = record_specs(records, (leaf,))
+    stored = [spec.store(value) for spec, value in zip(specs, values, strict=True)]
+    return with_unstacked(records, states, {leaf: stored})

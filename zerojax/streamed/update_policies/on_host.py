@@ -69,9 +69,8 @@ class HostUpdateInBackward(UpdateInBackward):
         old = self.plan.on_shards(record.params, record.leaf_ids) if self.host.needs_weights else []
         grads = record.grads
         in_flight = record.in_flight
-        if (
-            record.now.writes_after_fetch
-        ):  # the new parameters are written to the stacks from which `in_flight` is fetched
+        if record.now.writes_after_fetch:
+            # The new parameters are written to the stacks from which `in_flight` is fetched.
             grads, in_flight = jax.lax.optimization_barrier((grads, in_flight))
         states, token, handed = self.host.update_layer(
             carried.states,
@@ -124,12 +123,8 @@ class OnHost(StoredGrads):
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         """Store one record's gradients, or stash them on the host."""
         if self.host.stashes:
-            return dataclasses.replace(
-                carried,
-                token=self.host.stash(
-                    record.leaf_ids, record.now.layer, record.grads, carried.token
-                ),
-            )
+            token = self.host.stash(record.leaf_ids, record.now.layer, record.grads, carried.token)
+            return dataclasses.replace(carried, token=token)
         return super().store(carried, record)
 
     def of_layers(
@@ -151,7 +146,7 @@ class OnHost(StoredGrads):
                 run,
                 mesh=self.plan.mesh,
                 slices_host=self.plan.state_records.slices_host,
-                fetch=_nothing,
+                fetch=_fetch_nothing,
             )
         return carry
 
@@ -265,7 +260,7 @@ class Delayed(OnHost):
         return closed(self.record_update, result, states, norm, next_pending)
 
 
-def _nothing(carry: Any, layer: Array) -> list[Array]:
+def _fetch_nothing(carry: Any, layer: Array) -> list[Array]:
     """Fetch nothing ahead."""
     del carry, layer
     return []

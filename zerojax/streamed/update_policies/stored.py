@@ -171,13 +171,8 @@ class GradsAlone(StoredGrads):
     def tree(self, result: BackwardResult[GradStacks]) -> Any:
         """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
         plan = self.plan
-        grads = dict(
-            zip(
-                (*plan.stacked, *plan.unstacked),
-                [*result.carried.grads, *result.unstacked],
-                strict=True,
-            )
-        )
+        leaf_ids = (*plan.stacked, *plan.unstacked)
+        grads = dict(zip(leaf_ids, [*result.carried.grads, *result.unstacked], strict=True))
         mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
         return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
 
@@ -197,13 +192,8 @@ class UpdateWholeTree(StoredGrads):
         """Update the full tree and finish the step."""
         plan = self.plan
         # By index, because the update takes the leaves in the order of the parameter tree.
-        grads = dict(
-            zip(
-                (*plan.stacked, *plan.unstacked),
-                [*result.carried.grads, *result.unstacked],
-                strict=True,
-            )
-        )
+        leaf_ids = (*plan.stacked, *plan.unstacked)
+        grads = dict(zip(leaf_ids, [*result.carried.grads, *result.unstacked], strict=True))
         tree = jax.tree.structure(result.state.params)
         # Still scaled: the update of full trees divides by the loss scale itself, then computes the
         # norm and clips.
@@ -257,19 +247,60 @@ class UpdateByLayer(StoredGrads):
             # (`zerojax.streamed.plan.moves`).
             if (token := records.end_token(states)) is not None:
                 begin, _ = wait_for(begin, token, plan.mesh)
-        # For each run, the layers' records, then all L T tiles of each group, in the order in which
-        # the engine reads ahead (`list_moves`).
-        loops = []
-        for stack in plan.of_stacks:
-            on_device = stack.run.device_layers
-            phase = stack.schedule.phase("update")
-            is_last = stack is plan.drained
-            follows = bool(loops) and not stack.run.starts_stack
-            loops.append(
-                UpdateLoop(phase, begin, stack.blocks, on_device, is_last=is_last, follows=follows)
+        states, pending = self._update_layers(result, states, begin, ready, ok)
+        if plan.drained is not None:
+            late = LateRecord(records, plan.drained.blocks)
+            states = end_beside_drain(
+                plan, update, states, late, pending, unstacked, ready, result.loss, ok
             )
+        elif not self.unstacked_first:
+            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
+        return closed(update, result, states, norm)
+
+    def _list_loops(self, begin: Array) -> list["UpdateLoop"]:
+        """Return the loops of the update, in order.
+
+        For each run, these are the layers' records, then all L T tiles of each group, in the order
+        in which the engine reads ahead (`list_moves`).
+        """
+        loops = list[UpdateLoop]()
+        for stack in self.plan.of_stacks:
+            layers = UpdateLoop(
+                stack.schedule.phase("update"),
+                begin,
+                stack.blocks,
+                on_device=stack.run.device_layers,
+                is_last=stack is self.plan.drained,
+                follows=bool(loops) and not stack.run.starts_stack,
+            )
+            loops.append(layers)
             for group, tiles in stack.loops:
                 loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
+        return loops
+
+    def _update_layers(
+        self,
+        result: BackwardResult[GradStacks],
+        states: FlatState,
+        begin: Array,
+        ready: Callable[[Array], Array],
+        ok: Array,
+    ) -> tuple[FlatState, Pending]:
+        """Update the records of all layers, one loop after another.
+
+        Args:
+          result: results of backward.
+          states: all leaves of the state.
+          begin: i32[] zero, known when the first loop may begin.
+          ready: function from a stored gradient to the gradient to update with.
+          ok: bool[], whether to update at all.
+
+        Returns:
+          The states, and the last loop's last record if it is stored late, together with the
+          unstacked leaves.
+        """
+        plan = self.plan
+        loops = self._list_loops(begin)
         tokens = list[Array]()
         pending = Pending()
         for number, loop in enumerate(loops):
@@ -282,15 +313,8 @@ class UpdateByLayer(StoredGrads):
             states, pending = self.update_records(result, states, loop, ready, ok)
             # A loop with nothing on disk has no tokens: the next loop waits for the tokens of the
             # loop before it.
-            tokens = records.tokens(states, loop.leaf_ids) or tokens
-        if plan.drained is not None:
-            late = LateRecord(records, plan.drained.blocks)
-            states = end_beside_drain(
-                plan, update, states, late, pending, unstacked, ready, result.loss, ok
-            )
-        elif not self.unstacked_first:
-            states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
-        return closed(update, result, states, norm)
+            tokens = self.records.tokens(states, loop.leaf_ids) or tokens
+        return states, pending
 
     def _after(
         self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState
@@ -332,50 +356,88 @@ class UpdateByLayer(StoredGrads):
         Returns:
           The states, and the last record if it is stored late, together with the unstacked leaves.
         """
-        records = self.records
-        leaf_ids = loop.leaf_ids
-        late = None
-        shared = records.list_shared(states)
-        ring = _Ring(self, result.carried, loop, states)
-        pending = Pending()
-        if loop.phase.stores_late:
-            late = LateRecord(records, leaf_ids)
-            pending = late.empty(states, loop.phase.stores_late)
-
-        def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
-            states, pending = carry
-            if late is None:
-                grads, old = ring.take(states, now)
-            else:
-                states, old = self._cross(late, now, pending, states)
-                grads = self.read_grads(result.carried, leaf_ids, now.layer)
-            mean = [ready(g) for g in grads]
-            weights, opt, in_flight = self.record_update.update(
-                leaf_ids, mean, old, shared, result.loss, ok, now.in_flight
-            )
-            if late is None:
-                return (
-                    records.write_layer(states, leaf_ids, now.index(loop.at), weights, opt),
-                    pending,
-                ), in_flight
-            states, updated = kept_for_later(records, states, leaf_ids, now.layer, weights, opt)
-            return (states, [*pending[1:], updated]), None
-
-        def drain(number: int, layer: Array, carry: Any) -> Any:
-            assert late is not None
-            return late.drain(carry[0], number, layer, carry[1])
-
+        ticks = _UpdateTicks(self, result, loop, states, ready, ok)
         return run_phase(
             loop.phase,
             loop.begin,
-            (states, pending),
-            tick,
+            (states, ticks.first_pending(states)),
+            ticks.update if ticks.late is None else ticks.update_late,
             mesh=self.plan.mesh,
-            slices_host=records.slices_host,
-            fetch=lambda carry, layer: ring.fetch(carry[0], layer),
+            slices_host=self.records.slices_host,
+            fetch=lambda carry, layer: ticks.ring.fetch(carry[0], layer),
             device_layers=loop.on_device,
-            drain=drain,
+            drain=ticks.drain,
             drains_last=not loop.is_last,
+        )
+
+
+class _UpdateTicks:
+    """The ticks of one loop over records; the carry is the states and the records not yet stored.
+
+    Attributes:
+      ring: the arrays that are fetched ahead.
+      late: how records are stored late; None if each record is stored in its own tick.
+    """
+
+    def __init__(
+        self,
+        policy: UpdateByLayer,
+        result: BackwardResult[GradStacks],
+        loop: "UpdateLoop",
+        states: FlatState,
+        ready: Callable[[Array], Array],
+        ok: Array,
+    ) -> None:
+        self.policy = policy
+        self.result = result
+        self.loop = loop
+        self.ready = ready
+        self.ok = ok
+        self.shared = policy.records.list_shared(states)
+        self.ring = _Ring(policy, result.carried, loop, states)
+        self.late = LateRecord(policy.records, loop.leaf_ids) if loop.phase.stores_late else None
+
+    def first_pending(self, states: FlatState) -> Pending:
+        """Return the records that are not yet stored before the first tick."""
+        if self.late is None:
+            return Pending()
+        return self.late.empty(states, self.loop.phase.stores_late)
+
+    def update(self, carry: Any, now: Tick) -> tuple[Any, Any]:
+        """Update a record and store it."""
+        states, pending = carry
+        grads, old = self.ring.take(states, now)
+        weights, opt, in_flight = self._updated(grads, old, now)
+        index = now.index(self.loop.at)
+        states = self.policy.records.write_layer(states, self.loop.leaf_ids, index, weights, opt)
+        return (states, pending), in_flight
+
+    def update_late(self, carry: Any, now: Tick) -> tuple[Any, Any]:
+        """Update a record, and store an earlier one while this one is loaded."""
+        assert self.late is not None
+        states, pending = carry
+        leaf_ids = self.loop.leaf_ids
+        states, old = self._cross(self.late, now, pending, states)
+        grads = self.policy.read_grads(self.result.carried, leaf_ids, now.layer)
+        weights, opt, _ = self._updated(grads, old, now)
+        states, updated = kept_for_later(
+            self.policy.records, states, leaf_ids, now.layer, weights, opt
+        )
+        return (states, [*pending[1:], updated]), None
+
+    def drain(self, number: int, layer: Array, carry: Any) -> Any:
+        """Store a record after the last tick."""
+        assert self.late is not None
+        states, pending = carry
+        return self.late.drain(states, number, layer, pending)
+
+    def _updated(
+        self, grads: list[Array], old: list[Array], now: Tick
+    ) -> tuple[list[Array], list[Array], Any]:
+        """Return a record's new weights and optimizer state, and the record in flight."""
+        mean = [self.ready(g) for g in grads]
+        return self.policy.record_update.update(
+            self.loop.leaf_ids, mean, old, self.shared, self.result.loss, self.ok, now.in_flight
         )
 
     def _cross(
@@ -385,12 +447,12 @@ class UpdateByLayer(StoredGrads):
 
         Returns the states, and the arrays that `update` reads.
         """
-        transfer = DuplexTransfer(late, self.plan.update_groups(), now, pending, states)
+        transfer = DuplexTransfer(late, self.policy.plan.update_groups(), now, pending, states)
         transferred = transfer.cross()
         states = transfer.finish_states(transferred)
         (opt, _) = transfer.loaded(transferred)
         if states.master is None:
-            old = self.records.read_params(states, late.leaf_ids, now.layer)
+            old = self.policy.records.read_params(states, late.leaf_ids, now.layer)
         else:
             old = []
         return states, old + opt
@@ -418,10 +480,15 @@ class _Ring:
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
         leaf_ids = self.loop.leaf_ids
-        at = self.loop.at(number)
-        record = self.policy.read_grads(self.carried, leaf_ids, at) if self.grads_away else []
-        record += self.records.read_params(states, leaf_ids, at) if self.old_away else []
-        return record + (self.records.read_opt(states, leaf_ids, at) if self.opt_ahead else [])
+        index = self.loop.at(number)
+        record = list[Array]()
+        if self.grads_away:
+            record += self.policy.read_grads(self.carried, leaf_ids, index)
+        if self.old_away:
+            record += self.records.read_params(states, leaf_ids, index)
+        if self.opt_ahead:
+            record += self.records.read_opt(states, leaf_ids, index)
+        return record
 
     def take(self, states: FlatState, now: Tick) -> tuple[list[Array], list[Array]]:
         """Return the gradients of a tick's record, and the arrays that `RecordUpdate.update` reads.
@@ -429,7 +496,7 @@ class _Ring:
         The order is that of `fetch`.
         """
         leaf_ids = self.loop.leaf_ids
-        here = now.index(self.loop.at)
+        index = now.index(self.loop.at)
         record = list(now.record or [])
         num = len(leaf_ids)
         old = list[Array]()
@@ -437,16 +504,16 @@ class _Ring:
             grads = record[:num]
             record = record[num:]
         else:
-            grads = self.policy.read_grads(self.carried, leaf_ids, here)
+            grads = self.policy.read_grads(self.carried, leaf_ids, index)
         if self.old_away:
             old = record[:num]
             record = record[num:]
         elif states.master is None:
-            old = self.records.read_params(states, leaf_ids, here)
+            old = self.records.read_params(states, leaf_ids, index)
         if self.opt_ahead and not now.on_device:
             opt = record
         else:
-            opt = self.records.read_opt(states, leaf_ids, here)
+            opt = self.records.read_opt(states, leaf_ids, index)
         return grads, old + opt
 
 

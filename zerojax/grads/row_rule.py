@@ -1,0 +1,88 @@
+"""Rows of unreduced gradients: one per batch shard, and how arrays get them.
+
+guess_split    which dim of an argument is the batch
+cut            x[B, D] -> x[R, B / R, D]    each device keeps its own part of the batch
+lift           g[D, F] -> g[R, D, F]        g in row 0, zeros in the other rows
+constrain      g[R_(data, fsdp), D, F]      each device holds one row
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.activations import ANY, Split
+from zerojax.sharding import BATCH_AXES, num_batch_shards
+
+Array = jax.Array
+
+
+def unreduced_sharding(mesh: Mesh, unsharded: Sequence[Any]) -> NamedSharding:
+    """Return the sharding of an unreduced gradient.
+
+    Args:
+      mesh: the device mesh.
+      unsharded: partition spec of the unsharded leaf, which can only use the axis `tensor`.
+    """
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, *unsharded))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """Properties shared by all jaxprs of a derivative.
+
+    Attributes:
+      mesh: the device mesh.
+      batch_size: number of examples of a microbatch.
+      reduced_early: descriptions of the sums that were reduced where they are made.
+    """
+
+    mesh: Mesh
+    batch_size: int
+    reduced_early: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of batch shards."""
+        return num_batch_shards(self.mesh)
+
+    def guess_split(self, shape: tuple[int, ...], is_data: bool) -> Split:
+        """Return how an array is split: in dim 0 if it is data with the length of the batch."""
+        is_batch = (
+            is_data
+            and self.batch_size > 0
+            and shape[:1] == (self.batch_size,)
+            and self.batch_size % self.num_rows == 0
+        )
+        first_dim = (BATCH_AXES,) if is_batch else ()
+        return first_dim + ((),) * (len(shape) - len(first_dim))
+
+    def batch_dim(self, split: Split) -> int:
+        """Return the dim that is split like the batch, or -1."""
+        for dim, axes in enumerate(split):
+            if axes is not ANY and not set(BATCH_AXES).isdisjoint(axes):
+                return dim
+        return -1
+
+    def constrain(self, value: Array, *spec: Any) -> Array:
+        """Keep dim 0, the rows, on their devices.
+
+        The partitioner chooses the sharding of the other dims unless `spec` gives it.
+        """
+        other_dims = spec or (PartitionSpec.UNCONSTRAINED,) * (value.ndim - 1)
+        return jax.lax.with_sharding_constraint(value, unreduced_sharding(self.mesh, other_dims))
+
+    def cut(self, value: Any, dim: int) -> Array:
+        """Return an array with dim `dim` cut into R pieces, as dim 0: x[B, D] -> x[R, B / R, D]."""
+        value = jnp.asarray(value)
+        pieces = value.reshape(*value.shape[:dim], self.num_rows, -1, *value.shape[dim + 1 :])
+        return self.constrain(jnp.moveaxis(pieces, dim, 0))
+
+    def lift(self, value: Any) -> Array:
+        """Return rows whose sum is `value`: the value itself, and zeros."""
+        value = jnp.asarray(value)
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.num_rows, *(1,) * value.ndim), 0)
+        return self.constrain(jnp.where(row == 0, value[None], jnp.zeros((), value.dtype)))
