@@ -73,7 +73,8 @@ class Phase:
     @functools.cached_property
     def main(self) -> tuple[Loop, ...]:
         """The loops whose ticks compute or update a layer."""
-        return tuple(loop for loop in self.loops if any(is_main(op) for op in loop.ops))
+        loops = [loop for loop in self.loops if loop.start >= 0]
+        return tuple(loop for loop in loops if any(is_main(op) for op in loop.ops))
 
     def _kinds(self, *verbs: str) -> tuple[str, ...]:
         kinds: dict[str, None] = {}
@@ -129,6 +130,9 @@ class Phase:
     @functools.cached_property
     def layer(self) -> np.ndarray:
         """int32[T], the layer that each tick computes or updates."""
+        if any(_is_compute(op) for loop in self.main for op in loop.ops):
+            # A tick of forward may also update the layer that it gathers ahead.
+            return self._column(_is_compute)
         return self._column(is_main)
 
     @functools.cached_property
@@ -329,6 +333,10 @@ class Phase:
 def is_main(op: Op) -> bool:
     """Return whether an operation computes or updates its tick's own layer or leaf."""
     return op.verb in _MAIN and op.record.leaves not in UNSTACKED_NAMES
+
+
+def _is_compute(op: Op) -> bool:
+    return op.verb == "compute" and is_main(op)
 
 
 def _is_gather(op: Op) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from host_offload.schedule.ops import (
     HEAD,
     HEAD_PIECES,
+    KINDS,
     LATE_UNSTACKED,
     UNSTACKED_PIECES,
     HostUpdate,
@@ -32,6 +33,9 @@ from host_offload.schedule.ops import (
 )
 from host_offload.schedule.phase import Phase
 from host_offload.schedule.unstacked import UnstackedMove, loop_over_pieces
+
+_UPDATED = ("opt_state", "params")
+"""Kinds that an update writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +212,10 @@ class PhaseWriter:
             start = -num_slots - 1
             first = layer_pass.layer(0)
             ops = self._loads("fetch", fetches, first, start)
+            ops += self._updates_before_gather(layer_pass, first)
             ops.append(self._op("gather", "gathered", first, "network"))
+            if self._updates_in(layer_pass):
+                ops += self._stores(layer_pass, _UPDATED, first)
             yield Loop(start, 1, step, tuple(ops))
         for slot in range(num_slots):
             layer = layer_pass.layer(slot + is_ahead)
@@ -259,7 +266,7 @@ class PhaseWriter:
             if pending:
                 yield Loop(tick, 1, step, tuple(pending))
                 tick += 1
-            pending = self._stores(layer_pass, layer_pass.layer(late_tick - lag), lag)
+            pending = self._stores(layer_pass, KINDS, layer_pass.layer(late_tick - lag), lag)
             for move in unstacked:
                 if move.leaves == HEAD_PIECES:
                     pending += _store_head_piece(move, late_tick, lag)
@@ -301,8 +308,10 @@ class PhaseWriter:
         ops += self._computes(layer_pass, layer)
         if self.host and layer_pass.name != "forward":
             ops += self._callbacks(layer_pass, layer, self.host)
+        elif layer_pass.name == "forward":
+            ops += self._forward_stores(layer_pass, tick)
         elif tick >= lag:
-            ops += self._stores(layer_pass, layer_pass.layer(tick - lag), lag)
+            ops += self._stores(layer_pass, KINDS, layer_pass.layer(tick - lag), lag)
         for move in unstacked:
             if move.leaves == HEAD and tick == 0:
                 ops.append(move.store_op(0))
@@ -323,7 +332,26 @@ class PhaseWriter:
         gathered_tick = tick + is_ahead
         if layer_pass.name != "update" and gathered_tick < len(self.layers):
             layer = layer_pass.layer(gathered_tick)
+            ops += self._updates_before_gather(layer_pass, layer, -is_ahead)
             ops.append(self._op("gather", "gathered", layer, "network", -is_ahead))
+        return ops
+
+    def _updates_before_gather(self, layer_pass: LayerPass, layer: int, lag: int = 0) -> list[Op]:
+        """Return the operations that update a layer before forward gathers it, if any."""
+        if layer_pass.name != "forward" or not self._updates_in(layer_pass):
+            return []
+        ops = [Op("update", Record("opt_state"), layer, "compute", 0, lag)]
+        if self.regathers:
+            ops.append(self._op("gather", "params", layer, "network", lag))
+        return ops
+
+    def _forward_stores(self, layer_pass: LayerPass, tick: int) -> list[Op]:
+        """Return the stores of a tick of forward: its activations, and the layer it updates."""
+        ops = self._stores(layer_pass, ("activations",), layer_pass.layer(tick))
+        is_ahead = self._gathers_ahead(layer_pass)
+        if self._updates_in(layer_pass) and tick + is_ahead < len(self.layers):
+            updated = layer_pass.layer(tick + is_ahead)
+            ops += self._stores(layer_pass, _UPDATED, updated, -is_ahead)
         return ops
 
     def _computes(self, layer_pass: LayerPass, layer: int) -> list[Op]:
@@ -335,10 +363,6 @@ class PhaseWriter:
 
         ops = list[Op]()
         if layer_pass.name == "forward":
-            if self._updates_in(layer_pass):
-                ops.append(Op("update", Record("opt_state"), layer, "compute"))
-                if self.regathers:
-                    ops.append(self._op("gather", "params", layer, "network"))
             num_bytes = self._bytes_gathered_ahead(layer_pass) + new_bytes
             ops.append(Op("compute", Record("layer"), layer, "compute", num_bytes))
         if layer_pass.name == "backward":
@@ -436,10 +460,16 @@ class PhaseWriter:
             ops.append(self._op(verb, kind, layer, "up", lag))
         return ops
 
-    def _stores(self, layer_pass: LayerPass, layer: int, lag: int = 0) -> list[Op]:
-        """Return the operations that store a layer's records, and write nvme records to disk."""
+    def _stores(
+        self, layer_pass: LayerPass, kinds: Sequence[str], layer: int, lag: int = 0
+    ) -> list[Op]:
+        """Return the operations that store a layer's records, and write nvme records to disk.
+
+        Only `kinds` are stored, as far as the pass writes them.
+        """
         ops = list[Op]()
-        for kind in self._off_device_at(layer_pass.writes, layer):
+        written = [kind for kind in layer_pass.writes if kind in kinds]
+        for kind in self._off_device_at(written, layer):
             ops.append(self._op("store", kind, layer, "down", lag))
             if self.tiers[kind] == "nvme":
                 ops.append(self._op("write", kind, layer, "write", lag))

@@ -98,7 +98,10 @@ def _argument_bytes(
     scalars = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))
     device = {kind: tiers["device"] for kind, tiers in kinds.items()}
     device["batch"] = bytes_by_tier(abstract_batch)["device"]
-    device["scalars"] = scalars["device"] + pending["device"]
+    pending_grads = bytes_by_tier(state.pending.grads)["device"] if state.pending else 0
+    device["scalars"] = scalars["device"] + pending["device"] - pending_grads
+    if pending_grads:
+        device["pending"] = pending_grads
     if state.model_state is not None:
         device["model_state"] = bytes_by_tier(state.model_state)["device"]
     host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()}

@@ -33,7 +33,8 @@ class MemoryReport:
             of a host update, are in flight next to the program.
 
         In a streamed step, gradients and activations in "pinned_host" are arguments too, as are the
-        "pending" gradients of a delayed update. The following are not arguments: "stashed", the
+        "pending" gradients, which a delayed update or an update in forward leaves to the next step,
+        in any tier. The following are not arguments: "stashed", the
         gradients that callbacks keep for a host update; "made", the parameters that a delayed
         update computes in addition to the old ones; and "buffers", of the nvme tier and, on a GPU,
         of the host update. On disk the masters are part of "opt_state", and bytes are file sizes.
@@ -57,7 +58,9 @@ class MemoryReport:
     @property
     def argument_bytes(self) -> int:
         """Bytes of a compiled step's arguments on the device."""
-        return sum(self.tiers["device"][kind] for kind in (*STATE_KINDS, "batch", "scalars"))
+        device = self.tiers["device"]
+        arguments = sum(device[kind] for kind in (*STATE_KINDS, "batch", "scalars"))
+        return arguments + device.get("pending", 0)
 
     @property
     def host_argument_bytes(self) -> int:

@@ -122,6 +122,9 @@ def _stored_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str
     The first result is on the device, the second in host memory by kind.
     """
     config = layout.config
+    if config.update == "in_forward":
+        # Backward overwrites the pending gradients, which are part of the state.
+        return 0, {}
     unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
     layers = 0
     if config.update != "in_backward":
