@@ -34,8 +34,10 @@ These combinations raise an error that names both settings:
 - `update="in_backward"` with `clip_norm` or `precision="fp16"`: the gradients' norm, and whether
   all gradients are finite, are known only after the first layers have been updated.
 - `update_on="host"` with `opt_state="device"`.
-- `delayed_update=True` without `update_on="host"`, with `update="in_backward"`, with a tier on the
-  disk, or in float32 with parameters on the device.
+- `update="in_forward"` with `update_on="host"`, with `opt_state_device_fraction`, or with
+  parameters, gradients or optimizer state on the disk.
+- `delayed_update=True` without `update_on="host"`, with `update="in_backward"` or
+  `update="in_forward"`, with a tier on the disk, or in float32 with parameters on the device.
 - `params`, or `frozen`, off the device with a stage below 3.
 - `gather_ahead=True` with a stage below 3.
 - `tensor_overlap=True` without `sequence_parallel=True`.
@@ -43,8 +45,8 @@ These combinations raise an error that names both settings:
 - `opt_state_device_fraction` with `update_on="host"`.
 
 A `zj.Model`, whose layers are unknown, also excludes tiers other than the device for parameters,
-gradients and activations, `update="in_backward"`, `delayed_update`, `gather_ahead`,
-`activations="selective"`, `saved_names`, `offloaded_names`, `partition_activations`,
+gradients and activations, `update="in_backward"`, `update="in_forward"`, `delayed_update`,
+`gather_ahead`, `activations="selective"`, `saved_names`, `offloaded_names`, `partition_activations`,
 `sequence_parallel`, `reduce_every="step"` and `opt_state_device_fraction`: give a
 [stack of layers](models.md#a-stack-of-layers).
 """

@@ -29,6 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "opt_state_device_fraction": 0.5,
     },
     "update in backward": {"update": "in_backward"},
+    "update in forward": {"update": "in_forward"},
     "update on the host": {"update_on": "host", "opt_state": "pinned_host"},
     "delayed update": {
         "update_on": "host",
