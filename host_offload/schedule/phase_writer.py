@@ -214,7 +214,7 @@ class PhaseWriter:
             ops = self._loads("fetch", fetches, first, start)
             ops += self._updates_before_gather(layer_pass, first)
             ops.append(self._op("gather", "gathered", first, "network"))
-            if self._updates_in(layer_pass):
+            if layer_pass.name == "forward" and self._updates_in(layer_pass):
                 ops += self._stores(layer_pass, _UPDATED, first)
             yield Loop(start, 1, step, tuple(ops))
         for slot in range(num_slots):

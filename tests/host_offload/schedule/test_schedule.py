@@ -22,15 +22,26 @@ SVG = "{http://www.w3.org/2000/svg}"
 @st.composite
 def settings_of_schedules(draw, max_layers=30):
     num_layers = draw(st.integers(1, max_layers))
+    update = draw(st.sampled_from(["after_backward", "in_backward", "in_forward"]))
+    in_forward = update == "in_forward"
     return {
         "num_layers": num_layers,
         "distance": draw(st.integers(0, 6)),
         "tiers": draw(st.dictionaries(st.sampled_from(KINDS), st.sampled_from(host_offload.TIERS))),
-        "update": draw(st.sampled_from(["after_backward", "in_backward"])),
-        "gather_ahead": draw(st.booleans()),
+        "update": update,
+        # With gather_ahead, a tick of forward stores another layer than it computes
+        # (`test_update_in_forward.py`).
+        "gather_ahead": draw(st.just(False) if in_forward else st.booleans()),
         "master": draw(st.booleans()),
-        "device_layers": draw(st.one_of(st.just(0), st.integers(0, num_layers))),
+        "device_layers": draw(
+            st.just(0) if in_forward else st.one_of(st.just(0), st.integers(0, num_layers))
+        ),
     }
+
+
+def stores_at_once(kw):
+    """Return whether a schedule stores every record in the tick that updates it."""
+    return bool(kw["device_layers"]) or kw["update"] == "in_forward"
 
 
 many = settings(max_examples=100, deadline=None)
@@ -63,8 +74,14 @@ def expected_kinds(s, master, name):
     """Return a phase's fetches, reads and writes, from the definition, before tiers apply."""
     in_backward = ({"params", "frozen", "activations"}, {"opt_state"}, {"opt_state", "params"})
     after = ({"params", "frozen", "activations"}, set(), {"grads"})
+    updating = (
+        {"frozen", "grads", "opt_state"} | (set() if master else {"params"}),
+        set(),
+        {"activations", "opt_state", "params"},
+    )
+    plain = ({"params", "frozen"}, set(), {"activations"})
     return {
-        "forward": ({"params", "frozen"}, set(), {"activations"}),
+        "forward": updating if s.update == "in_forward" else plain,
         "backward": in_backward if s.update == "in_backward" else after,
         "update": (
             {"grads", "opt_state"} | (set() if master else {"params"}),
@@ -128,7 +145,7 @@ def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw,
     Only activation records are counted from the part's first layer.
     """
     kw, on_device = (
-        {**kw, "stores_late": 0 if kw["device_layers"] else min(late, kw["num_layers"])},
+        {**kw, "stores_late": 0 if stores_at_once(kw) else min(late, kw["num_layers"])},
         int(kw["device_layers"]),
     )
     shifted = {**kw, "first_layer": first, "device_layers": on_device and on_device + first}
@@ -225,7 +242,7 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
     """
     s = build_schedule(
         **kw,
-        stores_late=0 if kw["device_layers"] else min(late, kw["num_layers"]),
+        stores_late=0 if stores_at_once(kw) else min(late, kw["num_layers"]),
         record_bytes=dict.fromkeys(KINDS, 1),
     )
     for p in s.phases:
@@ -600,7 +617,8 @@ def test_schedule_with_the_device_alone_moves_nothing():
             {"tiers": {"weights": "nvme"}},
             "tiers has unknown 'weights': choose from params, frozen, grads, opt_state, activations",
         ),
-        ({"update": "in_forward"}, "update='in_forward': 'after_backward' or 'in_backward'"),
+        ({"update": "in_forward", "stores_late": 1}, "stores_late=1 with update='in_forward'"),
+        ({"update": "at_night"}, "update='at_night': choose from 'after_backward', 'in_back"),
         ({"device_layers": 4}, "device_layers=4: 0 to 3"),
         ({"device_layers": -1}, "device_layers=-1: 0 to 3"),
         ({"device_layers": True}, "device_layers=True: an int"),
