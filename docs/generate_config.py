@@ -46,9 +46,9 @@ These combinations raise an error that names both settings:
 
 A `zj.Model`, whose layers are unknown, also excludes tiers other than the device for parameters,
 gradients and activations, `update="in_backward"`, `update="in_forward"`, `delayed_update`,
-`gather_ahead`, `activations="selective"`, `saved_names`, `offloaded_names`, `partition_activations`,
-`sequence_parallel`, `reduce_every="step"` and `opt_state_device_fraction`: give a
-[stack of layers](models.md#a-stack-of-layers).
+`gather_ahead`, `activations="selective"`, `saved_names`, `offloaded_names`,
+`partition_activations`, `sequence_parallel`, `reduce_every="step"` and `opt_state_device_fraction`:
+give a [stack of layers](models.md#a-stack-of-layers).
 """
 
 
