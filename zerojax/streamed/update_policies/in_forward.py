@@ -35,7 +35,7 @@ from zerojax.streamed.update_policies.interface import (
     closed,
     loss_scale,
 )
-from zerojax.streamed.update_policies.stored import GradStacks, StoredGrads
+from zerojax.streamed.update_policies.stored import GradStacks, RecordRing, StoredGrads
 from zerojax.trees import Params
 
 Array = jax.Array
@@ -153,23 +153,12 @@ class UpdatingParams:
         self.plan = update.plan
         self.records = update.records
         self.frozen = frozen
-        config = self.plan.config
-        self._grads_away = self.plan.grads_away
-        self._weights_away = not self.records.layout.has_master and self.plan.params_away
-        self._opt_away = config.opt_state != "device"
 
     def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Array) -> list[Array]:
         """Return the arrays of a layer that are off the device: gradients, weights, frozen ones."""
-        leaf_ids = stack.blocks
         states = carried.states
-        fetched = list[Array]()
-        if self._grads_away:
-            fetched += self._read_grads(carried, leaf_ids, layer)
-        if self._weights_away:
-            fetched += self.records.read_params(states, leaf_ids, layer)
-        if self._opt_away:
-            fetched += self.records.read_opt(states, leaf_ids, layer)
         frozen = self.plan.away(stack.leaves.frozen_blocks)
+        fetched = self._ring(carried, stack).fetch(states, layer)
         return fetched + self.plan.read_params(self._stacks(states), frozen, layer)
 
     def take(
@@ -178,26 +167,13 @@ class UpdatingParams:
         """Update a layer; return the shards of its parameters, and the updated record."""
         leaf_ids = stack.blocks
         states = carried.states
-        count = len(leaf_ids)
-        rest = list(record)
-        if self._grads_away:
-            grads, rest = rest[:count], rest[count:]
-        else:
-            grads = self._read_grads(carried, leaf_ids, layer)
-        read = list[Array]()
-        if self._weights_away:
-            read, rest = rest[:count], rest[count:]
-        elif states.master is None:
-            read = self.records.read_params(states, leaf_ids, layer)
-        if self._opt_away:
-            num_opt = len(self.records.opt_records(leaf_ids))
-            read, rest = read + rest[:num_opt], rest[num_opt:]
-        else:
-            read = read + self.records.read_opt(states, leaf_ids, layer)
+        num_frozen = len(self.plan.away(stack.leaves.frozen_blocks))
+        num_trained = len(record) - num_frozen
+        grads, read = self._ring(carried, stack).take(states, record[:num_trained], layer)
         weights, opt = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
-            self._stacks(states), stack.leaves.frozen_blocks, rest, layer
+            self._stacks(states), stack.leaves.frozen_blocks, record[num_trained:], layer
         )
         return params + frozen, _Updated(weights, opt)
 
@@ -222,11 +198,8 @@ class UpdatingParams:
         states = self.records.write_layer(carried.states, stack.blocks, layer, weights, opt)
         return dataclasses.replace(carried, states=states), in_flight
 
-    def _read_grads(
-        self, carried: UpdatingState, leaf_ids: Sequence[int], layer: Array
-    ) -> list[Array]:
-        specs = pick(self.plan.grads, leaf_ids)
-        return read_layer(specs, self.plan.pick(carried.grads, leaf_ids), layer)
+    def _ring(self, carried: UpdatingState, stack: StackPlan) -> RecordRing:
+        return RecordRing(self.plan, self.records, carried.grads, stack.blocks)
 
     def _stacks(self, states: FlatState) -> list[Any]:
         """Return the stacks of parameters in the order of `StreamedPlan.stacks`."""

@@ -23,6 +23,7 @@ from zerojax.optim import (
 from zerojax.state import (
     FlatState,
     Index,
+    StateRecords,
     TileNumber,
     TrainState,
     adds_order,
@@ -394,7 +395,14 @@ class _UpdateTicks:
         self.ready = ready
         self.ok = ok
         self.shared = policy.records.list_shared(states)
-        self.ring = _Ring(policy, result.carried, loop, states)
+        self.ring = RecordRing(
+            policy.plan,
+            policy.records,
+            result.carried.grads,
+            loop.leaf_ids,
+            at=loop.at,
+            some_on_device=loop.on_device > 0,
+        )
         self.late = LateRecord(policy.records, loop.leaf_ids) if loop.phase.stores_late else None
 
     def first_pending(self, states: FlatState) -> Pending:
@@ -406,9 +414,9 @@ class _UpdateTicks:
     def update(self, carry: Any, now: Tick) -> tuple[Any, Any]:
         """Update a record and store it."""
         states, pending = carry
-        grads, old = self.ring.take(states, now)
-        weights, opt, in_flight = self._updated(grads, old, now)
         index = now.index(self.loop.at)
+        grads, old = self.ring.take(states, now.record or [], index, now.on_device)
+        weights, opt, in_flight = self._updated(grads, old, now)
         states = self.policy.records.write_layer(states, self.loop.leaf_ids, index, weights, opt)
         return (states, pending), in_flight
 
@@ -418,7 +426,7 @@ class _UpdateTicks:
         states, pending = carry
         leaf_ids = self.loop.leaf_ids
         states, old = self._cross(self.late, now, pending, states)
-        grads = self.policy.read_grads(self.result.carried, leaf_ids, now.layer)
+        grads = self.ring.read_grads(now.layer)
         weights, opt, _ = self._updated(grads, old, now)
         states, updated = kept_for_later(
             self.policy.records, states, leaf_ids, now.layer, weights, opt
@@ -458,63 +466,90 @@ class _UpdateTicks:
         return states, old + opt
 
 
-class _Ring:
+class RecordRing:
     """Splits a record's arrays into fetched-ahead arrays and arrays read in the record's tick."""
 
     def __init__(
-        self, policy: UpdateByLayer, carried: GradStacks, loop: "UpdateLoop", states: FlatState
+        self,
+        plan: StreamedPlan,
+        records: StateRecords,
+        grads: Sequence[Any],
+        leaf_ids: Sequence[int],
+        *,
+        at: Callable[[Array], Index] = lambda layer: layer,
+        some_on_device: bool = False,
     ) -> None:
-        plan = policy.plan
-        self.policy = policy
-        self.records = policy.records
-        self.carried = carried
-        self.loop = loop
+        """Split the records of one loop.
+
+        Args:
+          plan: plan of the step.
+          records: how the state is stored.
+          grads: stacks of gradients, in the order of `StreamedPlan.stacked`.
+          leaf_ids: indices of a record's leaves.
+          at: function from a record's number to its index.
+          some_on_device: whether some layers have their optimizer state on the device.
+        """
+        self.plan = plan
+        self.records = records
+        self.leaf_ids = leaf_ids
+        self.at = at
+        self._specs = pick(plan.grads, leaf_ids)
+        self._grads = plan.pick(grads, leaf_ids)
+        self._has_master = records.layout.has_master
         self.grads_away = plan.grads_away
-        self.old_away = states.master is None and plan.params_away
+        self.old_away = not self._has_master and plan.params_away
         # A ring holds records of one form. If some layers fetch gradients or parameters but have
         # their optimizer state on the device, the optimizer state is not part of any layer's
         # record.
-        some_on_device = loop.on_device and (self.old_away or plan.grads_away)
-        self.opt_ahead = plan.config.opt_state != "device" and not some_on_device
+        is_mixed = some_on_device and (self.old_away or plan.grads_away)
+        self.opt_ahead = plan.config.opt_state != "device" and not is_mixed
 
     def fetch(self, states: FlatState, number: Array) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
-        leaf_ids = self.loop.leaf_ids
-        index = self.loop.at(number)
+        index = self.at(number)
         record = list[Array]()
         if self.grads_away:
-            record += self.policy.read_grads(self.carried, leaf_ids, index)
+            record += self.read_grads(index)
         if self.old_away:
-            record += self.records.read_params(states, leaf_ids, index)
+            record += self.records.read_params(states, self.leaf_ids, index)
         if self.opt_ahead:
-            record += self.records.read_opt(states, leaf_ids, index)
+            record += self.records.read_opt(states, self.leaf_ids, index)
         return record
 
-    def take(self, states: FlatState, now: Tick) -> tuple[list[Array], list[Array]]:
-        """Return the gradients of a tick's record, and the arrays that `RecordUpdate.update` reads.
+    def take(
+        self, states: FlatState, record: Sequence[Array], index: Index, on_device: bool = False
+    ) -> tuple[list[Array], list[Array]]:
+        """Return a record's gradients, and the arrays that `RecordUpdate.update` reads.
 
-        The order is that of `fetch`.
+        Args:
+          states: all leaves of the state.
+          record: the arrays that `fetch` returned.
+          index: index of the record.
+          on_device: whether the record's optimizer state is on the device.
         """
-        leaf_ids = self.loop.leaf_ids
-        index = now.index(self.loop.at)
-        record = list(now.record or [])
+        leaf_ids = self.leaf_ids
+        record = list(record)
         num = len(leaf_ids)
         old = list[Array]()
         if self.grads_away:
             grads = record[:num]
             record = record[num:]
         else:
-            grads = self.policy.read_grads(self.carried, leaf_ids, index)
+            grads = self.read_grads(index)
         if self.old_away:
             old = record[:num]
             record = record[num:]
-        elif states.master is None:
+        elif not self._has_master:
             old = self.records.read_params(states, leaf_ids, index)
-        if self.opt_ahead and not now.on_device:
+        if self.opt_ahead and not on_device:
             opt = record
         else:
             opt = self.records.read_opt(states, leaf_ids, index)
         return grads, old + opt
+
+    def read_grads(self, index: Index) -> list[Array]:
+        """Return a record's stored gradients, on the device."""
+        return read_layer(self._specs, self._grads, index)
 
 
 @dataclasses.dataclass(frozen=True)
