@@ -8,7 +8,7 @@ The settings are tiers, schedules, updates and activations.
     # the cases that store something on disk
     python benchmarks/equivalence.py --disk --where prefetch_distance=1
 
-The cases are listed in tests/streamed/matrix.py and run 10 steps each on 4 simulated devices. A
+The cases are listed in tests/helpers/matrix.py and run 10 steps each on 4 simulated devices. A
 fixed seed shuffles their order, so a run that is cut short has covered an even sample, and the
 table shows how many. For each value of each axis, the table shows the largest differences.
 """

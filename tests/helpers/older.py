@@ -1,6 +1,6 @@
 """Write the checkpoints of data/: one state in memory, one on disk; later versions restore them.
 
-    JAX_PLATFORMS=cpu python tests/checkpoint/older.py tests/checkpoint/data
+    JAX_PLATFORMS=cpu python tests/helpers/older.py tests/checkpoint/data
 
 The files in data/ were written by commit 8e126d1. Neither they nor this model may change.
 """

@@ -13,8 +13,8 @@ from zerojax.optim.late_records import MOST_PIECES as MOST_PIECES
 from zerojax.optim.late_records import DuplexResult as DuplexResult
 from zerojax.optim.late_records import DuplexTransfer as DuplexTransfer
 from zerojax.optim.late_records import LateRecord as LateRecord
-from zerojax.optim.late_records import Pending as Pending
 from zerojax.optim.late_records import Pieces as Pieces
+from zerojax.optim.late_records import UnstoredRecords as UnstoredRecords
 from zerojax.optim.late_records import kept_for_later as kept_for_later
 from zerojax.optim.late_records import record_specs as record_specs
 from zerojax.optim.late_records import update_piece as update_piece

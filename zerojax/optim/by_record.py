@@ -233,7 +233,7 @@ class RecordUpdate:
             states, begin = self._update_leaf(states, index, grad, update_leaf, begin)
         return states
 
-    def load_end(self, states: FlatState, index: int) -> list[Array]:
+    def load_unstacked_leaf(self, states: FlatState, index: int) -> list[Array]:
         """Return the weight and the optimizer state of an unstacked leaf, on the device."""
         opt = self.records.opt_states(states, (index,))
         return self._load(index, states.params[index], opt)
@@ -253,7 +253,7 @@ class RecordUpdate:
             return loaded
         return [self.records.params[index].load(param), *loaded]
 
-    def updated_end(
+    def updated_unstacked_leaf(
         self,
         states: FlatState,
         index: int,
@@ -268,7 +268,7 @@ class RecordUpdate:
           states: all leaves of the state.
           index: index of the unstacked leaf.
           grad: float32 gradient, sharded, the mean over microbatches.
-          loaded: the arrays that `load_end` returned.
+          loaded: the arrays that `load_unstacked_leaf` returned.
           loss: f32[], the loss of the step.
           ok: bool[], whether to update at all.
 

@@ -260,7 +260,7 @@ class DuplexResult:
     unstacked: dict[int, list[Any]]
 
 
-Pending = list[list[Array]]
+UnstoredRecords = list[list[Array]]
 """Updated records that later ticks store: arrays on the device, the oldest record first."""
 
 
@@ -275,7 +275,7 @@ class DuplexTransfer:
         record: "LateRecord",
         num_groups: int,
         now: LateTick,
-        pending: "Pending",
+        pending: "UnstoredRecords",
         states: FlatState,
         unstacked: Mapping[int, list[Array]] | None = None,
     ) -> None:
@@ -469,7 +469,7 @@ class LateRecord:
         """Return the number of the pieces that belong to the tick of a layer."""
         return layer - self.lowest if self.lowest else layer
 
-    def empty(self, states: FlatState, lag: int) -> Pending:
+    def empty(self, states: FlatState, lag: int) -> UnstoredRecords:
         """Return zeros for the records of the last `lag` ticks that are not stored yet."""
         stacks = self._stacks(states)
         record = list[Array]()
@@ -483,8 +483,8 @@ class LateRecord:
         return [record] * lag
 
     def drain(
-        self, states: FlatState, number: int, layer: Array, pending: Pending
-    ) -> tuple[FlatState, Pending]:
+        self, states: FlatState, number: int, layer: Array, pending: UnstoredRecords
+    ) -> tuple[FlatState, UnstoredRecords]:
         """Store the oldest pending record after the last tick.
 
         Args:

@@ -64,7 +64,7 @@ class ParamReader:
         self._runner = runner
         self._step = step
         self._updates = self.layout.config.update == "in_forward"
-        self._unstacked: dict[tuple[int, bool], Any] = {}
+        self._unstacked_readers: dict[tuple[int, bool], Any] = {}
 
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree) for each piece, with leaves on the device.
@@ -152,26 +152,26 @@ class ParamReader:
     def _leaf(self, state: TrainState, index: Any, ema: bool) -> jax.Array:
         """Return an unstacked parameter, given its index, or the indices of arrays to decode."""
         if not is_encoded(index):
-            return self._end(state, index, ema)
-        arrays = [self._end(state, i, ema) for i in jax.tree.leaves(index)]
+            return self._unstacked_leaf(state, index, ema)
+        arrays = [self._unstacked_leaf(state, i, ema) for i in jax.tree.leaves(index)]
         return _widened(self._decode(jax.tree.unflatten(jax.tree.structure(index), arrays)))
 
     @cached_property
     def _decode(self) -> Any:
         return jax.jit(partial(decoded, dtype=self.layout.compute_dtype))
 
-    def _end(self, state: TrainState, index: int, ema: bool) -> jax.Array:
+    def _unstacked_leaf(self, state: TrainState, index: int, ema: bool) -> jax.Array:
         """Return an unstacked parameter, or its average."""
         check_is_there(state)
         first_frozen = len(self.layout.leaves)
         if index >= first_frozen:
-            return self._frozen_end(state, index, index - first_frozen)
+            return self._frozen_unstacked_leaf(state, index, index - first_frozen)
         if self._updates:
-            if (index, ema) not in self._unstacked:
-                self._unstacked[index, ema] = jax.jit(
+            if (index, ema) not in self._unstacked_readers:
+                self._unstacked_readers[index, ema] = jax.jit(
                     lambda state: self._read_record(state, (index,), jnp.int32(0), ema)[0]
                 )
-            return self._read(self._unstacked[index, ema], state)
+            return self._read(self._unstacked_readers[index, ema], state)
         if ema:
             tree = state.opt_state
             place = self._averages[index]
@@ -191,23 +191,23 @@ class ParamReader:
             specs, stacks = self.records.weight_record(states, index)
             position = 0
         # Compiled once per leaf: its records on disk are part of the program.
-        if (index, ema) not in self._unstacked:
-            self._unstacked[index, ema] = jax.jit(
+        if (index, ema) not in self._unstacked_readers:
+            self._unstacked_readers[index, ema] = jax.jit(
                 lambda stacks: load_leaves(specs, stacks)[position]
             )
-        return self._read(self._unstacked[index, ema], stacks)
+        return self._read(self._unstacked_readers[index, ema], stacks)
 
-    def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
+    def _frozen_unstacked_leaf(self, state: TrainState, index: int, place: int) -> jax.Array:
         """Return a frozen unstacked parameter; its average is the parameter itself."""
         leaf = jax.tree.leaves(state.frozen, is_leaf=is_stored)[place]
         record = self.records.weight(index)
         if not isinstance(leaf, OnDisk):
             return _widened(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
-        if (index, False) not in self._unstacked:
-            self._unstacked[index, False] = jax.jit(
+        if (index, False) not in self._unstacked_readers:
+            self._unstacked_readers[index, False] = jax.jit(
                 lambda stacks: _widened(load_leaves([record], stacks)[0])
             )
-        return self._read(self._unstacked[index, False], [leaf])
+        return self._read(self._unstacked_readers[index, False], [leaf])
 
     @cached_property
     def _layer(self) -> Any:
@@ -297,7 +297,7 @@ class ParamReader:
                 return jax.tree.unflatten(tree, averages)
             params: list[Any] = [None] * len(places)
             for i in layout.unstacked:
-                (params[i],) = cast([i])([self._end(state, i, ema)])
+                (params[i],) = cast([i])([self._unstacked_leaf(state, i, ema)])
             for i, stack in zip(layout.stacked, self._copy_stacks(state, ema), strict=True):
                 params[i] = stack
             return jax.block_until_ready(jax.tree.unflatten(tree, params))

@@ -1,8 +1,8 @@
 """Embedding and head of a streamed model, and the derivatives of both.
 
-Their leaves are unstacked. They are loaded once per step and stay on the device until
-it ends. At stage 3 each leaf is gathered where it is used, as in the resident step. The gradients
-of head and embedding are added, since both may use a tied embedding.
+Their leaves are unstacked. They are loaded once per step and stay on the device until it ends. At
+stage 3 each leaf is gathered where it is used, as in the resident step. The gradients of head and
+embedding are added, since both may use a tied embedding.
 """
 
 from collections.abc import Callable

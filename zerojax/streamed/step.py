@@ -8,7 +8,7 @@ They do so in explicit loops inside one jit:
     backward   for t:  p, x = take(l[t]); ...;  g, dx = vjp(block)(dx);  g = reduce_scatter(g)
                update layer l here, with its optimizer state fetched along with it (in_backward), or
                store g
-    update     for t:  g, w, s = take(l[t]);  scale by the global norm;  update;  write back
+    update     for t:  g, w, s = take(l[t]);  unscale and clip g;  update;  write back
 
 The step never differentiates through a transfer: backward is a separate loop, which takes the
 derivative of one layer at a time (`residuals`). Order and prefetches are operations of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from host_offload.device import one_trip
-from zerojax.optim import LateRecord, Pending, RecordUpdate, record_specs, with_unstacked
+from zerojax.optim import LateRecord, RecordUpdate, UnstoredRecords, record_specs, with_unstacked
 from zerojax.state import FlatState, StateRecords
 from zerojax.streamed.plan import StreamedPlan
 
@@ -17,7 +17,7 @@ def end_beside_drain(
     update: RecordUpdate,
     states: FlatState,
     late: LateRecord,
-    pending: Pending,
+    pending: UnstoredRecords,
     grads: Mapping[int, Array],
     ready: Callable[[Array], Array],
     loss: Array,
@@ -50,7 +50,7 @@ def end_beside_drain(
     number = drained_layers[-1]
 
     def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
-        return {i: update.load_end(states, i) for i in group}
+        return {i: update.load_unstacked_leaf(states, i) for i in group}
 
     def body(layer: Array, states: FlatState) -> FlatState:
         states, _ = late.drain(states, number, layer, pending)
@@ -58,7 +58,7 @@ def end_beside_drain(
         for turn, group in enumerate(groups):
             updated = dict[int, list[Array]]()
             for i in group:
-                states, updated[i] = update.updated_end(
+                states, updated[i] = update.updated_unstacked_leaf(
                     states, i, ready(grads[i]), loaded[i], loss, ok
                 )
             if turn + 1 < len(groups):

@@ -11,9 +11,9 @@ from zerojax.optim import (
     DuplexTransfer,
     InFlightLayers,
     LateRecord,
-    Pending,
     Pieces,
     RecordUpdate,
+    UnstoredRecords,
     kept_for_later,
     update_piece,
     with_pieces,
@@ -58,7 +58,7 @@ class UpdatedState:
     squares: Array
     states: FlatState
     token: Array
-    pending: dict[int, Pending]
+    pending: dict[int, UnstoredRecords]
     unstacked: dict[int, list[Array]]
     handed: dict[int, InFlightLayers] = dataclasses.field(default_factory=dict)
     head: "_HeadPieces | None" = None
@@ -79,7 +79,7 @@ class _HeadPieces:
 
 
 class UpdateInBackward(PlainForward):
-    """Ending that updates a layer in the tick that computes its gradient, which is never stored.
+    """Updates a layer in the tick that computes its gradient, which is never stored.
 
     A gradient that is not finite stops the updates from its layer on, but later layers are already
     updated. Loss scaling is therefore not possible.
@@ -100,7 +100,10 @@ class UpdateInBackward(PlainForward):
         if self.plan.early_unstacked:
             # They cross the link during the head, and not during the layers before it.
             y, states = jax.lax.optimization_barrier((y, states))
-            loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_unstacked}
+            loaded = {
+                i: self.record_update.load_unstacked_leaf(states, i)
+                for i in self.plan.early_unstacked
+            }
         return y, loaded
 
     def begin(
@@ -117,7 +120,7 @@ class UpdateInBackward(PlainForward):
         unstacked = dict[int, list[Array]]()
         ok = jnp.isfinite(squares)
         for i in plan.early_unstacked:
-            states, unstacked[i] = self.record_update.updated_end(
+            states, unstacked[i] = self.record_update.updated_unstacked_leaf(
                 states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok
             )
         cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}

@@ -115,7 +115,9 @@ class PendingUpdate:
         _, grads = split_grads(self.plan, self.pending.grads)
         params = list(states.params)
         for i, grad in zip(self.plan.unstacked, grads, strict=True):
-            (weight,), _ = self.update_record((i,), [grad], self.record_update.load_end(states, i))
+            (weight,), _ = self.update_record(
+                (i,), [grad], self.record_update.load_unstacked_leaf(states, i)
+            )
             params[i] = self.records.cast(i, weight)
         return dataclasses.replace(states, params=params)
 
@@ -207,7 +209,7 @@ class UpdatingParams:
 
 
 class UpdateInForward(StoredGrads):
-    """Ending that leaves its gradients to the next step, whose forward updates each layer."""
+    """Leaves its gradients to the next step, whose forward updates each layer."""
 
     unstacked_first = True
 
@@ -264,7 +266,9 @@ class UpdateInForward(StoredGrads):
         if leaf_ids[0] in self.plan.unstacked:
             (leaf,) = leaf_ids
             grads = [unstacked[self.plan.unstacked.index(leaf)]]
-            return pending.update_record(leaf_ids, grads, self.record_update.load_end(states, leaf))
+            return pending.update_record(
+                leaf_ids, grads, self.record_update.load_unstacked_leaf(states, leaf)
+            )
         specs = pick(self.plan.grads, leaf_ids)
         grads = read_layer(specs, self.plan.pick(stacks, leaf_ids), index)
         read = list[Array]()
@@ -277,8 +281,7 @@ class UpdateInForward(StoredGrads):
         """Return the updated state, whose pending gradients backward overwrites."""
         assert state.pending is not None
         _, unstacked = split_grads(self.plan, state.pending.grads)
-        grads = join_grads(self.plan, carried.grads, unstacked)
-        pending = dataclasses.replace(state.pending, grads=grads)
+        pending = dataclasses.replace(state.pending, grads=[*carried.grads, *unstacked])
         return dataclasses.replace(self._with_states(state, carried.states), pending=pending)
 
     def begin(
@@ -304,7 +307,7 @@ class UpdateInForward(StoredGrads):
         # The next step needs this step's loss, clipping factor, loss scale and shared scalars.
         # `closed` then advances the scalars in the state.
         pending = Pending(
-            join_grads(self.plan, result.carried.grads, result.unstacked),
+            [*result.carried.grads, *result.unstacked],
             self.records.list_shared(states),
             jnp.stack([result.loss, factor, loss_scale(state)]),
             jnp.isfinite(norm),
@@ -321,23 +324,11 @@ class UpdateInForward(StoredGrads):
 
 
 def split_grads(plan: StreamedPlan, grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return pending gradients of stacked leaves and of unstacked leaves, in the plan's orders.
+    """Return pending gradients of `plan.stacked` and of `plan.unstacked`.
 
     Args:
       plan: plan of the step.
-      grads: gradients in the order of `Pending.grads`.
+      grads: the field `grads` of a `Pending`, which has stacked leaves first.
     """
-    by_leaf = dict(zip(_pending_order(plan), grads, strict=True))
-    return [by_leaf[i] for i in plan.stacked], [by_leaf[i] for i in plan.unstacked]
-
-
-def join_grads(plan: StreamedPlan, stacked: Sequence[Any], unstacked: Sequence[Any]) -> list[Any]:
-    """Return gradients in the order of `Pending.grads`; the inverse of `split_grads`."""
-    leaf_ids = (*plan.stacked, *plan.unstacked)
-    by_leaf = dict(zip(leaf_ids, [*stacked, *unstacked], strict=True))
-    return [by_leaf[i] for i in _pending_order(plan)]
-
-
-def _pending_order(plan: StreamedPlan) -> list[int]:
-    """Return the leaf of each pending gradient: stacked leaves first, by index."""
-    return [*sorted(plan.stacked), *sorted(plan.unstacked)]
+    num_stacked = len(plan.stacked)
+    return list(grads[:num_stacked]), list(grads[num_stacked:])

@@ -1,10 +1,10 @@
-"""Endings that pass gradients to callbacks of `zerojax.optim.HostUpdate`, an update on the host.
+"""Update policies that pass gradients to the callbacks of an update on the host (`HostUpdate`).
 
     HostUpdateInBackward    a layer is updated in the tick of backward that computes its gradient
-    OnHost            gradients wait for the norm, on the device or on the host; then each layer
-                      is updated
-    Delayed           gradients wait on the host for the next step, and the host uses them while
-                      that step computes
+    OnHost                  gradients wait for the norm, on the device or on the host; then each
+                            layer is updated
+    Delayed                 gradients wait on the host for the next step, and the host uses them
+                            while that step computes
 
 The callbacks of a device must run in one order. Each callback takes a token and returns one, and
 the update policies pass it on.
@@ -37,7 +37,7 @@ Array = jax.Array
 
 
 class HostUpdateInBackward(UpdateInBackward):
-    """Ending whose host update of a layer runs in the tick that computes its gradient.
+    """Update policy whose host update of a layer runs in the tick that computes its gradient.
 
     Gradients are never stored.
     """
@@ -100,7 +100,7 @@ class HostUpdateInBackward(UpdateInBackward):
 
 
 class OnHost(StoredGrads):
-    """Ending whose host update of all layers runs after the norm is known.
+    """Update policy whose host update of all layers runs after the norm is known.
 
     Until then, gradients are kept on the device or stashed in host memory.
     """
@@ -183,7 +183,7 @@ class OnHost(StoredGrads):
 
 
 class Delayed(OnHost):
-    """Ending that leaves its gradients to the next step.
+    """Update policy that leaves its gradients to the next step.
 
     The host applies them while that step computes (delayed update; ZeRO-Offload, section 5.2). A
     layer is used for the last time in its tick of backward. That tick installs the layer's new

@@ -14,8 +14,8 @@ from zerojax.models import BLOCKS
 from zerojax.optim import (
     DuplexTransfer,
     LateRecord,
-    Pending,
     RecordUpdate,
+    UnstoredRecords,
     build_update,
     clip_factor,
     kept_for_later,
@@ -160,7 +160,7 @@ class StoredGrads(PlainForward):
 
 
 class GradsAlone(StoredGrads):
-    """Ending that updates nothing and returns the gradients, stored on the device."""
+    """Update policy that updates nothing and returns the gradients, stored on the device."""
 
     def use(
         self, state: TrainState, carried: GradStacks, record: RecordGrads
@@ -179,7 +179,7 @@ class GradsAlone(StoredGrads):
 
 
 class UpdateWholeTree(StoredGrads):
-    """Ending that runs any optimizer once, on full trees.
+    """Update policy that runs any optimizer once, on full trees.
 
     Everything that the optimizer reads is on the device.
     """
@@ -203,7 +203,7 @@ class UpdateWholeTree(StoredGrads):
 
 
 class UpdateByLayer(StoredGrads):
-    """Ending that updates in a loop over layers, and over each group's tiles.
+    """Update policy that updates in a loop over layers, and over each group's tiles.
 
     Each record is loaded from its tier and stored back.
     """
@@ -286,7 +286,7 @@ class UpdateByLayer(StoredGrads):
         begin: Array,
         ready: Callable[[Array], Array],
         ok: Array,
-    ) -> tuple[FlatState, Pending]:
+    ) -> tuple[FlatState, UnstoredRecords]:
         """Update the records of all layers, one loop after another.
 
         Args:
@@ -303,7 +303,7 @@ class UpdateByLayer(StoredGrads):
         plan = self.plan
         loops = self._list_loops(begin)
         tokens = list[Array]()
-        pending = Pending()
+        pending = UnstoredRecords()
         for number, loop in enumerate(loops):
             # The engine reads and writes records in one order, so loops over records on disk must
             # not be reordered.
@@ -344,7 +344,7 @@ class UpdateByLayer(StoredGrads):
         loop: "UpdateLoop",
         ready: Callable[[Array], Array],
         ok: Array,
-    ) -> tuple[FlatState, Pending]:
+    ) -> tuple[FlatState, UnstoredRecords]:
         """Update the records of one loop.
 
         Args:
@@ -405,10 +405,10 @@ class _UpdateTicks:
         )
         self.late = LateRecord(policy.records, loop.leaf_ids) if loop.phase.stores_late else None
 
-    def first_pending(self, states: FlatState) -> Pending:
+    def first_pending(self, states: FlatState) -> UnstoredRecords:
         """Return the records that are not yet stored before the first tick."""
         if self.late is None:
-            return Pending()
+            return UnstoredRecords()
         return self.late.empty(states, self.loop.phase.stores_late)
 
     def update(self, carry: Any, now: Tick) -> tuple[Any, Any]:
@@ -449,7 +449,7 @@ class _UpdateTicks:
         )
 
     def _cross(
-        self, late: LateRecord, now: Tick, pending: Pending, states: FlatState
+        self, late: LateRecord, now: Tick, pending: UnstoredRecords, states: FlatState
     ) -> tuple[FlatState, list[Array]]:
         """Load a tick's record while an earlier one is stored.
 
