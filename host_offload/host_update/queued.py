@@ -1,7 +1,7 @@
 """Host updates that overlap with a GPU's program: callbacks queue copies, a worker runs kernels.
 
     update(layer, scalars, g)     queue the copies down of one layer; return the new parameters of
-                                  the layer `LAG` calls before
+                                  the layer `HOST_LAG` calls before
     take()                        return the new parameters of the oldest layer not taken yet
     stash(layer, g)               queue copies of gradients to host memory, where they are kept
                                   until their norm is known, or until the next step
@@ -83,7 +83,7 @@ class QueuedStep:
     ) -> None:
         """Queue the update of a group of leaves; if they are stacked, of one layer.
 
-        For a stacked group, this also queues copies of the results of the call `LAG` calls before.
+        For a stacked group, this also queues copies of the results of the call `HOST_LAG` calls before.
 
         Args:
           context: the callback's context.

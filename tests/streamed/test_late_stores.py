@@ -69,6 +69,6 @@ def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(
     )
     in_time = train(config, tiles)
     monkeypatch.setattr(state_records, "crosses_link", lambda mesh: True)
-    monkeypatch.setattr(schedules, "LAG", lag)
+    monkeypatch.setattr(schedules, "STORE_LAG", lag)
     for a, b in zip(train(config, tiles), in_time, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))

@@ -15,7 +15,7 @@ backward's last layer, or update.
 
 from collections.abc import Mapping, Sequence
 
-from host_offload.host_update import LAG
+from host_offload.host_update import HOST_LAG
 from host_offload.schedule import Op, Phase, Schedule, StepPhase, StepPlan, TiledSchedule
 from host_offload.tiers import TIERS
 from zerojax.config import frozen_tier, reduces_once
@@ -336,7 +336,7 @@ class StepBytes:
         """Return the bytes of GPU memory outside the program through which callbacks move records.
 
         The nvme tier has a slot for each direction in which a kind of record crosses the link. A
-        host update has one slot for the records that it stores, and `LAG` slots for new parameters,
+        host update has one slot for the records that it stores, and `HOST_LAG` slots for new parameters,
         or one if the update is delayed. The runs of a stack share the slots of its states.
         """
         records = self.records
@@ -359,7 +359,7 @@ class StepBytes:
         sizes = _record_bytes(schedule)
         total = 0
         if updates_on_host and is_first:
-            lag = 1 if self.records.config.delayed_update else LAG
+            lag = 1 if self.records.config.delayed_update else HOST_LAG
             total += sizes["handed"] + sizes["weights"] + lag * sizes["made"]
         if schedule.num_layers == 1:  # nothing to overlap
             return total

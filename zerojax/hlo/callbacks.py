@@ -16,7 +16,7 @@ callback returns. The modes are:
 
 An update's callbacks do not wait for the device. In a loop, they copy a layer's gradients to a
 slot, and the gradients go down from there while the program continues. The worker's kernels follow,
-and the new parameters go up to a slot. A callback `LAG` layers later waits for that layer's kernels
+and the new parameters go up to a slot. A callback `HOST_LAG` layers later waits for that layer's kernels
 and copies the parameters out of the slot. Outside loops, gradients and parameters are copied in the
 program's stream, array by array. A delayed update's gradients go down in the same way. Its
 parameters go up to one slot once their callback has waited for the layer's kernels and the slot is
@@ -74,9 +74,9 @@ class Callbacks:
           rates: rates of the machine.
           timeline: timeline that the work is added to.
         """
-        from host_offload.host_update import LAG  # imports JAX, which nothing else here needs
+        from host_offload.host_update import HOST_LAG  # imports JAX, which nothing else here needs
 
-        self._lag = LAG
+        self._lag = HOST_LAG
         self.mode = mode
         self.rates = rates
         self.timeline = timeline

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from host_offload.calls import CallbackSite, Calls
 from host_offload.device import driver, find_link
 from host_offload.host_update import (
-    LAG,
+    HOST_LAG,
     DelayedStep,
     HostLeaves,
     HostStep,
@@ -159,7 +159,7 @@ class HostUpdate:
         self._step = HostStep(self.host)
         self._delayed = DelayedStep(self.host, self._ranges())
         # On a CPU, callbacks receive all arrays in host memory and update them immediately.
-        self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
+        self.lag = 0 if self.state.hands_over or self.config.delayed_update else HOST_LAG
         if not self.state.hands_over:
             self.binding.queued = QueuedStep(
                 self.host, self.leaf_groups(), list(self.mesh.devices.flat), driver

@@ -92,7 +92,7 @@ def _stored_grads(grads: Sequence[RecordSpec], leaf_ids: Sequence[int]) -> Recor
     return grads[leaf_ids[0]] if leaf_ids else None
 
 
-LAG = 1
+STORE_LAG = 1
 """Ticks from the update of a record to its store, if records are stored late.
 
 The device holds this many records that wait to be stored.
@@ -167,7 +167,7 @@ class RunFacts:
             and self.num_layers > 1
             and self.num_arrays > 1
         )
-        return min(LAG, self.num_layers) if is_late else 0
+        return min(STORE_LAG, self.num_layers) if is_late else 0
 
 
 def run_schedule(

@@ -13,7 +13,7 @@ from simulated_cuda import SimulatedCuda
 from host_offload.device import link
 from host_offload.device.cuda_driver import Driver
 from host_offload.host_update import gpu_worker, queued
-from host_offload.host_update.group_memory import LAG, GroupMemory, LeafGroup
+from host_offload.host_update.group_memory import HOST_LAG, GroupMemory, LeafGroup
 from host_offload.host_update.host_leaves import HostLeaves
 
 F32 = np.dtype(np.float32)
@@ -99,7 +99,7 @@ class Replay:
             Buffer(np.zeros(1, np.int32)),
         )
         operands, results = ([Buffer(np.zeros(shape, F32)) for shape in SHAPES] for _ in range(2))
-        taken = np.zeros((LAYERS + LAG, sum(r.array.size for r in results)), F32)
+        taken = np.zeros((LAYERS + HOST_LAG, sum(r.array.size for r in results)), F32)
 
         def take(n):
             at = taken[n].ctypes.data
@@ -113,7 +113,7 @@ class Replay:
                 copy(operand.array.ctypes.data, grad.ctypes.data, grad.nbytes, self.stream)
             self.step.update(context, (results, token), where, after, scalars, *operands, first=0)
             take(n)
-        for n in range(LAYERS, LAYERS + LAG):
+        for n in range(LAYERS, LAYERS + HOST_LAG):
             self.step.take(context, (results, token), where, after, first=0)
             take(n)
         self.driver.finish_stream(self.stream)
@@ -121,7 +121,7 @@ class Replay:
             np.concatenate([(g * s + n).ravel() for g, s in zip(grads[n], (2, 3), strict=True)])
             for n in range(LAYERS)
         ]
-        return taken[LAG:], np.array(expected, F32), int(token.array[0])
+        return taken[HOST_LAG:], np.array(expected, F32), int(token.array[0])
 
 
 class Delayed(Replay):
