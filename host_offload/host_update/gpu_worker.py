@@ -8,7 +8,8 @@ unstacked leaves. A stack's layers cross the link one after the other, while the
                                                           gradients over
            kernels, in the buffer                         run by the worker when they have arrived
     up     new parameters --up stream--> slot             queued by the worker
-           slot --program's stream--> results             queued by the callback `HOST_LAG` layers later
+           slot --program's stream--> results             queued by the callback `HOST_LAG` layers
+                                                          later
 
     event        recorded after       waited for by
     full         the program's write  the down stream, before it reads the slot
@@ -20,10 +21,10 @@ unstacked leaves. A stack's layers cross the link one after the other, while the
 
 A **room** is host memory for the new parameters of one layer. No callback waits for the GPU. When a
 callback needs the results of a layer, it waits for the worker. The worker may wait for gradients
-that were queued `HOST_LAG` layers earlier, but never for a callback: there are `HOST_LAG` rooms and slots up,
-and a job is submitted only after the previous job in its slot was taken. An event is recorded
-before it is waited for: by the same callback, by an earlier callback, or by the worker before its
-job is done.
+that were queued `HOST_LAG` layers earlier, but never for a callback: there are `HOST_LAG` rooms and
+slots up, and a job is submitted only after the previous job in its slot was taken. An event is
+recorded before it is waited for: by the same callback, by an earlier callback, or by the worker
+before its job is done.
 
 The unstacked leaves cross once per step, when the program has little else to do, and each is a
 separate job. They need no slots: the program's stream copies them itself, down to a buffer, and up

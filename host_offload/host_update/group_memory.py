@@ -20,9 +20,9 @@ from host_offload.device import Driver, allocate
 HOST_LAG = 2
 """Number of layers between handing over gradients and taking the new parameters made from them.
 
-With HOST_LAG = 1 the program continues only when the previous layer is updated. The next gradients then
-arrive after a layer's matrix products and a copy, and the kernels have to wait for them. Predicted
-step time for 6.7 B parameters and 16,384 tokens on an H200: 1.79 s with 1, 1.69 s with 2.
+With HOST_LAG = 1 the program continues only when the previous layer is updated. The next gradients
+then arrive after a layer's matrix products and a copy, and the kernels have to wait for them.
+Predicted step time for 6.7 B parameters and 16,384 tokens on an H200: 1.79 s with 1, 1.69 s with 2.
 """
 
 _ALIGNMENT = 256

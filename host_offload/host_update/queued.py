@@ -83,7 +83,8 @@ class QueuedStep:
     ) -> None:
         """Queue the update of a group of leaves; if they are stacked, of one layer.
 
-        For a stacked group, this also queues copies of the results of the call `HOST_LAG` calls before.
+        For a stacked group, this also queues copies of the results of the call `HOST_LAG` calls
+        before.
 
         Args:
           context: the callback's context.

@@ -336,8 +336,9 @@ class StepBytes:
         """Return the bytes of GPU memory outside the program through which callbacks move records.
 
         The nvme tier has a slot for each direction in which a kind of record crosses the link. A
-        host update has one slot for the records that it stores, and `HOST_LAG` slots for new parameters,
-        or one if the update is delayed. The runs of a stack share the slots of its states.
+        host update has one slot for the records that it stores, and `HOST_LAG` slots for new
+        parameters, or one if the update is delayed. The runs of a stack share the slots of its
+        states.
         """
         records = self.records
         if records.shares_cores or not records.is_streamed:

@@ -16,14 +16,14 @@ callback returns. The modes are:
 
 An update's callbacks do not wait for the device. In a loop, they copy a layer's gradients to a
 slot, and the gradients go down from there while the program continues. The worker's kernels follow,
-and the new parameters go up to a slot. A callback `HOST_LAG` layers later waits for that layer's kernels
-and copies the parameters out of the slot. Outside loops, gradients and parameters are copied in the
-program's stream, array by array. A delayed update's gradients go down in the same way. Its
-parameters go up to one slot once their callback has waited for the layer's kernels and the slot is
-empty, and from there behind the products of their tick. Parameters that are stored in host memory
-do not go up; the last callback waits for them. Callbacks of the nvme tier wait for the disk and for
-buffers, but not for the device. Any other callback is assumed to wait until the device has done all
-enqueued work, like one that reads an index from device memory.
+and the new parameters go up to a slot. A callback `HOST_LAG` layers later waits for that layer's
+kernels and copies the parameters out of the slot. Outside loops, gradients and parameters are
+copied in the program's stream, array by array. A delayed update's gradients go down in the same
+way. Its parameters go up to one slot once their callback has waited for the layer's kernels and the
+slot is empty, and from there behind the products of their tick. Parameters that are stored in host
+memory do not go up; the last callback waits for them. Callbacks of the nvme tier wait for the disk
+and for buffers, but not for the device. Any other callback is assumed to wait until the device has
+done all enqueued work, like one that reads an index from device memory.
 
 The disk reads each record one use ahead, alternating between two buffers. The callback waits for
 the read. The record then goes up to its kind's slot as soon as the program has copied the previous
