@@ -1,5 +1,6 @@
 """An update in the next step's forward equals an update after backward, and nothing is stale."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 import toys
 
 import zerojax as zj
+from zerojax import aot
 
 HOST = "pinned_host"
 STEPS = 6
@@ -105,7 +107,15 @@ def test_optimizers_that_update_whole_leaves_or_average_the_weights():
     expected = dict(after.iter_params(last, ema=True))
     actual = dict(program.iter_params(state, ema=True))
     assert_close(actual, expected)
-    assert_close(program.ema_params(state), after.ema_params(last))
+    with pytest.raises(ValueError, match=r"program\.settle\(state\)"):
+        program.ema_params(state)
+    state = program.settle(state)
+    averages = program.ema_params(state)
+    assert_close(averages, after.ema_params(last))
+    # The documented way to evaluate with the averages.
+    loss = program.eval(dataclasses.replace(state, params=averages), data[0])
+    expected_state = dataclasses.replace(last, params=after.ema_params(last))
+    assert float(loss) == float(after.eval(expected_state, data[0]))
 
 
 def test_nothing_that_a_user_reads_is_stale(tmp_path):
@@ -144,6 +154,57 @@ def test_checkpoints_hold_the_pending_update(tmp_path):
         zj.Checkpointer(tmp_path) as checkpointer,
     ):
         checkpointer.restore(build("after_backward", **case))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"clip_norm": None}, {"num_microbatches": 4}, {"precision": "bf16"}],
+    ids=["no_clipping", "microbatches", "precision"],
+)
+def test_a_pending_update_keeps_the_factors_of_the_step_that_made_it(changed, tmp_path):
+    case = {**ALL_ON_HOST, "clip_norm": 0.1, "num_microbatches": 2, "precision": "fp16"}
+    case["loss_scaling"] = zj.LossScaling(initial=2.0**10)
+    sgd = optax.sgd(0.1)
+    program = build("in_forward", tx=sgd, **case)
+    _, state = train(program, toys.batches(2))
+    with zj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(program, state)
+    expected = read(program, program.settle(state))
+    other = build("in_forward", tx=sgd, **{**case, **changed})
+    with zj.Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(other)
+    assert_close(read(other, other.settle(restored)), expected)
+
+
+def test_exports_refuse_what_is_not_settled(tmp_path):
+    program = build("in_forward", **ALL_ON_HOST)
+    _, state = train(program, toys.batches(2))
+    with zj.Checkpointer(tmp_path / "unsettled") as checkpointer:
+        checkpointer.save(program, state)
+    with pytest.raises(zj.CheckpointError, match=r"program\.settle\(state\)"):
+        zj.export_safetensors(tmp_path / "unsettled", tmp_path / "out.safetensors")
+    state = program.settle(state)
+    with zj.Checkpointer(tmp_path / "settled") as checkpointer:
+        checkpointer.save(program, state)
+    zj.export_safetensors(tmp_path / "settled", tmp_path / "out.safetensors")
+
+
+def test_a_program_refuses_an_unsettled_state_of_another_program():
+    _, state = train(build("in_forward", **ALL_ON_HOST), toys.batches(1))
+    other = build("after_backward", **ALL_ON_HOST)
+    with pytest.raises(ValueError, match="of another program"):
+        other.params(state)
+    with pytest.raises(ValueError, match="of another program"):
+        next(other.iter_params(state))
+
+
+def test_it_builds_for_a_gpu_that_copies_both_ways():
+    config = zj.ZeroConfig(update="in_forward", precision="bf16", opt_state=HOST, clip_norm=1.0)
+    mesh = aot.gpu_mesh("h200", gpus_per_host=1)
+    program = zj.build_train_step(toys.small(), optax.adamw(1e-3), config, mesh)
+    forward = program.schedule.phase("forward")
+    assert forward.stores_late == 0
+    assert "opt_state" in forward.fetches
 
 
 def test_settled_checkpoints_restore_into_any_update(tmp_path):

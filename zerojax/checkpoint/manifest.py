@@ -328,6 +328,20 @@ class SavedState:
         except FieldError as error:
             raise _refused(path, error) from error
 
+    def check_settled(self) -> None:
+        """Check that the weights are those that the last step made.
+
+        Raises:
+          CheckpointError: the next step's forward would update the weights first.
+        """
+        # A delayed update has three scalars, and its weights are one update old by design.
+        scalars = self.values.get("pending.scalars", np.zeros(3))
+        if scalars.size > 3 and np.any(self.values.get("pending.ready", False)):
+            raise CheckpointError(
+                f"the checkpoint {self.folder} was saved with update='in_forward' before its last "
+                "update was applied: restore it, and save the result of program.settle(state)"
+            )
+
     @property
     def frozen(self) -> frozenset[str]:
         """Names of the weights that were frozen.

@@ -796,8 +796,19 @@ class Program:
         return self.layout.join(state)
 
     def _is_unsettled(self, state: TrainState) -> bool:
-        """Return whether a state holds an update that the next step's forward applies."""
-        return self.config.update == "in_forward" and bool(state.pending.ready)  # pyright: ignore[reportOptionalMemberAccess]
+        """Return whether a state holds an update that the next step's forward applies.
+
+        Raises:
+          ValueError: it holds one, and is a state of another program, which would apply it.
+        """
+        if state.pending is None or self.config.delayed_update or not bool(state.pending.ready):
+            return False
+        if self.config.update != "in_forward":
+            raise ValueError(
+                "the state holds an update that is not applied yet, and is of another program, "
+                "with update='in_forward': settle it there, with program.settle(state)"
+            )
+        return True
 
     @without_mesh
     def master_params(self, state: TrainState) -> Any:
@@ -835,9 +846,18 @@ class Program:
 
         Raises:
           ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters are
-            stored on nvme (use `iter_params`), or the state was donated.
+            stored on nvme (use `iter_params`), or the state was donated, or with
+            update="in_forward" it is not settled.
           SwapError: a record cannot be read.
         """
+        check_is_there(state)
+        if self._is_unsettled(state):
+            # An evaluation of the state with these parameters would update them.
+            raise ValueError(
+                "ema_params takes the place of the parameters in a state, and this state holds an "
+                "update that is not applied yet: call state = program.settle(state) first, or read "
+                "the averages with program.iter_params(state, ema=True)"
+            )
         return self._reader.copies(state, ema=True)
 
     def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
@@ -854,6 +874,8 @@ class Program:
           ValueError: the state was donated, or is not the one on disk, or there are no averages.
           SwapError: a record cannot be read.
         """
+        check_is_there(state)
+        self._is_unsettled(state)  # raises for a state of another program
         pieces = self._reader.pieces(state, ema)
         while True:
             # The caller's mesh is in scope again between two pieces.

@@ -474,7 +474,7 @@ def _build_pending(
     return Pending(
         grads=[grad(leaf) for leaf in stacked_first],
         shared=[scalar(leaf.shape, leaf.dtype) for leaf in shared],
-        scalars=scalar((3,), jnp.float32),
+        scalars=scalar((4 if config.update == "in_forward" else 3,), jnp.float32),
         ready=scalar((), jnp.bool_),
     )
 

@@ -35,12 +35,14 @@ class Split:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """An update that is delayed to the next step.
+    """An update that a step leaves to the next step.
 
     Attributes:
-      grads: summed gradients in pinned host memory, stacked leaves first.
+      grads: gradients summed over microbatches, stacked leaves first. Of a delayed update they are
+        in pinned host memory; of an update in forward, in the tier of the gradients.
       shared: the optimizer's scalars for this update.
-      scalars: f32[3], loss, clipping factor and loss scale.
+      scalars: f32[3], loss, clipping factor and loss scale; of an update in forward f32[4], with
+        the number of microbatches.
       ready: bool[], whether there is an update to do; False before the first step, and after a
         gradient that is not finite.
     """
@@ -192,7 +194,8 @@ class TrainState:
         leaves here and in `master` are `Split`. Leaves of the nvme tier are `OnDisk`, here and in
         `params`.
       loss_scale: dynamic loss scaling with precision="fp16", else None.
-      pending: with `delayed_update`, the update that the next step does, else None.
+      pending: with `delayed_update` or update="in_forward", the update that the next step does;
+        else None.
       frozen: frozen weights in the compute dtype (integers in their own), unsharded below stage 3,
         sharded at stage 3. It has None in place of trainable leaves, as `params` has None in place
         of frozen leaves. None if nothing is frozen.

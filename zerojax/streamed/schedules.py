@@ -158,6 +158,7 @@ class RunFacts:
             possible = self.has_master or tiers["params"] == "device"
         is_late = (
             possible
+            and config.update != "in_forward"
             and self.both_ways
             and config.update_on != "host"
             and tiers["opt_state"] == "pinned_host"

@@ -524,7 +524,9 @@ class StreamedStep:
     def readable(self, state: TrainState) -> Any:
         """Return what `eval` and `apply` read: the parameters, or a state with a pending update."""
         if isinstance(self.policy, UpdateInForward):
-            return dataclasses.replace(state, loss_scale=None, model_state=None)
+            assert state.pending is not None
+            if bool(state.pending.ready):
+                return dataclasses.replace(state, loss_scale=None, model_state=None)
         return self.layout.join(state)
 
     def eval(self, params: Params | TrainState, model_state: ModelState, batch: Batch) -> Any:

@@ -52,11 +52,13 @@ class CheckpointWeights:
           mesh: mesh of the program.
 
         Raises:
-          CheckpointError: the checkpoint cannot be read, or two weights have the same name.
+          CheckpointError: the checkpoint cannot be read, an update of its weights is still to be
+            applied, or two weights have the same name.
           DamagedError: the checkpoint is damaged.
         """
         self.saved = open_together(path, mesh)
         try:
+            self.saved.check_settled()
             self.path = os.path.dirname(self.saved.folder)
             self._leaves = self._named()
         except BaseException:

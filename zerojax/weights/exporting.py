@@ -45,10 +45,11 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
       checkpoint: folder of a step, or directory of steps.
 
     Raises:
-      CheckpointError: there is no checkpoint.
+      CheckpointError: there is no checkpoint, or an update of its weights is still to be applied.
       DamagedError: the step is damaged, or all steps are.
     """
     with open_newest(os.path.expanduser(os.fspath(checkpoint)), _checked) as saved:
+        saved.check_settled()
         yield saved
 
 

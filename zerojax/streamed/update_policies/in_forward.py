@@ -56,6 +56,7 @@ class UpdatingState:
     grads: list[Any]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Updated:
     """A layer's record after its update, which is written after the layer's products.
@@ -63,10 +64,12 @@ class _Updated:
     Attributes:
       weights: float32 weights.
       opt: optimizer state.
+      read: the float32 weights followed by the optimizer state, before the update.
     """
 
     weights: list[Array]
     opt: list[Array]
+    read: list[Array]
 
 
 class PendingUpdate:
@@ -90,13 +93,14 @@ class PendingUpdate:
         return self.pending.scalars[0]
 
     def ready(self, grad: Array) -> Array:
-        """Return the gradient to update with: the mean over microbatches, unscaled and clipped."""
-        _, factor, scale = self.pending.scalars
-        config = self.plan.config
-        grad = self.plan.mean(grad)
-        if config.precision == "fp16":
-            grad = grad / scale
-        return grad if config.clip_norm is None else grad * factor
+        """Return the gradient to update with: the mean over microbatches, unscaled and clipped.
+
+        The numbers are those of the step that computed the gradient, which may have run with
+        another precision, `clip_norm` or number of microbatches.
+        """
+        _, factor, scale, count = self.pending.scalars
+        # In this order, as in an update after backward. Factors of 1 change no bit.
+        return grad.astype(jnp.float32) / count / scale * factor
 
     def update_unstacked(self, states: FlatState) -> FlatState:
         """Return the states with the unstacked leaves updated."""
@@ -177,7 +181,7 @@ class UpdatingParams:
         frozen = self.plan.take_params(
             self._stacks(states), stack.leaves.frozen_blocks, record[num_trained:], layer
         )
-        return params + frozen, _Updated(weights, opt)
+        return params + frozen, _Updated(weights, opt, read)
 
     def put(
         self,
@@ -190,12 +194,20 @@ class UpdatingParams:
         """Write an updated record after the record in flight has been read from the same stacks."""
         if updated is None or not self.stores:
             return carried, in_flight
+        count = len(updated.weights)
+
+        def keep(values: tuple[_Updated, Any]) -> tuple[list[Array], list[Array], Any]:
+            record, in_flight = values
+            return record.read[:count], record.read[count:], in_flight
+
+        def change(values: tuple[_Updated, Any]) -> tuple[list[Array], list[Array], Any]:
+            record, in_flight = values
+            return record.weights, record.opt, in_flight
+
+        # Both branches write the same values if no update is pending. XLA for CPUs would move what
+        # they share out of them, and copy the stacks.
         weights, opt, in_flight = order_read_before_write(
-            self.update.pending.ready,
-            lambda values: values,
-            lambda values: values,
-            (updated.weights, updated.opt, in_flight),
-            self.plan.mesh,
+            self.update.pending.ready, change, keep, (updated, in_flight), self.plan.mesh
         )
         states = self.records.write_layer(carried.states, stack.blocks, layer, weights, opt)
         return dataclasses.replace(carried, states=states), in_flight
@@ -304,12 +316,12 @@ class UpdateInForward(StoredGrads):
         norm = self.norm(result)
         factor = clip_factor(norm, self.config.clip_norm)
         states = self.records.flat(state)
-        # The next step needs this step's loss, clipping factor, loss scale and shared scalars.
+        # The next step needs this step's loss, factors of the gradients and shared scalars.
         # `closed` then advances the scalars in the state.
         pending = Pending(
             [*result.carried.grads, *result.unstacked],
             self.records.list_shared(states),
-            jnp.stack([result.loss, factor, loss_scale(state)]),
+            jnp.stack([result.loss, factor, loss_scale(state), jnp.float32(self.plan.count)]),
             jnp.isfinite(norm),
         )
         return closed(self.record_update, result, states, norm, pending)
