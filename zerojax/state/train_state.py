@@ -38,10 +38,10 @@ class Pending:
     """An update that a step leaves to the next step.
 
     Attributes:
-      grads: gradients summed over microbatches, stacked leaves first. Of a delayed update they are
-        in pinned host memory; of an update in forward, in the tier of the gradients.
+      grads: gradients summed over microbatches, stacked leaves first. A delayed update keeps them in
+        pinned host memory, an update in forward in the tier of the gradients.
       shared: the optimizer's scalars for this update.
-      scalars: f32[3], loss, clipping factor and loss scale; of an update in forward f32[4], with
+      scalars: f32[3], loss, clipping factor and loss scale. For an update in forward f32[4], with
         the number of microbatches.
       ready: bool[], whether there is an update to do; False before the first step, and after a
         gradient that is not finite.
