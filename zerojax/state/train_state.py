@@ -38,8 +38,8 @@ class Pending:
     """An update that a step leaves to the next step.
 
     Attributes:
-      grads: gradients summed over microbatches, stacked leaves first. A delayed update keeps them in
-        pinned host memory, an update in forward in the tier of the gradients.
+      grads: gradients summed over microbatches, stacked leaves first. A delayed update keeps them
+        in pinned host memory, an update in forward in the tier of the gradients.
       shared: the optimizer's scalars for this update.
       scalars: f32[3], loss, clipping factor and loss scale. For an update in forward f32[4], with
         the number of microbatches.

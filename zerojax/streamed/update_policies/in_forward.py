@@ -23,6 +23,7 @@ from zerojax.state import (
     Index,
     Pending,
     TrainState,
+    adds_order,
     order_read_before_write,
     pick,
     read_layer,
@@ -194,23 +195,30 @@ class UpdatingParams:
         """Write an updated record after the record in flight has been read from the same stacks."""
         if updated is None or not self.stores:
             return carried, in_flight
-        count = len(updated.weights)
-
-        def keep(values: tuple[_Updated, Any]) -> tuple[list[Array], list[Array], Any]:
-            record, in_flight = values
-            return record.read[:count], record.read[count:], in_flight
-
-        def change(values: tuple[_Updated, Any]) -> tuple[list[Array], list[Array], Any]:
-            record, in_flight = values
-            return record.weights, record.opt, in_flight
-
-        # Both branches write the same values if no update is pending. XLA for CPUs would move what
-        # they share out of them, and copy the stacks.
-        weights, opt, in_flight = order_read_before_write(
-            self.update.pending.ready, change, keep, (updated, in_flight), self.plan.mesh
-        )
+        (weights, opt), in_flight = self._written_later(updated, in_flight)
         states = self.records.write_layer(carried.states, stack.blocks, layer, weights, opt)
         return dataclasses.replace(carried, states=states), in_flight
+
+    def _written_later(
+        self, updated: _Updated, in_flight: list[Array] | None
+    ) -> tuple[tuple[list[Array], list[Array]], list[Array] | None]:
+        """Return the values to write, ordered after the read of the record in flight."""
+        mesh = self.plan.mesh
+        new = (updated.weights, updated.opt)
+        if not adds_order(mesh):
+            return jax.lax.optimization_barrier((new, in_flight))
+        # XLA for CPUs drops the barrier, and moves what two branches share out of them. These
+        # branches differ, although both write the same values if no update is pending.
+        count = len(updated.weights)
+        old = (updated.read[:count], updated.read[count:])
+        weights, opt, in_flight = order_read_before_write(
+            self.update.pending.ready,
+            lambda values: (*values[0], values[2]),
+            lambda values: (*values[1], values[2]),
+            (new, old, in_flight),
+            mesh,
+        )
+        return (weights, opt), in_flight
 
     def _ring(self, carried: UpdatingState, stack: StackPlan) -> RecordRing:
         return RecordRing(self.plan, self.records, carried.grads, stack.blocks)
