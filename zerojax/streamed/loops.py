@@ -317,6 +317,7 @@ class _Forward:
             mesh=loops.mesh,
             slices_host=slices_host,
             fetch=lambda carry, layer: self.source.fetch(carry.carried, loops.stack, layer),
+            tick_fetches=self.source.stores_beside(loops.stack),
         )
         return ForwardResult(carry.x, carry.stacks, carry.added), carry.carried
 
@@ -334,8 +335,16 @@ class _Forward:
 
         x = carry.x
         gathered, next_gathered = loops.gather_turn(carry.gathered, now, take)
+        transfer = None
+        if self.source.stores_beside(loops.stack):
+            built = self.source.build_transfer(carry.carried, loops.stack, updated, now)
+            if built is not None:
+                transfer, others = built
+                now = dataclasses.replace(now, in_flight=others)
         if self.tiled is None:
-            y, added, values, overlapped = self._run_block(gathered, x, now, next_gathered)
+            y, added, values, overlapped = self._run_block(
+                gathered, x, now, next_gathered, transfer
+            )
         else:
             x = self.microbatches.constrain(x)
             y, added, values = self._run_tiles(self.tiled, gathered, x, now)
@@ -344,13 +353,28 @@ class _Forward:
         if self.residuals is not None:
             stacks = self.residuals.write(stacks, now.layer, x, values)
         total = _accumulated(carry.added, added, self.microbatches.count)
-        carried, in_flight = self.source.put(
-            carry.carried, loops.stack, updated, now.consume, overlapped.in_flight
-        )
+        if transfer is None:
+            carried, in_flight = self.source.put(
+                carry.carried, loops.stack, updated, now.consume, overlapped.in_flight
+            )
+        else:
+            assert overlapped.transferred is not None
+            carried, in_flight = self.source.end_transfer(
+                carry.carried,
+                loops.stack,
+                transfer,
+                overlapped.transferred,
+                overlapped.in_flight,
+            )
         return _ForwardCarry(y, overlapped.next_gathered, stacks, total, carried), in_flight
 
     def _run_block(
-        self, gathered: list[Array], x: Tree, now: Tick, next_gathered: list[Array] | None
+        self,
+        gathered: list[Array],
+        x: Tree,
+        now: Tick,
+        next_gathered: list[Array] | None,
+        transfer: DuplexTransfer | None,
     ) -> tuple[Tree, Loss | None, list[Array], _Overlapped]:
         """Run one layer, overlapped with the next layer's gather and the record in flight.
 
@@ -363,8 +387,16 @@ class _Forward:
         # Several microbatches are a loop inside the tick. In the loop's body this work would be
         # repeated for each of them.
         work = None
+        transferred = None
+        turns = list[Turn]()
+        if transfer is not None and microbatches.count == 1:
+            transferred = transfer.begin()
+            turns = [partial(_turn, transfer, n) for n in range(1, transfer.num_turns)]
+        elif transfer is not None:
+            transferred = transfer.cross()
         if microbatches.count == 1:
-            work = _Overlapped(next_gathered if now.takes_record else None, now.in_flight)
+            next_layer = next_gathered if now.takes_record else None
+            work = _Overlapped(next_layer, now.in_flight, transferred)
 
         def run(
             x: Tree, key: Array | None, context: Context
@@ -375,13 +407,16 @@ class _Forward:
                 derive_key(key, loops.stack.number(now.layer)),
                 self.inputs.given(context, now.layer),
             )
-            (y, added, values), overlapped = beside(block, args, work)
+            (y, added, values), overlapped = beside(block, args, work, turns)
             return loops.plan.stream.constrain(y), added, values, overlapped
 
         y, added, values, overlapped = microbatches.each(
             run, x, self.inputs.keys, self.inputs.context
         )
-        return y, added, values, _completed(overlapped, next_gathered, now)
+        done = _completed(overlapped, next_gathered, now)
+        if overlapped is None:
+            done = done._replace(transferred=transferred)
+        return y, added, values, done
 
     def _plain_block(
         self, params: Params, x: Tree, key: Array | None, given: Given

@@ -34,8 +34,8 @@ class Tick:
       on_device: whether the layer's optimizer state stays on the device.
       writes_after_fetch: whether the phase writes the stacks that it fetches from, so that the
         tick's writes wait for `in_flight`.
-      fetch: i32[], the layer whose record the tick fetches itself, if records are stored late; else
-        None.
+      fetch: i32[], the layer whose record the tick fetches itself, if records are stored late or
+        while another is loaded; else None.
       stored: i32[], the layer that an earlier tick updated and this tick stores
         (`Phase.stores_late`); else None.
       stores_unstacked: whether the tick stores the records of unstacked leaves whose gradients the
@@ -83,6 +83,7 @@ def run_phase(
     device_layers: int = 0,
     drain: Drain | None = None,
     drains_last: bool = True,
+    tick_fetches: bool = False,
 ) -> Any:
     """Run the ticks of a phase as loops.
 
@@ -103,6 +104,8 @@ def run_phase(
       drain: `drain(number, layer, carry) -> carry`, called after the last tick if records are
         stored late; it stores the record of a layer, given as an int and as an i32[].
       drains_last: whether the last record is stored here too; otherwise the caller stores it.
+      tick_fetches: whether the ticks fetch the records that fill the ring themselves, as they do
+        if records are stored late.
 
     Returns:
       The final carry.
@@ -116,7 +119,9 @@ def run_phase(
     carry, ring, begin = jax.lax.optimization_barrier((carry, ring, begin))
     added = _added(begin, mesh, slices_host)
     for loop in _tick_loops(phase, device_layers):
-        body = functools.partial(_run_tick, phase, loop, added, tick, fetch)
+        body = functools.partial(
+            _run_tick, phase, loop, added, tick, fetch, tick_fetches or bool(phase.stores_late)
+        )
         carry, ring = run_loop(loop.start, loop.stop, body, (carry, ring), mesh)
     for layer in phase.drain.tolist()[: None if drains_last else -1]:
         assert drain is not None
@@ -130,6 +135,7 @@ def _run_tick(
     added: Array | None,
     tick: RunTick,
     fetch: Fetch,
+    tick_fetches: bool,
     t: Array,
     state: tuple[Any, list[Array] | None],
 ) -> tuple[Any, list[Array] | None]:
@@ -141,6 +147,7 @@ def _run_tick(
       added: number that is added to record numbers (`_added`), or None.
       tick: the tick's computation, as in `run_phase`.
       fetch: fetches a record, as in `run_phase`.
+      tick_fetches: whether the tick fetches the record that fills the ring itself.
       t: i32[], number of the tick.
       state: the ticks' carry, and the ring.
 
@@ -163,7 +170,7 @@ def _run_tick(
     if kind.takes and kind.from_ring:
         assert ring is not None
         record = _take_slot(ring, slot, num_slots)
-    if kind.fetches and ring is not None and phase.stores_late:
+    if kind.fetches and ring is not None and tick_fetches:
         fetched = index("fetch")
     elif kind.fetches and ring is not None:
         in_flight = fetch(carry, index("fetch"))

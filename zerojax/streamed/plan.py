@@ -435,6 +435,19 @@ class StreamedPlan:
         num_matrices = sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
         return max(2, min(most_link_groups(), 2 * num_matrices))
 
+    def forward_groups(self, leaf_ids: Sequence[int]) -> int:
+        """Return the number of groups into which a record's arrays are split in forward.
+
+        Forward has one product for each matrix.
+
+        Args:
+          leaf_ids: indices of the record's leaves.
+        """
+        if self.config.link_groups is not None:
+            return self.config.link_groups
+        num_matrices = sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
+        return max(2, min(most_link_groups(), num_matrices))
+
     def update_groups(self) -> int:
         """Return the number of groups into which an update after backward splits a record's arrays.
 

@@ -17,7 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import RecordUpdate, clip_factor
+from zerojax.optim import (
+    DuplexResult,
+    DuplexTransfer,
+    LateRecord,
+    RecordUpdate,
+    clip_factor,
+    kept_for_later,
+)
 from zerojax.state import (
     FlatState,
     Index,
@@ -28,6 +35,7 @@ from zerojax.state import (
     pick,
     read_layer,
 )
+from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
@@ -144,6 +152,23 @@ class PendingUpdate:
         return weights, opt
 
 
+@dataclasses.dataclass(frozen=True)
+class _LinkTick:
+    """What a tick of forward moves over the host link: see `zerojax.optim.late_records.LateTick`.
+
+    Attributes:
+      layer: the layer whose optimizer state is loaded, i32[], or None.
+      fetch: the layer whose parameters are loaded, i32[], or None.
+      stored: the layer that is stored, i32[].
+    """
+
+    layer: Array | None
+    fetch: Array | None
+    stored: Array
+    loads_pieces: bool = False
+    stores_pieces: bool = False
+
+
 class UpdatingParams:
     """The layers' parameters, each updated just before it is used."""
 
@@ -183,6 +208,62 @@ class UpdatingParams:
             self._stacks(states), stack.leaves.frozen_blocks, record[num_trained:], layer
         )
         return params + frozen, _Updated(weights, opt, read)
+
+    def stores_beside(self, stack: StackPlan) -> bool:
+        """Return whether a tick stores its updated record while it fetches a later one."""
+        config = self.plan.config
+        return (
+            self.stores
+            and self.records.both_ways
+            and config.opt_state == "pinned_host"
+            and config.prefetch_distance > 0
+            and stack.num_layers > 1
+            and len(self.records.opt_records(stack.blocks)) > 1
+        )
+
+    def build_transfer(
+        self, carried: UpdatingState, stack: StackPlan, updated: _Updated | None, now: Tick
+    ) -> tuple[DuplexTransfer, list[Array] | None] | None:
+        """Return the transfers of a tick's updated record and of the record that it fetches."""
+        if updated is None:
+            return None
+        leaf_ids = stack.blocks
+        states, record = kept_for_later(
+            self.records, carried.states, leaf_ids, now.consume, updated.weights, updated.opt
+        )
+        # The weights are loaded with the optimizer state if they are masters.
+        has_master = self.records.layout.has_master
+        late_tick = _LinkTick(now.fetch, None if has_master else now.fetch, now.consume)
+        transfer = DuplexTransfer(
+            LateRecord(self.records, leaf_ids),
+            self.plan.forward_groups(leaf_ids),
+            late_tick,
+            [record],
+            states,
+        )
+        if now.fetch is None:
+            return transfer, None
+        others = list[Array]()
+        if self.plan.grads_away:
+            others += self._ring(carried, stack).read_grads(now.fetch)
+        frozen = self.plan.away(stack.leaves.frozen_blocks)
+        return transfer, others + self.plan.read_params(self._stacks(states), frozen, now.fetch)
+
+    def end_transfer(
+        self,
+        carried: UpdatingState,
+        stack: StackPlan,
+        transfer: DuplexTransfer,
+        transferred: DuplexResult,
+        in_flight: list[Array] | None,
+    ) -> tuple[UpdatingState, list[Array] | None]:
+        """Return the state after all transfers, and the fetched record in the order of `fetch`."""
+        carried = dataclasses.replace(carried, states=transfer.finish_states(transferred))
+        if in_flight is None:
+            return carried, None
+        opt, params = transfer.loaded(transferred)
+        num_grads = len(stack.blocks) if self.plan.grads_away else 0
+        return carried, [*in_flight[:num_grads], *params, *opt, *in_flight[num_grads:]]
 
     def put(
         self,

@@ -105,6 +105,49 @@ class ParamSource(Protocol[Carried]):
         """
         ...
 
+    def stores_beside(self, stack: StackPlan) -> bool:
+        """Return whether a tick stores its updated record while it fetches a later one.
+
+        The tick then fetches that record itself, beside its products (`build_transfer`).
+        """
+        ...
+
+    def build_transfer(
+        self, carried: Carried, stack: StackPlan, updated: Any, now: Tick
+    ) -> tuple[DuplexTransfer, list[Array] | None] | None:
+        """Return what crosses the host link during a tick's products, if `stores_beside`.
+
+        Args:
+          carried: the value that forward carries for this source.
+          stack: the run of layers.
+          updated: the second result of `take`.
+          now: the tick.
+
+        Returns:
+          The transfers, and the arrays of the fetched record that are not part of them; None if
+          the tick updates nothing.
+        """
+        ...
+
+    def end_transfer(
+        self,
+        carried: Carried,
+        stack: StackPlan,
+        transfer: DuplexTransfer,
+        transferred: DuplexResult,
+        in_flight: list[Array] | None,
+    ) -> tuple[Carried, list[Array] | None]:
+        """Return the next carried value and the fetched record, after all transfers of a tick.
+
+        Args:
+          carried: the value that forward carries for this source.
+          stack: the run of layers.
+          transfer: the transfers.
+          transferred: their result.
+          in_flight: the second result of `build_transfer`.
+        """
+        ...
+
     def put(
         self,
         carried: Carried,
@@ -150,6 +193,26 @@ class StoredParams:
         """Return the shards of a layer's parameters."""
         del carried
         return self.plan.take_params(self.stacks, stack.layer, record, layer), None
+
+    def stores_beside(self, stack: StackPlan) -> bool:
+        """Return False: nothing is stored."""
+        del stack
+        return False
+
+    def build_transfer(self, carried: None, stack: StackPlan, updated: None, now: Tick) -> None:
+        """Return None: nothing is stored."""
+        del carried, stack, updated, now
+
+    def end_transfer(
+        self,
+        carried: None,
+        stack: StackPlan,
+        transfer: DuplexTransfer,
+        transferred: DuplexResult,
+        in_flight: list[Array] | None,
+    ) -> tuple[None, list[Array] | None]:
+        """Raise AssertionError: nothing is stored."""
+        raise AssertionError(f"nothing is stored in forward: {stack.name}")
 
     def put(
         self,
