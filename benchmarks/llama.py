@@ -50,6 +50,9 @@ MODES = {
     "resident": Mode(config={}),
     "opt_state on the host": Mode(config={"opt_state": HOST, **_IN_BACKWARD}),
     "opt_state on the host, clip_norm": Mode(config={"opt_state": HOST, "clip_norm": 1.0}),
+    "opt_state on the host, clip_norm, in forward": Mode(
+        config={"opt_state": HOST, "clip_norm": 1.0, "update": "in_forward"}
+    ),
     "params, grads, opt_state on the host": Mode(
         config={"params": HOST, "grads": HOST, "opt_state": HOST, **_IN_BACKWARD}
     ),
