@@ -850,6 +850,7 @@ class Program:
             update="in_forward" it is not settled.
           SwapError: a record cannot be read.
         """
+        self._reader.check_averages()
         check_is_there(state)
         if self._is_unsettled(state):
             # An evaluation of the state with these parameters would update them.
@@ -874,6 +875,8 @@ class Program:
           ValueError: the state was donated, or is not the one on disk, or there are no averages.
           SwapError: a record cannot be read.
         """
+        if ema:
+            self._reader.check_averages()
         check_is_there(state)
         self._is_unsettled(state)  # raises for a state of another program
         pieces = self._reader.pieces(state, ema)

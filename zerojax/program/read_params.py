@@ -66,6 +66,10 @@ class ParamReader:
         self._updates = self.layout.config.update == "in_forward"
         self._unstacked_readers: dict[tuple[int, bool], Any] = {}
 
+    def check_averages(self) -> None:
+        """Raise ValueError if the optimizer keeps no average of each parameter."""
+        _ = self._averages
+
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree) for each piece, with leaves on the device.
 
@@ -80,7 +84,7 @@ class ParamReader:
           ValueError: there are no averages.
         """
         if ema:
-            _ = self._averages  # raises before anything is read
+            self.check_averages()  # before anything is read
         if not isinstance(self.model, LayeredModel):
             for path, index in jax.tree_util.tree_flatten_with_path(
                 self._indices, is_leaf=is_encoded
