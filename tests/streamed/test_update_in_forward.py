@@ -73,6 +73,7 @@ def assert_same(case: dict[str, Any], data: list[Any], **kwargs: Any) -> list[di
     return actual
 
 
+@pytest.mark.by_default("all_on_host", "gather_ahead")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_an_update_after_backward(case):
     rows = assert_same(case, toys.batches(STEPS))
@@ -81,7 +82,10 @@ def test_equals_an_update_after_backward(case):
 
 
 @pytest.mark.usefixtures("default_fusions")
-@pytest.mark.parametrize("case", [{}, {"stage": 2, "grads": HOST, "opt_state": HOST}])
+@pytest.mark.by_default("stage_2")
+@pytest.mark.parametrize(
+    "case", [{}, {"stage": 2, "grads": HOST, "opt_state": HOST}], ids=["device", "stage_2"]
+)
 def test_parameters_on_the_device_change_no_more_than_the_last_places(case):
     expected, _ = train(build("after_backward", clip_norm=1.2, **case), toys.batches(STEPS))
     actual, _ = train(build("in_forward", clip_norm=1.2, **case), toys.batches(STEPS))
@@ -157,6 +161,7 @@ def test_checkpoints_hold_the_pending_update(tmp_path):
         checkpointer.restore(build("after_backward", **case))
 
 
+@pytest.mark.by_default("microbatches")
 @pytest.mark.parametrize(
     "changed",
     [{"clip_norm": None}, {"num_microbatches": 4}, {"precision": "bf16"}],
@@ -199,6 +204,7 @@ def test_a_program_refuses_an_unsettled_state_of_another_program():
         next(other.iter_params(state))
 
 
+@pytest.mark.by_default("all_ahead")
 @pytest.mark.parametrize(
     "case",
     [
