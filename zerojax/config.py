@@ -602,12 +602,6 @@ def require_built(config: ZeroConfig) -> None:
                     f"update='in_forward' is not supported with {name}={value!r}: use "
                     f"{name}={supported!r}, or update='after_backward'"
                 )
-        for name in ("params", "grads", "opt_state", "frozen"):
-            if getattr(config, name) == "nvme":
-                raise NotImplementedError(
-                    f"update='in_forward' is not supported with {name}='nvme': use 'pinned_host', "
-                    "or update='after_backward'"
-                )
     numbers = []
     for segment in _segments(config):
         offloaded = _numbered(segment.offloaded_names)

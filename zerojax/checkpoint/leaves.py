@@ -241,7 +241,7 @@ def _mirrored(records: StateRecords) -> Iterator[_Mirror]:
             grads: list[int] = []
             if field.name == "pending" and value is not None:
                 grads = [*layout.stacked, *layout.unstacked]  # the first field of Pending
-            yield from map(_Mirror, grads)
+            yield from (_Mirror(i, records.stored_grads[i]) for i in grads)
             yield from [_Mirror()] * (len(jax.tree.leaves(value)) - len(grads))
 
 

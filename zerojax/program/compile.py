@@ -211,8 +211,13 @@ class StepCompiler:
     def settle(self) -> Any:
         """`settle(state)`, jitted with the state donated."""
         shardings = explicit(self._layout.shardings)
+
+        def settle(state: TrainState) -> TrainState:
+            state = self._step.settle(state)
+            return state if self._layout.disk is None else numbered_next(state)
+
         return jax.jit(
-            self._step.settle,
+            settle,
             donate_argnums=0,
             in_shardings=(shardings,),
             out_shardings=shardings,

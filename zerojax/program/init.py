@@ -12,6 +12,7 @@ allocated them, XLA would make them on the device first. Both ways use the same 
 order, and give the same numbers.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +43,12 @@ from zerojax.state import (
     Layout,
     OnDevice,
     OnDisk,
+    Pending,
     StackLeaves,
     StateRecords,
     Tile,
     TileGroup,
+    TileNumber,
     TrainState,
     allocate_all,
     check_host_reads,
@@ -229,7 +232,9 @@ def _init_by_records(
                 states = _fill_blocks(stack, leaves, update, states, keys)
             params, master, opt_state = records.trees(abstract, states)
         # Zeros, so `ready` is False: the first step has no pending update to apply.
-        pending = jax.tree.map(room, abstract.pending)
+        pending = rooms(abstract.pending)
+        if pending is not None:
+            pending = _fill_pending(records, pending)
         frozen = rooms(abstract.frozen)
         if frozen is not None:
             leaves, tree = jax.tree.flatten(frozen, is_leaf=is_stored)
@@ -237,6 +242,35 @@ def _init_by_records(
         return _first_state(model, layout, key, params, master, opt_state, pending, frozen)
 
     return init
+
+
+def _fill_pending(records: StateRecords, pending: Pending) -> Pending:
+    """Write zeros as the pending gradients that are on disk, which the first step reads."""
+    layout = records.layout
+    grads = list(pending.grads)
+    places = {leaf: place for place, leaf in enumerate((*layout.stacked, *layout.unstacked))}
+
+    def write(leaf_ids: Sequence[int], num_records: int, at: Callable[[Array], Index]) -> None:
+        specs = [records.stored_grads[i] for i in leaf_ids]
+        if not any(spec.disk_records is not None for spec in specs):
+            return
+        zeros = [
+            jnp.zeros(records.leaves[i].record_shape, grads[places[i]].dtype) for i in leaf_ids
+        ]
+
+        def body(number: Array, stacks: list[Any]) -> list[Any]:
+            return write_layer(specs, stacks, at(number), zeros)
+
+        stacks = [grads[places[i]] for i in leaf_ids]
+        filled = run_loop(0, num_records, body, stacks, records.mesh)
+        for i, stack in zip(leaf_ids, filled, strict=True):
+            grads[places[i]] = stack
+
+    for stack in layout.stacks:
+        write(stack.blocks, stack.num_layers, lambda layer: layer)
+        for group in stack.groups:
+            write(group.leaves, stack.num_layers * group.num_tiles, TileNumber)
+    return dataclasses.replace(pending, grads=grads)
 
 
 def _below(tree: Tree, path: Sequence[str]) -> Any:

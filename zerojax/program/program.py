@@ -216,6 +216,14 @@ class Program:
         return self._step.eval_moves()
 
     @cached_property
+    def _unsettled_eval_moves(self) -> tuple[Move, ...]:
+        return self._step.unsettled_eval_moves()
+
+    @cached_property
+    def _settle_moves(self) -> tuple[Move, ...]:
+        return self._step.settle_moves()
+
+    @cached_property
     def _grads_moves(self) -> tuple[Move, ...]:
         return self._step.grads_moves()
 
@@ -547,7 +555,13 @@ class Program:
             return state
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state, self._state_numbers)
-            return self._runner.finished(self._runner.call(self._compiler.settle, state))
+            settle = self._compiler.settle
+            if self.swap is not None:
+                self._compiler.order(settle, as_arguments((state,)))
+            addresses = self._runner.begin_step(state, self._settle_moves, name="settle")
+            settled = self._runner.finished(self._runner.call(settle, state))
+            state, _ = self._runner.end_step(settled, addresses)
+            return state
 
     @without_mesh
     def eval(self, state: TrainState, batch: Batch) -> Any:
@@ -671,7 +685,9 @@ class Program:
             # A trace finds the loops over tiles, and so the moves.
             if self.swap is not None:
                 self._compiler.order(program, as_arguments(args))
-            return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
+            is_settled = not isinstance(params, TrainState)
+            moves = self._eval_moves if is_settled else self._unsettled_eval_moves
+            return self._runner.run(name, program, *args, reads=params, moves=moves)
 
     @without_mesh
     def grads(self, state: TrainState, batch: Batch) -> tuple[Any, Any]:
@@ -790,7 +806,7 @@ class Program:
           ValueError: the state was donated.
         """
         check_is_there(state)
-        if self._is_unsettled(state):
+        if self._is_unsettled(state) and self.config.params != "nvme":
             copies = self._reader.copies(state, ema=False)
             return self.layout.join(dataclasses.replace(state, params=copies))
         return self.layout.join(state)

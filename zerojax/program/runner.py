@@ -133,14 +133,19 @@ class Runner:
         return result
 
     def begin_step(
-        self, state: TrainState, moves: Sequence[Move], written: Sequence[DiskRecords]
+        self,
+        state: TrainState,
+        moves: Sequence[Move],
+        written: Sequence[DiskRecords] = (),
+        name: str = "step",
     ) -> list[int]:
-        """Prepare for a step.
+        """Prepare for a step, or for another program that makes the next state.
 
         Args:
-          state: state that the step takes.
+          state: state that the program takes.
           moves: records that it reads from disk and writes to disk, in order.
           written: records that it writes before it reads them.
+          name: name of the program in a trace.
 
         Returns:
           The addresses on which the host update works, for `end_step`.
@@ -155,7 +160,7 @@ class Runner:
         else:
             addresses = self.host.binding.prepare(jax.block_until_ready(state))
         if self.swap is not None:
-            self.swap.begin(state, moves, written)
+            self.swap.begin(state, moves, written, name=name)
         return addresses
 
     def finished(self, results: Any) -> Any:

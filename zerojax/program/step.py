@@ -132,6 +132,14 @@ class Step(Protocol):
         """Return the records that `eval` or `apply` reads from disk and writes, in order."""
         ...
 
+    def unsettled_eval_moves(self) -> tuple[Move, ...]:
+        """Return the records that they read of a state with a pending update, in order."""
+        ...
+
+    def settle_moves(self) -> tuple[Move, ...]:
+        """Return the records that `settle` reads from disk and writes to disk, in order."""
+        ...
+
     def grads_moves(self) -> tuple[Move, ...]:
         """Return the records that `grads` reads from disk and writes to disk, in order."""
         ...

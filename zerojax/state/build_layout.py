@@ -181,7 +181,8 @@ def build_layout(
     abstract_state = arrays
     if uses_disk(config):
         disk = DiskLayout(config, mesh)
-        abstract_state = _put_on_disk(arrays, optimizer.is_shared, config, mesh)
+        num_stacked = sum(leaf.is_stacked for leaf in weights.leaves)
+        abstract_state = _put_on_disk(arrays, optimizer.is_shared, num_stacked, config, mesh)
 
     num_layers = None
     stack_layers = {}
@@ -463,7 +464,7 @@ def _build_pending(
         # forward reads the gradients where backward stores them.
         tier = config.opt_state
         if config.update == "in_forward":
-            tier = config.grads if leaf.is_stacked else "device"
+            tier = _array_tier(config.grads) if leaf.is_stacked else "device"
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, tier))
 
     def scalar(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -533,10 +534,18 @@ def _array_tier(tier: str) -> str:
     return "device" if tier == "nvme" else tier
 
 
-def _put_on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) -> TrainState:
+def _put_on_disk(
+    state: TrainState, is_shared: Any, num_stacked: int, config: ZeroConfig, mesh: Mesh
+) -> TrainState:
     """Replace the leaves of the nvme tier by DiskArgument.
 
-    Scalars that the full optimizer state shares stay arrays.
+    Args:
+      state: the state's shapes and shardings, as if nothing were on disk.
+      is_shared: tree of bool like the optimizer state, true for the scalars that all of it shares;
+        they stay arrays.
+      num_stacked: number of stacked leaves, which come first in a pending update.
+      config: config of the program.
+      mesh: the device mesh.
     """
     # One number per device: each device orders its own callbacks and waits for no other device.
     token: Any = jax.ShapeDtypeStruct(
@@ -554,11 +563,16 @@ def _put_on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Me
     opt_state = state.opt_state
     if config.opt_state == "nvme":
         opt_state = jax.tree.map(leaf_on_disk, opt_state, is_shared, is_leaf=is_stored)
+    pending = state.pending
+    if pending is not None and config.grads == "nvme":
+        stacked = map(leaf_on_disk, pending.grads[:num_stacked])
+        pending = dataclasses.replace(pending, grads=[*stacked, *pending.grads[num_stacked:]])
     return dataclasses.replace(
         state,
         params=weights(state.params, config.params),
         master=weights(state.master, config.opt_state),
         opt_state=opt_state,
+        pending=pending,
         frozen=weights(state.frozen, frozen_tier(config)),
     )
 

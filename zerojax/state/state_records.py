@@ -9,6 +9,7 @@ optimizer state together are another kind, because an update reads and writes th
     params.<group>  L T       a group's parameters of a tile
     params.<i>      1         parameter leaf i
     params.<stack>  L         the blocks' parameters of a layer, if the model has several stacks
+    grads           L         the blocks' gradients of a layer, from backward to their update
     opt_state...    same      masters, then the optimizer state leaves that mirror the parameters
     frozen...       same      frozen parameters of the same layer, tile or leaf; only read
 
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.device import one_trip
-from host_offload.engine import User
+from host_offload.engine import Lifetime, User
 from zerojax.config import resolve_activations
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
@@ -90,6 +91,8 @@ class StateRecords:
       master: how a record of each float32 weight is stored, by leaf index; the weights are the
         parameters if there are no masters.
       grads: the shards, on the device, on which each leaf is updated, by leaf index.
+      stored_grads: how a record of each gradient is stored from backward to the update, by leaf
+        index.
       opt: how a record of each optimizer state leaf is stored; None for leaves that belong to no
         parameter.
       frozen: how a record of each frozen parameter is stored, in the order of `Layout.frozen`.
@@ -140,7 +143,10 @@ class StateRecords:
                 config.opt_state,
                 config.precision,
             )
+        self.stored_grads = self._store_grads()
         if layout.disk is not None:
+            if config.grads == "nvme" and config.update != "in_backward":
+                self._declare_grads(layout.disk)
             self._declare_params(layout.disk)
             self._declare_opt_state(layout.disk)
             self._declare_frozen(layout.disk)
@@ -163,7 +169,51 @@ class StateRecords:
         """Whether records cross a host link that loads and stores at the same time."""
         return self.slices_host and crosses_link(self.mesh)
 
+    def _store_grads(self) -> list[RecordSpec]:
+        """Return how each gradient is stored from backward to the update, as if not on disk."""
+        config = self.layout.config
+        # With an update on the host, the loops keep gradients on the device; callbacks stash them.
+        tier = "device" if config.update_on == "host" else config.grads
+        # Gradients of embedding and head stay on the device, since both add to them.
+        return [
+            dataclasses.replace(record, tier=tier if leaf.is_stacked else "device")
+            for record, leaf in zip(self.grads, self.leaves, strict=True)
+        ]
+
     # --- on disk ----------------------------------------------------------------------------------
+
+    def _declare_grads(self, disk: DiskLayout) -> None:
+        layout = self.layout
+        # An update in forward leaves its gradients to the next step, so they are part of the state.
+        lifetime: Lifetime = "state" if layout.config.update == "in_forward" else "step"
+        on_host = layout.config.update_on == "host"
+
+        def declare(kind: str, count: int, leaf_ids: Sequence[int]) -> None:
+            if not leaf_ids:  # all leaves are frozen
+                return
+            shapes = [
+                jax.ShapeDtypeStruct(self.leaves[i].record_shape, layout.grad_dtype(i))
+                for i in leaf_ids
+            ]
+            disk_records = disk.declare(
+                kind,
+                count,
+                [self.leaves[i].name for i in leaf_ids],
+                shapes,
+                [self.stored_grads[i].spec for i in leaf_ids],
+                lifetime=lifetime,
+                used_by="host" if on_host else "program",
+            )
+            for place, i in enumerate(leaf_ids):
+                stored = self.stored_grads[i]
+                self.stored_grads[i] = dataclasses.replace(
+                    stored, disk_records=disk_records, leaf=place
+                )
+
+        for stack in layout.stacks:
+            declare(stack.kind("grads"), stack.num_layers, stack.blocks)
+            for group in stack.groups:
+                declare(group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves)
 
     def _declare_params(self, disk: DiskLayout) -> None:
         if self.layout.config.params != "nvme":

@@ -126,7 +126,7 @@ class StackLoops:
           carried: the value that forward carries for the source.
         """
         stack = self.stack
-        phase = stack.schedule.phase("forward")
+        phase = source.phase(stack)
         slices_host = self.plan.state_records.slices_host
 
         def update(
@@ -295,7 +295,7 @@ class _Forward:
         """Return the results of forward, and the value that it carried for the source."""
         loops = self.loops
         plan = loops.plan
-        phase = loops.stack.schedule.phase("forward")
+        phase = self.source.phase(loops.stack)
         slices_host = plan.state_records.slices_host
         # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
         # previous tick, so its layer is gathered here.

@@ -23,6 +23,7 @@ from host_offload.schedule import (
     LATE_UNSTACKED,
     UNSTACKED_PIECES,
     Move,
+    Phase,
     Schedule,
     StepPlan,
     TiledSchedule,
@@ -33,7 +34,7 @@ from host_offload.schedule import (
     stacked_schedule,
 )
 from zerojax.compat import most_link_groups, num_update_groups
-from zerojax.config import streams
+from zerojax.config import ZeroConfig, streams
 from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
@@ -91,6 +92,7 @@ class StackPlan:
       stack: the model's stack of layers.
       run: the layers of the stack that belong to the run, and their saved activations.
       schedule: schedule of the run's loops.
+      reading: the phase of a forward that only reads the parameters, such as an evaluation's.
       operands: leaves with which a block is called, in the order of its tree; an encoded leaf is
         represented by its first array.
       tree: tree structure of a block's parameters.
@@ -99,6 +101,7 @@ class StackPlan:
     stack: StackModel
     run: LayerRange
     schedule: Schedule
+    reading: Phase
     operands: tuple[int, ...]
     tree: Any
 
@@ -225,10 +228,9 @@ class StreamedPlan:
         self.unstacked = layout.unstacked
         self.stacks = (*layout.stacked, *frozen)
 
-        # With an update on the host, the loops keep gradients on the device; callbacks stash them.
         after_backward = config.update != "in_backward"
         grads_tier = "device" if config.update_on == "host" else config.grads
-        self.grads = self._store_grads(grads_tier)
+        self.grads = state_records.stored_grads
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
@@ -259,8 +261,15 @@ class StreamedPlan:
             for name, schedule in planned.items()
         }
         models = {stack.name: stack for stack in list_stacks(model)}
+        reading = self._plan_reading()
         self.of_stacks = tuple(
-            _stack_plan(models[run.stack.name], run, schedules[run.name], layout)
+            _stack_plan(
+                models[run.stack.name],
+                run,
+                schedules[run.name],
+                reading[run.name].phase("forward"),
+                layout,
+            )
             for run in self._runs
         )
         self.schedule = stacked_schedule(schedules)
@@ -284,52 +293,27 @@ class StreamedPlan:
                 on_disk[i] = self.grads[i]
         return HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
-    def _store_grads(self, tier: str) -> list[RecordSpec]:
-        """Return how each gradient is stored from backward to update.
-
-        Gradients on disk are declared here. They are not part of the state, since they only live
-        from backward to update.
-
-        Args:
-          tier: tier of the layers' gradients.
-        """
-        layout = self.layout
+    def _plan_reading(self) -> dict[str, Schedule]:
+        """Return schedules whose forward only reads the parameters, by the name of the run."""
         config = self.config
-        grads = list[RecordSpec]()
-        for record, leaf in zip(self.state_records.grads, layout.leaves, strict=True):
-            # Gradients of embedding and head stay on the device, since both add to them.
-            grads.append(dataclasses.replace(record, tier=tier if leaf.is_stacked else "device"))
-        if layout.disk is None or config.grads != "nvme" or config.update == "in_backward":
-            return grads
-        kinds = list[tuple[str, int, tuple[int, ...]]]()
-        for stack in layout.stacks:
-            kinds.append((stack.kind("grads"), stack.num_layers, stack.blocks))
-            for group in stack.groups:
-                kinds.append(
-                    (group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves)
-                )
-        for kind, count, leaf_ids in kinds:
-            if not leaf_ids:  # all its leaves are frozen
-                continue
-            disk_records = layout.disk.declare(
-                kind,
-                count,
-                [self.leaves[i].name for i in leaf_ids],
-                [self.grad_shape(i) for i in leaf_ids],
-                [grads[i].spec for i in leaf_ids],
-                lifetime="step",
-                used_by="host" if config.update_on == "host" else "program",
-            )
-            for place, i in enumerate(leaf_ids):
-                grads[i] = dataclasses.replace(grads[i], disk_records=disk_records, leaf=place)
-        return grads
+        if config.update == "in_forward":
+            config = dataclasses.replace(config, update="after_backward")
+        return self._plan_schedules(config.prefetch_distance, config.gather_ahead, config=config)
 
     def _plan_schedules(
-        self, distance: int, gather_ahead: bool, kept: Kept | None = None
+        self,
+        distance: int,
+        gather_ahead: bool,
+        kept: Kept | None = None,
+        config: ZeroConfig | None = None,
     ) -> dict[str, Schedule]:
         """Return the schedule of each run of layers by its name.
 
-        `kept` is the bytes that each run's layers save for backward, if known.
+        Args:
+          distance: prefetch distance, in ticks.
+          gather_ahead: whether the next layer is gathered while the current one computes.
+          kept: bytes that each run's layers save for backward, if known.
+          config: config to plan for; None for the step's own.
         """
         return plan_schedules(
             self.state_records,
@@ -340,6 +324,7 @@ class StreamedPlan:
             distance,
             gather_ahead,
             kept or {},
+            config or self.config,
         )
 
     def _check_budget(self, kept: Kept, loops: Loops | None = None) -> None:
@@ -392,6 +377,13 @@ class StreamedPlan:
             self.config.prefetch_distance, self.config.gather_ahead, kept
         )
         return self._step_plan(schedules, loops, unstacked_first)
+
+    def reading_steps(self, loops: Loops) -> StepPlan:
+        """Return the operations of a step whose forward only reads the parameters.
+
+        An evaluation runs its forward.
+        """
+        return self._step_plan(self._plan_reading(), loops, unstacked_first=False)
 
     def _step_plan(
         self, schedules: Mapping[str, Schedule], loops: Loops | None, unstacked_first: bool
@@ -689,12 +681,12 @@ class StreamedPlan:
 
 
 def _stack_plan(
-    stack: StackModel, run: LayerRange, schedule: Schedule, layout: Layout
+    stack: StackModel, run: LayerRange, schedule: Schedule, reading: Phase, layout: Layout
 ) -> StackPlan:
     tree = layout.block_tree(stack.name)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, run.stack.in_tree), is_leaf=is_encoded)
     operands = tuple(jax.tree.leaves(node)[0] for node in nodes)
-    return StackPlan(stack, run, schedule, operands, tree)
+    return StackPlan(stack, run, schedule, reading, operands, tree)
 
 
 # --- disk reads and writes ------------------------------------------------------------------------

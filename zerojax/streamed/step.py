@@ -260,7 +260,9 @@ class StreamedStep:
         records = list[RecordSpec]()
         for residuals in self.abstract_residuals(abstract_batch):
             records += residuals.records
-        on_disk = [r.disk_records for r in (*records, *self.plan.grads)]
+        if self.config.update != "in_forward":
+            records += self.plan.grads
+        on_disk = [r.disk_records for r in records]
         return list(dict.fromkeys(disk for disk in on_disk if disk is not None))
 
     def steps(self, kept: Mapping[str, Mapping[str, int]] | None = None) -> StepPlan:
@@ -278,12 +280,28 @@ class StreamedStep:
 
         An evaluation reads parameters alone. A step's forward also writes activations.
         """
+        steps = self.plan.reading_steps([loops.tracer.eval_loops() for loops in self.loops])
+        forward_moves = moves(self.plan, steps, ("embed", "forward"))
+        reads = ("params", "frozen")
+        return tuple(move for move in forward_moves if _kind(move) in reads)
+
+    def unsettled_eval_moves(self) -> tuple[Move, ...]:
+        """Return the disk reads of an evaluation that applies a pending update, in order."""
         steps = self.plan.steps(
             [loops.tracer.eval_loops() for loops in self.loops], self.policy.unstacked_first
         )
-        forward_moves = moves(self.plan, steps, ("embed", "forward"))
-        reads = ("params", "frozen")
-        return tuple(move for move in forward_moves if move.kind.split(".")[0] in reads)
+        updated = moves(self.plan, steps, ("unstacked",))
+        # The updated parameters of embedding and head are not read again.
+        embed = (move for move in moves(self.plan, steps, ("embed",)) if _kind(move) == "frozen")
+        forward = moves(self.plan, steps, ("forward",))
+        reads = (*updated, *embed, *forward)
+        return tuple(m for m in reads if not m.writes and _kind(m) != "activations")
+
+    def settle_moves(self) -> tuple[Move, ...]:
+        """Return the disk moves of `settle`, in order: those of the updates in a step."""
+        steps = self.steps()
+        updates = moves(self.plan, steps, ("unstacked", "forward"))
+        return tuple(m for m in updates if _kind(m) not in ("activations", "frozen"))
 
     def grads_moves(self) -> tuple[Move, ...]:
         """Return the disk moves of `grads`, in order: forward and backward alone.
@@ -342,10 +360,9 @@ class StreamedStep:
         Args:
           state: a state with a pending update; donated.
         """
-        assert state.pending is not None
-        state = self.policy.begin_step(state)
-        source, carried = self.policy.source(state)
-        begin = jnp.int32(0)
+        assert isinstance(self.policy, UpdateInForward)
+        state, begin = self.policy.begin_step(state)
+        source, carried = self.policy.settling_source(state)
         for loops in self.loops:
             carried = loops.settle(source, begin, carried)
             # The next run's first fetches come after this run.
@@ -394,11 +411,11 @@ class StreamedStep:
 
         Its callbacks wait for `token`.
         """
-        state = self.policy.begin_step(state)
+        state, begin = self.policy.begin_step(state)
         # Before the layers, in the order of the disk's read-ahead (`moves`).
         params = self.layout.join(state)
         unstacked = self.embed_head.load(params)
-        forward = self._forward(state, unstacked, batch, keys, scratch)
+        forward = self._forward(state, unstacked, batch, keys, scratch, begin)
         state = forward.state
         y, loaded = sink.load_unstacked(state, forward.y)
         head = self.embed_head.head_and_grads(
@@ -425,6 +442,7 @@ class StreamedStep:
         batch: Batch,
         keys: Array | None,
         scratch: Scratch,
+        begin: Array,
     ) -> _ForwardResult:
         """Run the embedding and all layers.
 
@@ -434,8 +452,8 @@ class StreamedStep:
           batch: the microbatches.
           keys: their random keys, or None.
           scratch: stacks in host memory.
+          begin: i32[] zero, known when forward may begin.
         """
-        begin = jnp.int32(0)
         before = embed_head_state(state.model_state)
         y, states, read_by_head = self.embed_head.embed_all(unstacked, batch, keys, before)
         in_memory = list(scratch["residuals"])
@@ -589,6 +607,11 @@ class StreamedStep:
         if state.pending is None:
             return token
         return self.host.start(self.plan.state_records.flat(state), state.pending, token)
+
+
+def _kind(move: Move) -> str:
+    """Return the kind of a move's records, without the name of their stack, group or leaf."""
+    return move.kind.split(".")[0]
 
 
 def _as_context(d_context: Tree, context: Context) -> Tree:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from host_offload.schedule import Phase
 from zerojax.optim import (
     DuplexResult,
     DuplexTransfer,
@@ -34,6 +35,7 @@ from zerojax.state import (
     order_read_before_write,
     pick,
     read_layer,
+    wait_for,
 )
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -172,12 +174,14 @@ class _LinkTick:
 class UpdatingParams:
     """The layers' parameters, each updated just before it is used."""
 
-    def __init__(self, update: PendingUpdate, frozen: list[Any], stores: bool = True) -> None:
+    def __init__(
+        self, update: PendingUpdate, frozen: list[Any] | None, stores: bool = True
+    ) -> None:
         """Provide the parameters that `update` makes, and the `frozen` stacks of parameters.
 
         Args:
           update: the update that is pending.
-          frozen: the frozen stacks of parameters.
+          frozen: the frozen stacks of parameters; None if only updated parameters are wanted.
           stores: whether updated records are stored; an evaluation only reads.
         """
         self.update = update
@@ -186,10 +190,14 @@ class UpdatingParams:
         self.records = update.records
         self.frozen = frozen
 
+    def phase(self, stack: StackPlan) -> Phase:
+        """Return the phase of a forward that updates."""
+        return stack.schedule.phase("forward")
+
     def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Array) -> list[Array]:
         """Return the arrays of a layer that are off the device: gradients, weights, frozen ones."""
         states = carried.states
-        frozen = self.plan.away(stack.leaves.frozen_blocks)
+        frozen = self.plan.away(self._frozen_leaves(stack))
         fetched = self._ring(carried, stack).fetch(states, layer)
         return fetched + self.plan.read_params(self._stacks(states), frozen, layer)
 
@@ -199,13 +207,14 @@ class UpdatingParams:
         """Update a layer; return the shards of its parameters, and the updated record."""
         leaf_ids = stack.blocks
         states = carried.states
-        num_frozen = len(self.plan.away(stack.leaves.frozen_blocks))
+        frozen_leaves = self._frozen_leaves(stack)
+        num_frozen = len(self.plan.away(frozen_leaves))
         num_trained = len(record) - num_frozen
         grads, read = self._ring(carried, stack).take(states, record[:num_trained], layer)
         weights, opt = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
-            self._stacks(states), stack.leaves.frozen_blocks, record[num_trained:], layer
+            self._stacks(states), frozen_leaves, record[num_trained:], layer
         )
         return params + frozen, _Updated(weights, opt, read)
 
@@ -246,7 +255,7 @@ class UpdatingParams:
         others = list[Array]()
         if self.plan.grads_away:
             others += self._ring(carried, stack).read_grads(now.fetch)
-        frozen = self.plan.away(stack.leaves.frozen_blocks)
+        frozen = self.plan.away(self._frozen_leaves(stack))
         return transfer, others + self.plan.read_params(self._stacks(states), frozen, now.fetch)
 
     def end_transfer(
@@ -304,9 +313,13 @@ class UpdatingParams:
     def _ring(self, carried: UpdatingState, stack: StackPlan) -> RecordRing:
         return RecordRing(self.plan, self.records, carried.grads, stack.blocks)
 
+    def _frozen_leaves(self, stack: StackPlan) -> tuple[int, ...]:
+        """Return the indices of a layer's frozen leaves that are provided."""
+        return () if self.frozen is None else stack.leaves.frozen_blocks
+
     def _stacks(self, states: FlatState) -> list[Any]:
         """Return the stacks of parameters in the order of `StreamedPlan.stacks`."""
-        return [*(states.params[i] for i in self.plan.stacked), *self.frozen]
+        return [*(states.params[i] for i in self.plan.stacked), *(self.frozen or [])]
 
 
 class UpdateInForward(StoredGrads):
@@ -320,16 +333,27 @@ class UpdateInForward(StoredGrads):
         self.record_update = update
         self.records = update.records
 
-    def begin_step(self, state: TrainState) -> TrainState:
+    def begin_step(self, state: TrainState) -> tuple[TrainState, Array]:
         """Update the unstacked leaves, which forward reads first."""
         states = self._pending(state).update_unstacked(self.records.flat(state))
-        return self._with_states(state, states)
+        begin = jnp.int32(0)
+        # The engine's read-ahead expects the layers' records after the unstacked leaves.
+        if (token := self.records.end_token(states)) is not None:
+            begin, _ = wait_for(begin, token, self.plan.mesh)
+        return self._with_states(state, states), begin
 
     def source(self, state: TrainState) -> tuple[UpdatingParams, UpdatingState]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a source that updates each layer before it is used."""
         assert state.pending is not None
         grads, _ = split_grads(self.plan, state.pending.grads)
         source = UpdatingParams(self._pending(state), self.plan.frozen_stacks(state))
+        return source, UpdatingState(self.records.flat(state), grads)
+
+    def settling_source(self, state: TrainState) -> tuple[UpdatingParams, UpdatingState]:
+        """Return a source that updates each layer, and provides no frozen parameters."""
+        assert state.pending is not None
+        grads, _ = split_grads(self.plan, state.pending.grads)
+        source = UpdatingParams(self._pending(state), frozen=None)
         return source, UpdatingState(self.records.flat(state), grads)
 
     def read_source(self, state: TrainState) -> tuple[Params, UpdatingParams, UpdatingState]:

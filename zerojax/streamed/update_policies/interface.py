@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
+from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import DuplexResult, DuplexTransfer, RecordUpdate, finish
 from zerojax.state import FlatState, Pending, TrainState
@@ -81,6 +82,10 @@ class RecordGrads:
 
 class ParamSource(Protocol[Carried]):
     """Provider of the layers' parameters to forward, which may update them first."""
+
+    def phase(self, stack: StackPlan) -> Phase:
+        """Return the schedule's phase of a forward that takes its parameters from this source."""
+        ...
 
     def fetch(self, carried: Carried, stack: StackPlan, layer: Array) -> list[Array]:
         """Return the arrays of a layer that forward fetches ahead.
@@ -181,6 +186,10 @@ class StoredParams:
         """Read `blocks`, the tree of all layers' parameters, as `plan` says."""
         self.plan = plan
         self.stacks = plan.weight_stacks(blocks)
+
+    def phase(self, stack: StackPlan) -> Phase:
+        """Return the phase of a forward that only reads."""
+        return stack.reading
 
     def fetch(self, carried: None, stack: StackPlan, layer: Array) -> list[Array]:
         """Return the parameters of a layer that are off the device."""
@@ -309,15 +318,18 @@ class UpdatePolicy(GradientSink[Carried], Protocol[Carried]):
     unstacked_first: bool
     """Whether the unstacked leaves are updated before the layers."""
 
-    def begin_step(self, state: TrainState) -> TrainState:
-        """Return the state with the unstacked leaves that forward reads up to date."""
+    def begin_step(self, state: TrainState) -> tuple[TrainState, Array]:
+        """Return the state with the unstacked leaves that forward reads up to date.
+
+        The second result is i32[] zero, known when forward may begin.
+        """
         ...
 
     def source(self, state: TrainState) -> tuple[ParamSource[Any], Any]:
         """Return the source of forward's parameters, and the value that forward carries for it.
 
         Args:
-          state: the result of `begin_step`.
+          state: the state that `begin_step` returned.
         """
         ...
 
@@ -325,7 +337,7 @@ class UpdatePolicy(GradientSink[Carried], Protocol[Carried]):
         """Return the state after forward.
 
         Args:
-          state: the result of `begin_step`.
+          state: the state that `begin_step` returned.
           carried: the value that forward carried for the source.
         """
         ...
@@ -340,9 +352,9 @@ class PlainForward:
 
     plan: StreamedPlan
 
-    def begin_step(self, state: TrainState) -> TrainState:
+    def begin_step(self, state: TrainState) -> tuple[TrainState, Array]:
         """Return the state unchanged."""
-        return state
+        return state, jnp.int32(0)
 
     def source(self, state: TrainState) -> tuple[StoredParams, None]:
         """Return a source of the parameters as they are stored."""
