@@ -38,13 +38,10 @@ class Mode:
 
 _IN_BACKWARD = {"update": "in_backward"}
 _ON_HOST = {"opt_state": HOST, "update_on": "host"}
-_ALL_NVME = {
-    "params": DISK,
-    "grads": DISK,
-    "opt_state": DISK,
-    "swap_dir": "not there",
-    **_IN_BACKWARD,
-}
+_ALL_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST}
+_ON_NVME = {"params": DISK, "grads": DISK, "opt_state": DISK, "swap_dir": "not there"}
+_ALL_NVME = {**_ON_NVME, **_IN_BACKWARD}
+_CLIPPED_NVME = {**_ON_NVME, "clip_norm": 1.0}
 _NO_DISK = {"disk_read": NO_DISK, "disk_write": NO_DISK}
 MODES = {
     "resident": Mode(config={}),
@@ -53,8 +50,10 @@ MODES = {
     "opt_state on the host, clip_norm, in forward": Mode(
         config={"opt_state": HOST, "clip_norm": 1.0, "update": "in_forward"}
     ),
-    "params, grads, opt_state on the host": Mode(
-        config={"params": HOST, "grads": HOST, "opt_state": HOST, **_IN_BACKWARD}
+    "params, grads, opt_state on the host": Mode(config={**_ALL_HOST, **_IN_BACKWARD}),
+    "params, grads, opt_state on the host, clip_norm": Mode(config={**_ALL_HOST, "clip_norm": 1.0}),
+    "params, grads, opt_state on the host, clip_norm, in forward": Mode(
+        config={**_ALL_HOST, "clip_norm": 1.0, "update": "in_forward"}
     ),
     "opt_state on the host, update_on host": Mode(
         config={**_ON_HOST, **_IN_BACKWARD}, callbacks="update"
@@ -65,6 +64,16 @@ MODES = {
     "all on nvme": Mode(config=_ALL_NVME, callbacks="nvme"),
     "all on nvme, a disk that takes no time": Mode(
         config=_ALL_NVME, callbacks="nvme", rates=_NO_DISK
+    ),
+    "all on nvme, clip_norm": Mode(config=_CLIPPED_NVME, callbacks="nvme"),
+    "all on nvme, clip_norm, a disk that takes no time": Mode(
+        config=_CLIPPED_NVME, callbacks="nvme", rates=_NO_DISK
+    ),
+    "all on nvme, clip_norm, in forward": Mode(
+        config={**_CLIPPED_NVME, "update": "in_forward"}, callbacks="nvme"
+    ),
+    "all on nvme, clip_norm, in forward, a disk that takes no time": Mode(
+        config={**_CLIPPED_NVME, "update": "in_forward"}, callbacks="nvme", rates=_NO_DISK
     ),
     "all on nvme, update_on host": Mode(
         config={**_ALL_NVME, "update_on": "host"}, callbacks="nvme_update"

@@ -4,6 +4,8 @@
     python benchmarks/streaming.py
     # and with states in a folder on a disk
     python benchmarks/streaming.py --swap-dir /mnt/disk
+    # with clipping, which shows what an update in forward saves
+    python benchmarks/streaming.py --clip-norm 1
     python benchmarks/streaming.py --save benchmarks/results/NAME.md
 
 Every program trains the same GPT, in one process and in turns. A round runs each program once, and
@@ -50,6 +52,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     BASE: {"activations": "remat"},
     "all in host memory": ALL,
     "all in host memory, update in backward": {**ALL, "update": "in_backward"},
+    "all in host memory, update in forward": {**ALL, "update": "in_forward"},
     "all in host memory, gather ahead": {**ALL, "gather_ahead": True},
     "all in host memory, update on host": {**ALL, "update_on": "host"},
     "optimizer state in host memory": {"activations": "remat", "opt_state": HOST},
@@ -58,6 +61,7 @@ DISK = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "
 ON_DISK: dict[str, dict[str, Any]] = {
     "all on disk": DISK,
     "all on disk, update in backward": {**DISK, "update": "in_backward"},
+    "all on disk, update in forward": {**DISK, "update": "in_forward"},
     "params and optimizer state on disk, update in backward": {
         "params": "nvme", "opt_state": "nvme", "activations": "remat", "update": "in_backward",
     },
@@ -86,6 +90,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--distance", type=int, default=1, help="layers fetched ahead")
+    parser.add_argument(
+        "--clip-norm", type=float, help="clip gradients, which an update in backward cannot"
+    )
     parser.add_argument("--swap-dir", help="folder of the nvme tier; also runs its programs")
     parser.add_argument(
         "--only", nargs="*", help="run only programs whose names contain one of these, and the base"
@@ -110,6 +117,8 @@ def main() -> None:
         for n in known
         if n == BASE or options.only is None or any(part in n for part in options.only)
     ]
+    if options.clip_norm is not None:
+        wanted = [n for n in wanted if known[n].get("update") != "in_backward"]
     programs, states = {}, {}
     for name in wanted:
         folder = tempfile.mkdtemp(dir=options.swap_dir) if name in ON_DISK else None
@@ -117,6 +126,7 @@ def main() -> None:
             stage=3,
             precision=options.precision,
             prefetch_distance=options.distance,
+            clip_norm=options.clip_norm,
             swap_dir=folder,
             **known[name],
         )
@@ -139,12 +149,13 @@ def main() -> None:
             + ", ".join(f"{name} {seconds[name][-1]:.2f} s" for name in wanted if turn),
             flush=True,
         )
+    clipping = "" if options.clip_norm is None else f"clip_norm {options.clip_norm:g}, "
     lines = [
         f"# The streamed step, {datetime.date.today():%Y-%m}",
         "",
         f"GPT of {c.layers} layers x {c.hidden}, {c.num_params / 1e6:.1f} M parameters, "
         f"batch {options.batch} x {c.seq}, "
-        f"{options.precision}, AdamW, stage 3 over {options.devices} devices, "
+        f"{options.precision}, AdamW, {clipping}stage 3 over {options.devices} devices, "
         f"prefetch_distance {options.distance}.",
         f"Hardware: {jax.devices()[0].device_kind}, {os.cpu_count()} cores of {cpu_name()}. "
         f"jax {jax.__version__}, "

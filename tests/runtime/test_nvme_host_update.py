@@ -338,7 +338,7 @@ def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch
         assert on_disk(program, tmp_path) == kept
         begin = program.swap.begin
         monkeypatch.setattr(
-            program.swap, "begin", lambda held, *args: begin((), *args)
+            program.swap, "begin", lambda held, *args, **kwargs: begin((), *args, **kwargs)
         )  # the callbacks check it too
         with pytest.raises(
             SwapError,

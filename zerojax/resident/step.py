@@ -239,6 +239,14 @@ class ResidentStep:
             return ()
         return list_moves(steps_of_leaves(self.records, {}), disk.kinds.keys(), phases)
 
+    def unsettled_eval_moves(self) -> tuple[Move, ...]:
+        """Raise AssertionError: a resident step leaves no update pending."""
+        raise AssertionError("a resident step leaves no update pending")
+
+    def settle_moves(self) -> tuple[Move, ...]:
+        """Raise AssertionError: a resident step leaves no update pending."""
+        raise AssertionError("a resident step leaves no update pending")
+
     def grads_moves(self) -> tuple[Move, ...]:
         """Return no moves: parameters are on the device, and the optimizer state is not read."""
         return ()
