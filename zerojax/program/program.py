@@ -541,13 +541,20 @@ class Program:
 
         Raises:
           ValueError: the state was already donated.
+          RuntimeError: an update on the host failed.
         """
         check_is_there(state)
         if self.config.update != "in_forward":
             return state
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state, self._state_numbers)
-            return self._runner.finished(self._runner.call(self._compiler.settle, state))
+            program = self._compiler.settle
+            if self._runner.calls_back:
+                self._compiler.order(program, as_arguments((state,)))
+            addresses = self._runner.begin_step(state, (), ())
+            state = self._runner.finished(self._runner.call(program, state))
+            state, _ = self._runner.end_step(state, addresses)
+            return state
 
     @without_mesh
     def eval(self, state: TrainState, batch: Batch) -> Any:

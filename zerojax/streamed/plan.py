@@ -226,8 +226,11 @@ class StreamedPlan:
         self.stacks = (*layout.stacked, *frozen)
 
         # With an update on the host, the loops keep gradients on the device; callbacks stash them.
+        # They are read only if an evaluation needs a pending update.
         after_backward = config.update != "in_backward"
-        grads_tier = "device" if config.update_on == "host" else config.grads
+        grads_tier = config.grads
+        if config.update_on == "host":
+            grads_tier = config.opt_state if config.update == "in_forward" else "device"
         self.grads = self._store_grads(grads_tier)
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         self.params_away = config.params != "device"
@@ -274,7 +277,7 @@ class StreamedPlan:
         if self.update is None or config.update_on != "host":
             return None
         stashes = config.update != "in_backward" and (
-            config.grads != "device" or config.delayed_update
+            config.grads != "device" or config.delayed_update or config.update == "in_forward"
         )
         # An update on the host moves full layers (`untiled_setting`), so gradient records are never
         # tiles.

@@ -46,7 +46,7 @@ class Leaves(HostLeaves):
 
     def __init__(self):
         kernel = SimpleNamespace(
-            records={}, grad=None, arrays=(), delayed=False, stacked=True, params_on_device=True
+            records={}, grad=None, arrays=(), pending=False, stacked=True, params_on_device=True
         )
         super().__init__([kernel, kernel], link.CudaLink())
         self.layers = []  # of the first leaf, in the order of updates
