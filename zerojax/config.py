@@ -600,8 +600,8 @@ def require_built(config: ZeroConfig) -> None:
         fraction = config.opt_state_device_fraction
         if fraction:
             raise NotImplementedError(
-                f"update='in_forward' is not supported with opt_state_device_fraction={fraction!r}: "
-                "use opt_state_device_fraction=0.0, or update='after_backward'"
+                "update='in_forward' is not supported with opt_state_device_fraction="
+                f"{fraction!r}: use opt_state_device_fraction=0.0, or update='after_backward'"
             )
         for name in ("params", "grads", "opt_state", "frozen"):
             if getattr(config, name) == "nvme":

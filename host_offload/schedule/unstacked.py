@@ -166,7 +166,6 @@ def _host_update_ops(
 
     The update reads the kinds in `reads` and writes the kinds in `writes`.
     """
-
     on_disk = [kind for kind in writes if leaf.tiers.get(kind) == "nvme"]
     handed = [_op("store", "handed", leaf, "down")]
     if host.takes_weights:

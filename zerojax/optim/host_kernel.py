@@ -102,8 +102,8 @@ class HostRule:
         """Return the scalars that the program sends to the kernel, f32[] each.
 
         Args:
-          values: the rule's scalars: shared optimizer state, loss, clipping factor, loss scale; with
-            an update in forward, also the number of microbatches.
+          values: the rule's scalars: shared optimizer state, loss, clipping factor, loss scale, and
+            the number of microbatches with an update in forward.
         """
         scalar_slots = self.program.inputs[self.num_arrays :]
         slots: dict[int, Any] = dict(zip(scalar_slots, values, strict=True))

@@ -295,7 +295,9 @@ class _Forward:
         """Return the results of forward, and the value that it carried for the source."""
         loops = self.loops
         plan = loops.plan
-        phase = loops.stack.schedule.phase("forward")
+        is_eval = self.residuals is None
+        schedule = loops.stack.eval_schedule if is_eval else loops.stack.schedule
+        phase = schedule.phase("forward")
         slices_host = plan.state_records.slices_host
         # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
         # previous tick, so its layer is gathered here.

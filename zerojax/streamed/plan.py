@@ -33,7 +33,7 @@ from host_offload.schedule import (
     stacked_schedule,
 )
 from zerojax.compat import most_link_groups, num_update_groups
-from zerojax.config import streams
+from zerojax.config import ZeroConfig, streams
 from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
@@ -91,6 +91,7 @@ class StackPlan:
       stack: the model's stack of layers.
       run: the layers of the stack that belong to the run, and their saved activations.
       schedule: schedule of the run's loops.
+      eval_schedule: schedule whose forward an evaluation runs.
       operands: leaves with which a block is called, in the order of its tree; an encoded leaf is
         represented by its first array.
       tree: tree structure of a block's parameters.
@@ -99,6 +100,7 @@ class StackPlan:
     stack: StackModel
     run: LayerRange
     schedule: Schedule
+    eval_schedule: Schedule
     operands: tuple[int, ...]
     tree: Any
 
@@ -262,8 +264,16 @@ class StreamedPlan:
             for name, schedule in planned.items()
         }
         models = {stack.name: stack for stack in list_stacks(model)}
+        evals = schedules
+        if self.config.update == "in_forward" and self.config.update_on == "host":
+            # A step takes parameters from the host's update, but an evaluation has to fetch them.
+            evals = self._plan_schedules(
+                self.config.prefetch_distance,
+                self.config.gather_ahead,
+                config=dataclasses.replace(self.config, update=None, update_on="device"),
+            )
         self.of_stacks = tuple(
-            _stack_plan(models[run.stack.name], run, schedules[run.name], layout)
+            _stack_plan(models[run.stack.name], run, schedules[run.name], evals[run.name], layout)
             for run in self._runs
         )
         self.schedule = stacked_schedule(schedules)
@@ -328,11 +338,19 @@ class StreamedPlan:
         return grads
 
     def _plan_schedules(
-        self, distance: int, gather_ahead: bool, kept: Kept | None = None
+        self,
+        distance: int,
+        gather_ahead: bool,
+        kept: Kept | None = None,
+        config: ZeroConfig | None = None,
     ) -> dict[str, Schedule]:
         """Return the schedule of each run of layers by its name.
 
-        `kept` is the bytes that each run's layers save for backward, if known.
+        Args:
+          distance: prefetch distance, in ticks.
+          gather_ahead: whether the next layer is gathered while the current one computes.
+          kept: bytes that each run's layers save for backward, if known.
+          config: config of the step; None for the program's.
         """
         return plan_schedules(
             self.state_records,
@@ -343,6 +361,7 @@ class StreamedPlan:
             distance,
             gather_ahead,
             kept or {},
+            config,
         )
 
     def _check_budget(self, kept: Kept, loops: Loops | None = None) -> None:
@@ -692,12 +711,16 @@ class StreamedPlan:
 
 
 def _stack_plan(
-    stack: StackModel, run: LayerRange, schedule: Schedule, layout: Layout
+    stack: StackModel,
+    run: LayerRange,
+    schedule: Schedule,
+    eval_schedule: Schedule,
+    layout: Layout,
 ) -> StackPlan:
     tree = layout.block_tree(stack.name)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, run.stack.in_tree), is_leaf=is_encoded)
     operands = tuple(jax.tree.leaves(node)[0] for node in nodes)
-    return StackPlan(stack, run, schedule, operands, tree)
+    return StackPlan(stack, run, schedule, eval_schedule, operands, tree)
 
 
 # --- disk reads and writes ------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def plan_schedules(
     distance: int,
     gather_ahead: bool,
     kept: Mapping[str, Mapping[str, int]],
+    config: ZeroConfig | None = None,
 ) -> dict[str, Schedule]:
     """Return the schedule of the loops over each run of layers, by its name.
 
@@ -63,6 +64,7 @@ def plan_schedules(
       kept: bytes that one layer of each run saves off the device for backward, by the run's name,
         with the keys "activations" and "activations_on_disk"; empty or without a run if its bytes
         are not known yet.
+      config: config of the step; None for the config of `records`.
     """
     schedules = dict[str, Schedule]()
     for run in runs:
@@ -71,7 +73,7 @@ def plan_schedules(
             records, stack.blocks, stack.frozen_blocks, _stored_grads(grads, stack.blocks)
         )
         schedules[run.name] = run_schedule(
-            records.layout.config,
+            config or records.layout.config,
             build_facts(records, run),
             {**sizes, **kept.get(run.name, {})},
             tile_bytes=[

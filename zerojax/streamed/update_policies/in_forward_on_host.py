@@ -148,20 +148,15 @@ class InstalledParams:
 class _UpdatingInTick(UpdatingParams):
     """Parameters for an evaluation of an unsettled state, updated on the device.
 
-    The schedule of forward fetches frozen parameters ahead, and nothing else.
+    An evaluation fetches ahead only if parameters are off the device. Otherwise the record that is
+    updated is fetched in the tick that takes it.
     """
-
-    def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Array) -> list[Array]:
-        """Return a layer's frozen parameters that are off the device."""
-        frozen = self.plan.away(stack.leaves.frozen_blocks)
-        return self.plan.read_params(self._stacks(carried.states), frozen, layer)
 
     def take(
         self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Array
     ) -> tuple[list[Array], Any]:
-        """Fetch and update a layer; return the shards of its parameters."""
-        trained = self._ring(carried, stack).fetch(carried.states, layer)
-        return super().take(carried, stack, [*trained, *record], layer)
+        """Update a layer; return the shards of its parameters."""
+        return super().take(carried, stack, record or self.fetch(carried, stack, layer), layer)
 
 
 class HostUpdateInForward(UpdateInForward):
