@@ -5,10 +5,15 @@
                  forward, for t:  w = install(l), which waits for layer l alone;
                                   x = block(all_gather(w), x)
 
-It computes the same numbers as an update on the host after backward. Forward takes every parameter
-from the callback that waits for it, never from the stacks in host memory that kernels overwrite.
-Workers run only inside a program, which ends after they have ended. So a state that is dropped,
-donated or saved between steps has no worker.
+It computes the same numbers as an update on the host after backward. Workers run only inside a
+program, which ends after they have ended. So a state that is dropped, donated or saved between
+steps has no worker.
+
+Kernels overwrite parameters in host memory, which XLA takes for constant, and may read early: for
+CPUs it casts full stacks of 16-bit parameters to float32 when the program begins. So forward takes
+every parameter from the callback that waits for it, and backward reads stacks that depend on these
+callbacks: on CPUs forward writes each layer to its stack, over the same numbers, and on GPUs it
+passes the stacks through a barrier with the token.
 
 A read of an unsettled state applies the pending update on the device, like `UpdateInForward`.
 """
@@ -21,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.optim import DuplexResult, DuplexTransfer, HostUpdate, RecordUpdate
-from zerojax.state import Pending, TrainState
+from zerojax.state import Pending, TrainState, adds_order
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.in_forward import (
@@ -50,8 +55,7 @@ class InstallingState:
     """The value that forward carries while it installs new parameters.
 
     Attributes:
-      params: stacks of parameters on the device, by leaf; empty if they are stored off the device,
-        where the kernels write them.
+      params: stacks of parameters, by leaf; layers that forward has passed have new parameters.
       token: i32[devices], orders the callbacks of a device.
     """
 
@@ -95,7 +99,7 @@ class InstalledParams:
         params = list[Array]()
         for i, value in zip(stack.blocks, new, strict=True):
             spec = self.records.params[i]
-            if carried.params:
+            if not self.host.params_away:
                 value = jnp.where(self.ready, value, spec.read(carried.params[i], layer))
             params.append(jax.lax.with_sharding_constraint(value, spec.sharding))
         frozen = self.plan.take_params(self._stacks(), stack.leaves.frozen_blocks, record, layer)
@@ -131,14 +135,17 @@ class InstalledParams:
         layer: Array,
         in_flight: list[Array] | None,
     ) -> tuple[InstallingState, list[Array] | None]:
-        """Write the new parameters that are stored on the device."""
+        """Write the new parameters, unless kernels have written them and a barrier says so."""
         if updated is None:
             return carried, in_flight
         params = dict(carried.params)
-        if params:
-            for i, value in zip(stack.blocks, updated.params, strict=True):
-                params[i] = self.records.params[i].write(params[i], layer, value)
-        return InstallingState(params, updated.token), in_flight
+        token = updated.token
+        if self.host.params_away and not adds_order(self.plan.mesh):
+            params, token = jax.lax.optimization_barrier((params, token))
+            return InstallingState(params, token), in_flight
+        for i, value in zip(stack.blocks, updated.params, strict=True):
+            params[i] = self.records.params[i].write(params[i], layer, value)
+        return InstallingState(params, token), in_flight
 
     def _stacks(self) -> list[Any]:
         """Return stacks in the order of `StreamedPlan.stacks`, of which frozen ones are read."""
@@ -186,10 +193,8 @@ class HostUpdateInForward(UpdateInForward):
 
     def source(self, begun: Begun) -> tuple[ParamSource[Any], Any]:
         """Return a source that takes over each layer's parameters before it is used."""
-        params = dict[int, Array]()
-        if not self.host.params_away:
-            stored = self.records.flat(begun.state).params
-            params = {i: stored[i] for i in self.plan.stacked}
+        stored = self.records.flat(begun.state).params
+        params = {i: stored[i] for i in self.plan.stacked}
         source = InstalledParams(self.plan, self.host, begun.state)
         return source, InstallingState(params, begun.token)
 
