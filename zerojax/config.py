@@ -114,7 +114,8 @@ class ZeroConfig:
         gradients too. 3: the parameters too.
       params: tier of the parameters. Tiers off the device need a LayeredModel and stage 3.
       grads: tier of the gradients between backward and update. With update="in_backward" gradients
-        are never stored.
+        are never stored. With update_on="host" and an update in the next step ("in_forward" or
+        `delayed_update`), they wait in host memory.
       opt_state: tier of the optimizer state and the float32 master weights.
       opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and
         masters stay on the device; the remaining layers use the tier in `opt_state`. Needs a
