@@ -30,6 +30,11 @@ CASES = {
     "no_prefetch": {**ALL_ON_HOST, "prefetch_distance": 0},
     "stage_2": {**MIXED, "stage": 2, "grads": HOST, "clip_norm": 1.2},
     "saved_on_host": {**ALL_ON_HOST, "activations": HOST},
+    "segments": {
+        **ALL_ON_HOST,
+        "precision": "bf16",
+        "activations": (zj.Segment(1, activations="remat"), zj.Segment(2, activations="save")),
+    },
     "reduced_once": {**ALL_ON_HOST, "num_microbatches": 2, "reduce_every": "step"},
 }
 SKIPS = {
@@ -135,10 +140,16 @@ def test_averages_of_the_weights(case):
     assert_same(program.ema_params(program.settle(state)), after.ema_params(last))
 
 
-def test_several_stacks():
+@pytest.mark.by_default("params_on_device")
+@pytest.mark.parametrize(
+    "case",
+    [{**ALL_ON_HOST, "precision": "bf16"}, {**ALL_ON_HOST, "gather_ahead": True}, MIXED],
+    ids=["all_on_host", "ahead", "params_on_device"],
+)
+def test_several_stacks(case):
     model = encoder_decoder.model()
     data = encoder_decoder.batches(3)
-    assert_equal_training(ALL_ON_HOST, data, model=model, tx=optax.adamw(1e-2))
+    assert_equal_training(case, data, model=model, tx=optax.adamw(1e-2))
 
 
 @pytest.mark.by_default("params_on_device")
