@@ -114,7 +114,8 @@ class ZeroConfig:
         gradients too. 3: the parameters too.
       params: tier of the parameters. Tiers off the device need a LayeredModel and stage 3.
       grads: tier of the gradients between backward and update. With update="in_backward" gradients
-        are never stored.
+        are never stored. With update_on="host" and an update in the next step ("in_forward" or
+        `delayed_update`), they wait in host memory.
       opt_state: tier of the optimizer state and the float32 master weights.
       opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and
         masters stay on the device; the remaining layers use the tier in `opt_state`. Needs a
@@ -595,13 +596,14 @@ def require_built(config: ZeroConfig) -> None:
             "delayed_update=False, or 'pinned_host'"
         )
     if config.update == "in_forward":
-        unsupported = {"update_on": "device", "opt_state_device_fraction": 0.0}
-        for name, supported in unsupported.items():
-            if (value := getattr(config, name)) != supported:
-                raise NotImplementedError(
-                    f"update='in_forward' is not supported with {name}={value!r}: use "
-                    f"{name}={supported!r}, or update='after_backward'"
-                )
+        if config.update_on == "host":
+            _require_built_on_host(config)
+        fraction = config.opt_state_device_fraction
+        if fraction:
+            raise NotImplementedError(
+                "update='in_forward' is not supported with opt_state_device_fraction="
+                f"{fraction!r}: use opt_state_device_fraction=0.0, or update='after_backward'"
+            )
     numbers = []
     for segment in _segments(config):
         offloaded = _numbered(segment.offloaded_names)
@@ -617,6 +619,22 @@ def require_built(config: ZeroConfig) -> None:
             "tensor_overlap=True is not supported with values named by number, "
             f"{', '.join(map(repr, numbers))}: the values that rings keep depend on the mode; name "
             "the values by jax.ad_checkpoint.checkpoint_name, or set tensor_overlap=False"
+        )
+
+
+def _require_built_on_host(config: ZeroConfig) -> None:
+    """Raise NotImplementedError if the host cannot update in forward."""
+    unsupported = "update='in_forward' is not supported with update_on='host'"
+    for name in ("params", "grads", "opt_state", "frozen"):
+        if getattr(config, name) == "nvme":
+            raise NotImplementedError(
+                f"{unsupported} and {name}='nvme': use 'pinned_host', or update='after_backward'"
+            )
+    if config.precision == "fp32" and config.params == "device":
+        raise NotImplementedError(
+            f"{unsupported}, precision='fp32' and params='device': the host has no weights of its "
+            "own to update; use params='pinned_host', or precision='bf16', or "
+            "update='after_backward'"
         )
 
 

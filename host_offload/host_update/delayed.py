@@ -1,20 +1,23 @@
-"""A host update that is delayed by one step (ZeRO-Offload, arXiv:2101.06840, section 5.2).
-
-While a step computes, the kernels process the previous step's gradients. They store their results
-in separate memory, because the step still reads the old parameters:
+"""A host update with the gradients of the previous step, while the step computes.
 
     start(scalars)          start to update every leaf with the pending gradients, record by record
-                            in the order of backward
     install(layer)          wait for the update of one layer; hand over its new parameters
     finish()                wait for the full update
 
-A layer's parameters are used for the last time in its tick of backward, so the same tick installs
-the new parameters. Parameters in host memory are not handed over: two sets of arrays swap their
-roles after the step. So the full second set is written, even if there is nothing to update.
+There are two such updates. A **delayed** update (ZeRO-Offload, arXiv:2101.06840, section 5.2) runs
+beside the full step, which still uses the old parameters. Records are updated in the order of
+backward. A layer's parameters are used for the last time in its tick of backward, so the same tick
+installs the new parameters. Parameters in host memory are not handed over: two sets of arrays swap
+their roles after the step. So the full second set is written, even if there is nothing to update.
 Gradients swap in the same way: a step stashes its gradients, and after the step they are pending.
 
-Each device's update runs in its own thread, so `start` returns immediately. A delayed update uses
-no records on disk.
+An **update in forward** (`HostLeaves.in_place`) installs the new parameters before the layer is
+computed. Records are updated in the order of forward, embedding and head first. Forward uses only
+the parameters that `install` hands over, and backward begins after all of them are installed. So
+kernels overwrite parameters in host memory, and stashed gradients overwrite pending ones.
+
+Each device's update runs in its own thread, so `start` returns immediately. It uses no records on
+disk.
 """
 
 import threading
@@ -99,7 +102,9 @@ class DelayedStep:
         try:
             device, layer, number = link.read(context, request, "request").tolist()
             update = self._updates.get(device)
-            if update is not None and update.has_updated(first, layer):
+            if update is not None and has_new_params(
+                leaves, first, update.has_updated(first, layer)
+            ):
                 for leaf, params in zip(range(first, first + count), results, strict=True):
                     room = link.room(context, params, (device, leaf, "params"))
                     np.copyto(room, leaves.record(leaves.new_params[device, leaf], leaf, layer))
@@ -166,9 +171,10 @@ class _Update(threading.Thread):
 
 
 def pending_records(leaves: HostLeaves, device: int, groups: Sequence[range]) -> list[Record]:
-    """Return a device's records in the order of backward.
+    """Return a device's records in the order in which they are updated.
 
-    These are the layers, from last to first, then the unstacked leaves.
+    These are the unstacked leaves, then the layers, from first to last, if forward updates; else
+    the layers, from last to first, then the unstacked leaves.
 
     Args:
       leaves: leaves that are updated on the host.
@@ -183,13 +189,29 @@ def pending_records(leaves: HostLeaves, device: int, groups: Sequence[range]) ->
             layers += [(leaf_ids, layer) for layer in range(num_layers)]
         else:
             unstacked.append((leaf_ids, 0))
-    return [*reversed(layers), *unstacked]
+    return [*unstacked, *layers] if leaves.in_place else [*reversed(layers), *unstacked]
+
+
+def has_new_params(leaves: HostLeaves, first: int, has_updated: bool) -> bool:
+    """Return whether a record's parameters are handed over, once its update has ended.
+
+    Parameters in host memory that forward does not read by itself are always handed over. The
+    device keeps its other parameters if there is nothing to update.
+
+    Args:
+      leaves: leaves that are updated on the host.
+      first: index of the record's first leaf.
+      has_updated: whether the record was updated.
+    """
+    return has_updated or (leaves.in_place and not leaves.kernels[first].params_on_device)
 
 
 def update_pending(
     leaves: HostLeaves, device: int, leaf_ids: range, layer: int, scalars: np.ndarray, go: bool
 ) -> None:
-    """Update a record with its pending gradients, without overwriting the old parameters.
+    """Update a record with its pending gradients.
+
+    A delayed update does not overwrite the old parameters.
 
     Args:
       leaves: leaves that are updated on the host.
@@ -197,15 +219,17 @@ def update_pending(
       leaf_ids: indices of the record's leaves.
       layer: layer of the record; 0 for unstacked leaves.
       scalars: f32[n], scalars of all leaves.
-      go: whether to update. If not, parameters in host memory are copied to the new set.
+      go: whether to update. If not, parameters in host memory are copied to the new set, if any.
     """
     for leaf in leaf_ids:
         kernel = leaves.kernels[leaf]
-        result = leaves.record(leaves.new_params[device, leaf], leaf, layer)
+        result = None
+        if kernel.params_on_device or not leaves.in_place:
+            result = leaves.record(leaves.new_params[device, leaf], leaf, layer)
         if go:
             grad = leaves.record(leaves.pending[device, leaf], leaf, layer)
             leaves.run_kernel(device, leaf, layer, grad, scalars, result=result)
-        elif not kernel.params_on_device:
+        elif result is not None and not kernel.params_on_device:
             arrays = leaves.arrays[device, leaf]
             params = arrays[-1] if kernel.casts else arrays[0]
             np.copyto(result, leaves.record(params, leaf, layer))

@@ -34,27 +34,37 @@ class HostLeaves:
       kernels: kernel of each leaf.
       link: access to device buffers in callbacks.
       swap: connection with the engine of the records on disk; None without such records.
+      in_place: whether an update with the previous step's gradients overwrites the parameters, and
+        this step's gradients then overwrite the previous ones (an update in forward). If not, both
+        have a second set of arrays (a delayed update).
       arrays: each leaf's host arrays, in the order of `LeafKernel.arrays`.
       stashed: gradients of this step, stored from backward until the update.
-      pending: gradients of the previous step, for a delayed update.
-      new_params: results of a delayed update, which the step does not read yet.
+      pending: gradients of the previous step, if a step updates with them.
+      new_params: parameters that such an update makes.
       traffic: bytes that crossed the link.
     """
 
-    def __init__(self, kernels: Sequence[LeafKernel], link: Link, swap: Swap | None = None) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[LeafKernel],
+        link: Link,
+        swap: Swap | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
         """Store the kernels, without binding memory."""
         self.kernels = tuple(kernels)
         self.link = link
         self.swap = swap
+        self.in_place = in_place
         self.arrays: dict[DeviceLeaf, list[np.ndarray]] = {}
         self.stashed: dict[DeviceLeaf, np.ndarray] = {}
         self.pending: dict[DeviceLeaf, np.ndarray] = {}
         self.new_params: dict[DeviceLeaf, np.ndarray] = {}
         self.traffic = Traffic()
         self._allocations: list[np.ndarray] = []
-        # With a delayed update, the pending gradients are one additional array.
         self._num_memory = tuple(
-            kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels
+            kernel.arrays.count(None) + kernel.pending for kernel in self.kernels
         )
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()  # of `traffic`: devices call back concurrently
@@ -68,8 +78,8 @@ class HostLeaves:
           device: position of the device in the mesh.
           first: index of the first leaf.
           count: number of leaves.
-          memory: for each leaf, its arrays in host memory, followed by its pending gradients if the
-            update is delayed; empty if the arrays are bound already.
+          memory: for each leaf, its arrays in host memory, followed by its pending gradients if
+            there are any; empty if the arrays are bound already.
         """
         if not memory:
             return
@@ -77,17 +87,22 @@ class HostLeaves:
         for leaf in range(first, first + count):
             read_only = itertools.islice(remaining, self._num_memory[leaf])
             arrays = [writable(np.asarray(array)) for array in read_only]
-            if self.kernels[leaf].delayed:
+            if self.kernels[leaf].pending:
                 self.bind_pending(device, leaf, arrays.pop())
             self.bind(device, leaf, arrays)
 
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
         """Set a leaf's host arrays on one device, in the order of `LeafKernel.arrays`."""
         self.arrays[device, leaf] = list(arrays)
+        kernel = self.kernels[leaf]
+        if self.in_place and not kernel.params_on_device:
+            self.new_params[device, leaf] = arrays[-1] if kernel.casts else arrays[0]
 
     def bind_pending(self, device: int, leaf: int, grads: np.ndarray) -> None:
         """Set the memory of a leaf's pending gradients."""
         self.pending[device, leaf] = grads
+        if self.in_place:
+            self.stashed[device, leaf] = grads
 
     def reserve(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
         """Allocate memory for a leaf's gradients of this step, unless it exists already."""

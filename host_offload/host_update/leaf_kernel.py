@@ -50,8 +50,9 @@ class LeafKernel:
       casts: whether the kernel also returns the weight in the compute dtype.
       params_on_device: whether the parameters are a result of the callback; if not, they are
         written to host memory.
-      delayed: whether the update is delayed: the new parameters do not overwrite the old ones. The
-        weight is then in host memory, and is updated in place only if `casts`.
+      pending: whether a step updates with the gradient of the previous step, which is one more
+        array in host memory. With a delayed update, the new parameters do not overwrite the old
+        ones, and the weight is updated in place only if `casts`.
       grad: records in which the gradient is stashed; None if it is not stashed on disk.
     """
 
@@ -63,7 +64,7 @@ class LeafKernel:
     weight_on_device: bool
     casts: bool
     params_on_device: bool
-    delayed: bool = False
+    pending: bool = False
     grad: Rest = None
 
     @functools.cached_property

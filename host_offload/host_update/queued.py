@@ -6,7 +6,7 @@
     stash(layer, g)               queue copies of gradients to host memory, where they are kept
                                   until their norm is known, or until the next step
     start(), install(layer), finish()
-                                  callbacks of a delayed update
+                                  callbacks of an update with the previous step's gradients
                                   (`host_offload.host_update.delayed`)
 
 `host_offload.host_update.gpu_worker` implements the streams, slots and events. When a callback
@@ -29,7 +29,7 @@ import numpy as np
 
 from host_offload.calls import CallbackSite
 from host_offload.device import Driver, Views, find_stream, num_bytes, pointer
-from host_offload.host_update.delayed import pending_records, update_pending
+from host_offload.host_update.delayed import has_new_params, pending_records, update_pending
 from host_offload.host_update.gpu_worker import GpuWorker
 from host_offload.host_update.group_memory import GroupMemory, Job, LeafGroup
 from host_offload.host_update.host_leaves import HostLeaves
@@ -276,7 +276,7 @@ class QueuedStep:
             if job is None:  # `start` failed, and its error was stored
                 return
             job.finish()
-            if job.has_updated:
+            if has_new_params(leaves, first, job.has_updated):
                 params = [
                     leaves.record(leaves.new_params[rank, leaf], leaf, layer)
                     for leaf in range(first, first + count)

@@ -29,8 +29,9 @@ Ticks number the iterations of a phase. Tick t >= 0 computes the t-th layer that
 ticks before 0 fill the ring, and ticks after the last layer store the remaining records. The
 **lag** of an operation is the number of ticks by which it follows the tick that computes with its
 record: -2 for a record that is fetched two ticks ahead, 1 for a record that is stored one tick
-late. A `host_update` with a negative lag has no tick of its own: with a delayed update the host has
-been updating since the step began, and the tick waits until the host has finished the record.
+late. A `host_update` with a negative lag has no tick of its own: with a delayed update, and with an
+update in forward, the host has been updating since the step began, and the tick waits until the
+host has finished the record.
 """
 
 import dataclasses
@@ -126,12 +127,15 @@ class HostUpdate(NamedTuple):
       takes_weights: whether the weights on the device are their own masters, and are stored
         together with the gradients.
       gives_params: whether new parameters are loaded to the device.
+      in_forward: whether gradients wait for the next step, whose forward loads the parameters that
+        they produced.
     """
 
     stashes: bool = False
     is_delayed: bool = False
     takes_weights: bool = False
     gives_params: bool = True
+    in_forward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,6 +145,10 @@ class PhaseWriter:
         The parameters are made from the updated weights, so they are read only if they are the
         weights.
         """
+        if self.host:
+            # Callbacks hand over the parameters that the host made, and nothing else is read.
+            writes = self._off_device("activations")
+            return LayerPass("forward", (self.layers,), self._off_device("frozen"), (), writes)
         weights = ["opt_state"] if self.master else ["params", "opt_state"]
         fetches = self._off_device("grads", *weights, "frozen")
         writes = self._off_device("activations", "opt_state", "params")
@@ -340,7 +344,12 @@ class PhaseWriter:
         """Return the operations that update a layer before forward gathers it, if any."""
         if layer_pass.name != "forward" or not self._updates_in(layer_pass):
             return []
-        ops = [Op("update", Record("opt_state"), layer, "compute", 0, lag)]
+        if self.host:
+            # The host has been updating since the step began, in this order.
+            waits = Op("host_update", Record("opt_state"), layer, "host", 0, -len(self.layers))
+            ops = [waits, self._op("load", "made", layer, "up", lag)]
+        else:
+            ops = [Op("update", Record("opt_state"), layer, "compute", 0, lag)]
         if self.regathers:
             ops.append(self._op("gather", "params", layer, "network", lag))
         return ops

@@ -96,6 +96,9 @@ def build_unstacked(
         unstacked       update: leaf by leaf on the device, all leaves in one tick on the host;
                         leaves that are updated during another phase are left out
 
+    If the host updates in forward, `embed` takes parameters that are stored off the device from the
+    host's update, and `embed_backward` hands over the gradients.
+
     Args:
       leaves: unstacked leaves, in the order in which they are loaded and updated.
       master: whether parameters have float32 masters, stored and moved with opt_state.
@@ -103,9 +106,17 @@ def build_unstacked(
       gathered_bytes: bytes per device of the gathered parameters of "embed" and "head"; 0 if they
         are not gathered.
     """
+    in_forward = host is not None and host.in_forward
     loads = list[Op]()
+    handed = list[Op]()
     for leaf in leaves:
-        loads += _move_ops(leaf, ["frozen" if leaf.frozen else "params"], "fetch")
+        if leaf.frozen or not in_forward:
+            loads += _move_ops(leaf, ["frozen" if leaf.frozen else "params"], "fetch")
+            continue
+        if leaf.tiers.get("params", "device") != "device":
+            # They stay on the device as the host has made them, until the end of backward.
+            loads.append(_op("load", "made", leaf, "up"))
+        handed.append(_op("store", "handed", leaf, "down"))
 
     sizes = gathered_bytes or {}
     gather_embed = Op("gather", Record("gathered", "embed"), 0, "network", sizes.get("embed", 0))
@@ -117,7 +128,7 @@ def build_unstacked(
         "embed": [*loads, gather_embed, compute_embed],
         # The head is gathered again for its derivative.
         "head": [gather_head, gather_head, compute_head],
-        "embed_backward": [gather_embed, compute_embed, reduce],
+        "embed_backward": [gather_embed, compute_embed, reduce, *handed],
     }
 
     loops = {name: [Loop(0, 1, 1, tuple(phase_ops))] for name, phase_ops in ops.items()}
@@ -155,22 +166,26 @@ def _host_update_ops(
 
     The update reads the kinds in `reads` and writes the kinds in `writes`.
     """
-
-    def op(verb: str, kind: str, lane: str) -> Op:
-        return Op(verb, Record(kind, leaf.name), 0, lane, size_in_lane(lane, kind, leaf.sizes))
-
     on_disk = [kind for kind in writes if leaf.tiers.get(kind) == "nvme"]
-    handed = [op("store", "handed", "down")]
+    handed = [_op("store", "handed", leaf, "down")]
     if host.takes_weights:
-        handed.append(op("store", "weights", "down"))
-    lag = -1 if host.is_delayed else 0
+        handed.append(_op("store", "weights", leaf, "down"))
+    lag = -1 if host.is_delayed or host.in_forward else 0
     update = Op("host_update", Record("opt_state", leaf.name), 0, "host", 0, lag)
-    new_params = [op("load", "made", "up")] if host.gives_params else []
+    new_params = [_op("load", "made", leaf, "up")] if host.gives_params else []
+    if host.in_forward:
+        is_stored = leaf.tiers.get("params", "device") == "device"
+        return [update, *new_params] if is_stored else [update]
     if host.is_delayed:
         return [*handed, update, *new_params]
-    disk_reads = [op("host_read", kind, "read") for kind in reads if kind in on_disk]
-    disk_writes = [op("host_write", kind, "write") for kind in on_disk]
+    disk_reads = [_op("host_read", kind, leaf, "read") for kind in reads if kind in on_disk]
+    disk_writes = [_op("host_write", kind, leaf, "write") for kind in on_disk]
     return [*handed, *disk_reads, update, *disk_writes, *new_params]
+
+
+def _op(verb: str, kind: str, leaf: UnstackedLeaf, lane: str) -> Op:
+    """Return an operation on a leaf's record of a kind."""
+    return Op(verb, Record(kind, leaf.name), 0, lane, size_in_lane(lane, kind, leaf.sizes))
 
 
 def _move_ops(leaf: UnstackedLeaf, kinds: Sequence[str], verb: str) -> list[Op]:

@@ -102,6 +102,14 @@ class StepBytes:
         if records.is_streamed and records.updates_in_backward:
             in_layers = 0  # their gradients are never stored
         layers_tier = config.grads if records.is_streamed else "device"
+        if records.updates_on_host and config.update == "in_forward":
+            # All gradients wait in host memory; embedding and head add to theirs on the device.
+            layers_tier = "pinned_host"
+            unstacked = records.grads_shard_bytes(workload.unstacked_elements)
+            self._add("pinned_host", "grads", unstacked)
+            if config.params == "device":
+                made = workload.elements * records.per_param.params * opt_state_share
+                self._add("pinned_host", "made", made)
         self._add("device", "grads", records.grads_shard_bytes(workload.unstacked_elements))
         self._add(layers_tier, "grads", records.grads_shard_bytes(in_layers))
 
@@ -337,8 +345,8 @@ class StepBytes:
 
         The nvme tier has a slot for each direction in which a kind of record crosses the link. A
         host update has one slot for the records that it stores, and `HOST_LAG` slots for new
-        parameters, or one if the update is delayed. The runs of a stack share the slots of its
-        states.
+        parameters, or one if it uses the previous step's gradients. The runs of a stack share the
+        slots of its states.
         """
         records = self.records
         if records.shares_cores or not records.is_streamed:
@@ -360,7 +368,9 @@ class StepBytes:
         sizes = _record_bytes(schedule)
         total = 0
         if updates_on_host and is_first:
-            lag = 1 if self.records.config.delayed_update else HOST_LAG
+            config = self.records.config
+            uses_previous = config.delayed_update or config.update == "in_forward"
+            lag = 1 if uses_previous else HOST_LAG
             total += sizes["handed"] + sizes["weights"] + lag * sizes["made"]
         if schedule.num_layers == 1:  # nothing to overlap
             return total

@@ -133,6 +133,7 @@ class StepRecords:
         per_param = self.per_param
         updated = elements * self.share(self.sharded.opt_state)
         params_on_device = self.config.params == "device"
+        in_forward = self.config.update == "in_forward"
         sizes = {
             "params": elements * per_param.params * self.share(self.sharded.params),
             "gathered": elements * per_param.params + frozen if self.is_gathered else 0,
@@ -142,7 +143,7 @@ class StepRecords:
             "frozen": frozen * self.share(self.sharded.params),
             "handed": updated * per_param.grads,
             "weights": 4 * updated if params_on_device and not self.has_master else 0,
-            "made": updated * per_param.params if params_on_device else 0,
+            "made": updated * per_param.params if params_on_device or in_forward else 0,
         }
         return {kind: int(num_bytes) for kind, num_bytes in sizes.items()}
 

@@ -275,7 +275,7 @@ class _StepWalk:
                 ready.append(read)
                 self.released[kind].append(read)
             elif op.verb == "host_update":
-                # A delayed update uses the gradients of the previous step.
+                # It uses the gradients of the previous step.
                 inputs = [] if op.lag < 0 else [*after, *ready]
                 updated = clock.run("host", seconds, *inputs, label="update", layer=layer)
                 end = _latest(end, updated)
@@ -391,6 +391,10 @@ class _StepWalk:
         return phases
 
 
+_BEFORE_COMPUTE = ("embed", "forward")
+"""Phases in which callbacks come before the computations of their tick."""
+
+
 class _PhaseWalk:
     """A walk through one phase: which records have arrived, are gathered and are computed.
 
@@ -425,6 +429,12 @@ class _PhaseWalk:
 
         called = [op for op in ops if _is_called(op)]
         inside = [op for op in ops if op not in called]
+        seconds = self.seconds.get(("host_update", self.name), 0.0)
+        if called and self.name in _BEFORE_COMPUTE:
+            # Forward uses the parameters that the host has made.
+            on_device = self.step_walk.update_on_host(self.stack, called, seconds, start)
+            work_end = _latest(work_end, on_device)
+            called = []
         for (verb, index, _), group in itertools.groupby(inside, partial(_op_key, ops)):
             group_ops = list(group)
             first = group_ops[0]
@@ -454,7 +464,6 @@ class _PhaseWalk:
                 self.computed[first.record.leaves, index] = work_end
 
         if called:
-            seconds = self.seconds.get(("host_update", self.name), 0.0)
             stored = self.step_walk.update_on_host(self.stack, called, seconds, work_end)
             self.last = _latest(self.last, stored)
         self.last = _latest(self.last, work_end)

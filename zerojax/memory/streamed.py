@@ -122,10 +122,16 @@ def _stored_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str
     The first result is on the device, the second in host memory by kind.
     """
     config = layout.config
+    unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
     if config.update == "in_forward":
         # Backward overwrites the pending gradients, which are part of the state.
-        return 0, {}
-    unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
+        if streamed.host is None:
+            return 0, {}
+        made = 0
+        if not streamed.host.params_away:
+            made = grad_elements(layout) * compute_itemsize(layout)
+        # Backward adds to the gradients of embedding and head on the device.
+        return unstacked, {"made": made}
     layers = 0
     if config.update != "in_backward":
         layers = grad_elements(layout, blocks=True) * grad_itemsize(layout)

@@ -53,6 +53,8 @@ class HostRule:
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in array_dtypes]
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
         scalars = [*(opt_map.leaves[j] for j in opt_map.shared), f32, f32, f32]
+        if update.layout.config.update == "in_forward":
+            scalars.append(f32)
         closed = jax.make_jaxpr(_build_rule(update, index, summed, casts))(arrays, scalars)
         self.program = flatten(closed.jaxpr, closed.consts)
         self.num_arrays = len(arrays)
@@ -100,7 +102,8 @@ class HostRule:
         """Return the scalars that the program sends to the kernel, f32[] each.
 
         Args:
-          values: the rule's scalars: shared optimizer state, loss, clipping factor, loss scale.
+          values: the rule's scalars: shared optimizer state, loss, clipping factor, loss scale, and
+            the number of microbatches with an update in forward.
         """
         scalar_slots = self.program.inputs[self.num_arrays :]
         slots: dict[int, Any] = dict(zip(scalar_slots, values, strict=True))
@@ -124,18 +127,24 @@ def _build_rule(
     clips = layout.config.clip_norm is not None
     scales_loss = layout.abstract_state.loss_scale is not None
 
-    def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
-        grad, old, *states = arrays
-        *shared, loss, factor, scale = scalars
-        # The same order as in the update on the device (mean, loss scale, clipping), so that the
-        # numbers are the same.
-        grad = grad.astype(jnp.float32)
+    def mean(grad: Array, factor: Array, scale: Array, *count: Array) -> Array:
+        if count:
+            # The step that computed the gradient may have run with another precision, `clip_norm`
+            # or number of microbatches. Factors of 1 change no bit.
+            return grad / count[0] / scale * factor
         if summed > 1:
             grad = grad / summed
         if scales_loss:
             grad = grad / scale
-        if clips:
-            grad = grad * factor
+        return grad * factor if clips else grad
+
+    def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
+        grad, old, *states = arrays
+        num_shared = len(layout.opt_map.shared)
+        shared, (loss, *factors) = scalars[:num_shared], scalars[num_shared:]
+        # The same order as in the update on the device (mean, loss scale, clipping), so that the
+        # numbers are the same.
+        grad = mean(grad.astype(jnp.float32), *factors)
         (new,), states, _ = update.elementwise((index,), (grad,), (old,), states, shared, loss)
         cast = [new.astype(leaf.dtype)] if casts else []
         return [new, *states, *cast]

@@ -7,7 +7,8 @@ differed, the kernels would have worked on memory that no longer belongs to the 
 
 A delayed update has two sets of arrays for gradients, and two for parameters stored in host memory:
 the program reads one set while callbacks and kernels write the other. The sets swap roles after the
-step (`HostBinding.exchange`).
+step (`HostBinding.exchange`). An update in forward needs one set: its kernels have ended before
+backward reads parameters and stores gradients.
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ class HostState:
         Args:
           states: all leaves of the state.
           leaf_ids: indices of the leaves that the callback works on.
-          pending: the pending gradients of a delayed update, or None.
+          pending: the gradients that the previous step left, or None.
 
         Returns:
           Arrays and their partition specs; both lists are empty on a GPU.
@@ -183,18 +184,17 @@ class HostBinding:
     def _reserve(self, local: Sequence[int]) -> None:
         """Reserve memory for gradients and new parameters; `local` are this process's devices."""
         layout = self.state.layout
-        delayed = self.state.config.delayed_update
+        pending = layout.abstract_state.pending
         stashes_in_memory = self.state.stashes and not self.state.on_disk
         for kernel, index in enumerate(self.state.order):
             shape = self.state.shard_shape(index)
             for device in local:
-                if not delayed and stashes_in_memory and index in layout.blocks:
+                if pending is None and stashes_in_memory and index in layout.blocks:
                     self.host.reserve(device, kernel, shape, self.state.grad_dtype(index))
-                if delayed and not self.state.params_away:
+                if pending is not None and not self.state.params_away:
                     self.host.reserve_new_params(device, kernel, shape, layout.leaves[index].dtype)
 
-        pending = layout.abstract_state.pending
-        if pending is None:
+        if pending is None or self.host.in_place:
             return
         if not self._spare:
             self._spare = allocate_all(pending.grads)
@@ -217,7 +217,7 @@ class HostBinding:
         those made from the previous pending gradients become the parameters. The old arrays are
         kept for the next step.
         """
-        if state.pending is None:
+        if state.pending is None or self.host.in_place:
             return state
         grads = self._spare
         self._spare = state.pending.grads
@@ -252,10 +252,14 @@ class HostBinding:
             for device in local:
                 # In the order that `arrays` and the kernels use: the pending gradient comes last.
                 views = [by_device[device] for by_device in views_by_array]
-                if state.pending is not None:  # kernels only read it
-                    self.host.bind_pending(device, kernel, views.pop())
+                if state.pending is not None:
+                    self.host.bind_pending(device, kernel, views[-1])
+                    # A delayed update only reads it.
+                    if self.host.in_place:
+                        addresses.append(views[-1].ctypes.data)
+                    views.pop()
                 self.host.bind(device, kernel, views)
-                if state.pending is not None and self.state.params_away:
+                if self.state.config.delayed_update and self.state.params_away:
                     # The parameters, first or last in the list, are only read: new ones are made in
                     # other arrays.
                     views = views[:-1] if self.state.layout.has_master else views[1:]

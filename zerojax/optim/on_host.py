@@ -104,6 +104,8 @@ class HostUpdate:
       host: the kernels, with the arrays that they keep in host memory.
       stashes: whether the layers' gradients wait in host memory, or on disk, for their scale.
       on_disk: where gradients that wait on disk are stored, by leaf index.
+      leaves_pending: whether a step leaves its gradients to the next one, which updates with them.
+      in_forward: whether the next step's forward takes over what they make.
       params_away: whether parameters are stored off the device.
       needs_weights: whether float32 weights are stored on the device and passed to the kernels.
       lag: number of calls between sending a layer's gradients and fetching its parameters; 0 means
@@ -134,6 +136,8 @@ class HostUpdate:
         self.stashes = stashes
         self.on_disk = on_disk
         self.state = HostState(self.records, stashes=stashes, on_disk=on_disk)
+        self.in_forward = self.config.update == "in_forward"
+        self.leaves_pending = self.in_forward or self.config.delayed_update
         self.params_away = self.state.params_away
         self.needs_weights = self.state.needs_weights
         has_master = self.layout.has_master
@@ -153,13 +157,14 @@ class HostUpdate:
             kernels,
             find_link(self.mesh.devices.flat[0].platform),
             None if disk is None else disk.swap,
+            in_place=self.in_forward,
         )
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
         self._step = HostStep(self.host)
         self._delayed = DelayedStep(self.host, self._ranges())
         # On a CPU, callbacks receive all arrays in host memory and update them immediately.
-        self.lag = 0 if self.state.hands_over or self.config.delayed_update else HOST_LAG
+        self.lag = 0 if self.state.hands_over or self.leaves_pending else HOST_LAG
         if not self.state.hands_over:
             self.binding.queued = QueuedStep(
                 self.host, self.leaf_groups(), list(self.mesh.devices.flat), driver
@@ -167,14 +172,13 @@ class HostUpdate:
 
     def _build_kernel(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         """Return the kernel of a leaf; `scalars` is its slice of the vector of all scalars."""
-        delayed = self.config.delayed_update
         num_states = len(rule.states)
         # The inputs are gradient, weight, states, then scalars; the outputs are weight, states,
         # then the cast weight. An aliased result is written over its operand.
         aliases = [(1 + k, 2 + k) for k in range(num_states)]
         # A weight has its own result if it is stored on the device, or if the device still reads it
         # while a delayed update runs.
-        if self.layout.has_master or not (self.needs_weights or delayed):
+        if self.layout.has_master or not (self.needs_weights or self.config.delayed_update):
             aliases.append((0, 1))
         is_array = [True] * (2 + num_states) + [False] * len(rule.sent)
         stash = self.on_disk.get(index)
@@ -187,7 +191,7 @@ class HostUpdate:
             weight_on_device=self.needs_weights,
             casts=self.layout.has_master,
             params_on_device=not self.params_away,
-            delayed=delayed,
+            pending=self.leaves_pending,
             grad=None if stash is None else find_disk_record(stash),
         )
 
@@ -195,10 +199,9 @@ class HostUpdate:
         """Return the groups of leaves transferred together on a GPU; empty on a mesh of CPUs."""
         if self.state.hands_over:
             return []
-        delayed = self.config.delayed_update
         num_scalars = max(1, sum(len(rule.sent) for rule in self.rules))
         groups: list[LeafGroup] = []
-        if delayed:
+        if self.leaves_pending:
             groups.append(LeafGroup(range(0), (), (), (), num_scalars, stacked=False))
         for leaf_ids in self._kernel_leaves():
             stacked = leaf_ids[0] in self.layout.blocks
@@ -211,23 +214,23 @@ class HostUpdate:
                 weights.append((shape, np.dtype(jnp.float32)))
                 params.append((shape, np.dtype(self.layout.leaves[i].dtype)))
             first = self._first(leaf_ids)
-            stashes = delayed or (stacked and self.stashes)
+            stashes = self.leaves_pending or (stacked and self.stashes)
             group = LeafGroup(
                 leaves=range(first, first + len(leaf_ids)),
                 grads=() if stashes else tuple(grads),
                 weights=tuple(weights) if self.needs_weights else (),
-                params=() if self.params_away else tuple(params),
+                params=tuple(params) if self.in_forward or not self.params_away else (),
                 num_scalars=num_scalars,
                 stacked=stacked,
             )
-            if not delayed:
+            if not self.leaves_pending:
                 groups.append(group)
             if stashes:
                 stash = dataclasses.replace(
                     group,
                     grads=tuple(grads),
                     weights=(),
-                    params=group.params if delayed and stacked else (),
+                    params=group.params if self.leaves_pending and stacked else (),
                     num_scalars=0,
                     stashes=True,
                 )
@@ -266,7 +269,9 @@ class HostUpdate:
         none = InFlightLayers(jnp.zeros(self.lag, jnp.int32), jnp.zeros(self.lag, bool))
         return {stack.blocks[0]: none for stack in self.layout.stacks if stack.blocks}
 
-    def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
+    def scalars(
+        self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array, *count: Array
+    ) -> Array:
         """Return the scalars of all leaves' kernels: f32[n].
 
         Args:
@@ -274,10 +279,11 @@ class HostUpdate:
           loss: f32[], the loss of the step.
           factor: f32[], the clipping factor.
           scale: f32[], the loss scale.
+          *count: f32[], the number of microbatches, with an update in forward.
         """
         values: list[Array] = []
         for rule in self.rules:
-            values += rule.scalars([*shared, loss, factor, scale])
+            values += rule.scalars([*shared, loss, factor, scale, *count])
         return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
     def stash(
@@ -424,14 +430,7 @@ class HostUpdate:
         if not leaf_ids:
             return params, token
         stacked = self.layout.leaves[leaf_ids[0]].is_stacked
-        kernels = {"first": self._first(leaf_ids), "count": len(leaf_ids)}
-        if self.binding.queued is not None:
-            site = CallbackSite(self.calls, "install")
-            callback = functools.partial(self.binding.queued.install, **kernels, site=site)
-        else:
-            callback = functools.partial(self._delayed.install, **kernels)
-        inputs = _Inputs(numbers=[layer])
-        new, token = self._call(callback, leaf_ids, inputs, token, returns_params=True)
+        new, token = self.receive(leaf_ids, layer, token)
         for i, value in zip(leaf_ids, new, strict=True):
             record = self.records.params[i]
             before = record.read(params[i], layer) if stacked else params[i]
@@ -439,6 +438,31 @@ class HostUpdate:
             value = jnp.where(pending.ready, value, before)
             params[i] = record.write(params[i], layer, value) if stacked else record.store(value)
         return params, token
+
+    def receive(
+        self, leaf_ids: Sequence[int], layer: Array, token: Array
+    ) -> tuple[list[Array], Array]:
+        """Wait for the update of one layer, or of the unstacked leaves; return new parameters.
+
+        Args:
+          leaf_ids: indices of the leaves of one stack, or of all unstacked leaves.
+          layer: i32[], number of the layer.
+          token: i32[devices], orders the callbacks of a device.
+
+        Returns:
+          The parameters, sharded like the optimizer state, and the next token. Parameters that are
+          stored on the device are undefined if there is nothing to update.
+        """
+        if not leaf_ids:
+            return [], token
+        kernels = {"first": self._first(leaf_ids), "count": len(leaf_ids)}
+        if self.binding.queued is not None:
+            site = CallbackSite(self.calls, "install")
+            callback = functools.partial(self.binding.queued.install, **kernels, site=site)
+        else:
+            callback = functools.partial(self._delayed.install, **kernels)
+        inputs = _Inputs(numbers=[layer])
+        return self._call(callback, leaf_ids, inputs, token, returns_params=True)
 
     def finish(self, states: FlatState, pending: Pending, token: Array) -> Array:
         """Wait for the update that `start` began, and return the next token.

@@ -549,6 +549,7 @@ class Program:
 
         Raises:
           ValueError: the state was already donated.
+          RuntimeError: an update on the host failed.
         """
         check_is_there(state)
         if self.config.update != "in_forward":
@@ -556,7 +557,7 @@ class Program:
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state, self._state_numbers)
             settle = self._compiler.settle
-            if self.swap is not None:
+            if self._runner.calls_back:
                 self._compiler.order(settle, as_arguments((state,)))
             addresses = self._runner.begin_step(state, self._settle_moves, name="settle")
             settled = self._runner.finished(self._runner.call(settle, state))

@@ -460,10 +460,10 @@ def _build_pending(
 
     def grad(leaf: Leaf) -> Any:
         spec = stored_spec(leaf.spec, STAGES[config.stage].opt_state)
-        # The host reads a delayed update's gradients where the optimizer state is. An update in
-        # forward reads the gradients where backward stores them.
+        # The host reads gradients where the optimizer state is. An update in forward on the device
+        # reads them where backward stores them.
         tier = config.opt_state
-        if config.update == "in_forward":
+        if config.update_on == "device":
             tier = _array_tier(config.grads) if leaf.is_stacked else "device"
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, tier))
 

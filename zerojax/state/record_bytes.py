@@ -71,10 +71,10 @@ def record_bytes(
         "weights": 0,
         "made": 0,
     }
-    if on_device:
+    if on_device or layout.config.update == "in_forward":
         sizes["made"] = count(leaf_ids, stage.opt_state)
-        if not layout.has_master:
-            sizes["weights"] = count(leaf_ids, stage.opt_state, 4)
+    if on_device and not layout.has_master:
+        sizes["weights"] = count(leaf_ids, stage.opt_state, 4)
     if layout.frozen:
         sizes["frozen"] = count(frozen, stage.params)
     grad_records = [] if grads_on_disk is None else [grads_on_disk]
@@ -242,12 +242,14 @@ def host_update(config: ZeroConfig, has_master: bool) -> HostUpdate | None:
     if config.update_on != "host":
         return None
     on_device = config.params == "device"
+    in_forward = config.update == "in_forward"
     return HostUpdate(
         stashes=config.update != "in_backward"
-        and (config.grads != "device" or config.delayed_update),
+        and (config.grads != "device" or config.delayed_update or in_forward),
         is_delayed=config.delayed_update,
         takes_weights=on_device and not has_master,
-        gives_params=on_device,
+        gives_params=on_device or in_forward,
+        in_forward=in_forward,
     )
 
 

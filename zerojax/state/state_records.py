@@ -169,14 +169,21 @@ class StateRecords:
         """Whether records cross a host link that loads and stores at the same time."""
         return self.slices_host and crosses_link(self.mesh)
 
+    @property
+    def grads_tier(self) -> str:
+        """The tier from which the program reads the stacked leaves' gradients."""
+        config = self.layout.config
+        if config.update_on != "host":
+            return config.grads
+        # The loops keep gradients on the device, and callbacks stash them. The program reads a
+        # pending update's gradients only to evaluate.
+        return config.opt_state if config.update == "in_forward" else "device"
+
     def _store_grads(self) -> list[RecordSpec]:
         """Return how each gradient is stored from backward to the update, as if not on disk."""
-        config = self.layout.config
-        # With an update on the host, the loops keep gradients on the device; callbacks stash them.
-        tier = "device" if config.update_on == "host" else config.grads
         # Gradients of embedding and head stay on the device, since both add to them.
         return [
-            dataclasses.replace(record, tier=tier if leaf.is_stacked else "device")
+            dataclasses.replace(record, tier=self.grads_tier if leaf.is_stacked else "device")
             for record, leaf in zip(self.grads, self.leaves, strict=True)
         ]
 

@@ -228,14 +228,14 @@ class StreamedPlan:
         self.unstacked = layout.unstacked
         self.stacks = (*layout.stacked, *frozen)
 
-        after_backward = config.update != "in_backward"
-        grads_tier = "device" if config.update_on == "host" else config.grads
         self.grads = state_records.stored_grads
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         self.params_away = config.params != "device"
-        self.grads_away = grads_tier != "device" and after_backward
+        self.grads_away = state_records.grads_tier != "device" and config.update != "in_backward"
         self.grads_in_memory = (
-            self.grads_away and grads_tier == "pinned_host" and config.update != "in_forward"
+            self.grads_away
+            and state_records.grads_tier == "pinned_host"
+            and config.update != "in_forward"
         )
 
         self._schedule(model)
@@ -283,7 +283,7 @@ class StreamedPlan:
         if self.update is None or config.update_on != "host":
             return None
         stashes = config.update != "in_backward" and (
-            config.grads != "device" or config.delayed_update
+            config.grads != "device" or config.delayed_update or config.update == "in_forward"
         )
         # An update on the host moves full layers (`untiled_setting`), so gradient records are never
         # tiles.

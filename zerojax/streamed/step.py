@@ -77,8 +77,10 @@ from zerojax.streamed.residuals import check_names
 from zerojax.streamed.traced_block import TracedBlock
 from zerojax.streamed.update_policies.in_backward import UpdateInBackward
 from zerojax.streamed.update_policies.in_forward import UpdateInForward
+from zerojax.streamed.update_policies.in_forward_on_host import HostUpdateInForward
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
+    Begun,
     GradientSink,
     HeadDone,
     ParamSource,
@@ -119,6 +121,7 @@ class _ForwardResult(NamedTuple):
       states: states of embedding and head before each microbatch's embedding.
       read_by_head: the same states after it.
       begin: i32[] zero, known when backward may begin.
+      token: token that orders the callbacks of the host update.
     """
 
     state: TrainState
@@ -128,6 +131,7 @@ class _ForwardResult(NamedTuple):
     states: ModelState
     read_by_head: ModelState
     begin: Array
+    token: Array
 
 
 class _Derived(NamedTuple):
@@ -361,13 +365,14 @@ class StreamedStep:
           state: a state with a pending update; donated.
         """
         assert isinstance(self.policy, UpdateInForward)
-        state, begin = self.policy.begin_step(state)
-        source, carried = self.policy.settling_source(state)
+        begun = self.policy.begin_step(state, self._first_token(state))
+        source, carried = self.policy.settling_source(begun)
+        begin = begun.begin
         for loops in self.loops:
             carried = loops.settle(source, begin, carried)
             # The next run's first fetches come after this run.
             begin, carried = jax.lax.optimization_barrier((begin, carried))
-        state = self.policy.end_forward(state, carried)
+        state, _ = self.policy.end_forward(begun, carried)
         assert state.pending is not None
         applied = dataclasses.replace(state.pending, ready=jnp.zeros_like(state.pending.ready))
         return dataclasses.replace(state, pending=applied)
@@ -411,18 +416,19 @@ class StreamedStep:
 
         Its callbacks wait for `token`.
         """
-        state, begin = self.policy.begin_step(state)
+        begun = self.policy.begin_step(state, token)
         # Before the layers, in the order of the disk's read-ahead (`moves`).
-        params = self.layout.join(state)
-        unstacked = self.embed_head.load(params)
-        forward = self._forward(state, unstacked, batch, keys, scratch, begin)
+        unstacked = self.embed_head.load(begun.params)
+        forward = self._forward(begun, unstacked, batch, keys, scratch)
         state = forward.state
         y, loaded = sink.load_unstacked(state, forward.y)
         head = self.embed_head.head_and_grads(
             unstacked, y, batch, keys, loss_scale(state), forward.read_by_head
         )
         loss, metrics = _with_added(head.loss, head.metrics, together(forward.added))
-        carried = sink.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
+        carried = sink.begin(
+            state, HeadDone(loss, head.grads, loaded), scratch["grads"], forward.token
+        )
         g_unstacked, begin, carried = self._backward(
             state, unstacked, batch, keys, forward, head, sink, carried
         )
@@ -437,31 +443,31 @@ class StreamedStep:
 
     def _forward(
         self,
-        state: TrainState,
+        begun: Begun,
         unstacked: Params,
         batch: Batch,
         keys: Array | None,
         scratch: Scratch,
-        begin: Array,
     ) -> _ForwardResult:
         """Run the embedding and all layers.
 
         Args:
-          state: the state before the step, with unstacked leaves that are up to date.
+          begun: the result of the policy's `begin_step`.
           unstacked: the leaves of embedding and head, sharded.
           batch: the microbatches.
           keys: their random keys, or None.
           scratch: stacks in host memory.
-          begin: i32[] zero, known when forward may begin.
         """
-        before = embed_head_state(state.model_state)
+        begin = begun.begin
+        model_state = begun.state.model_state
+        before = embed_head_state(model_state)
         y, states, read_by_head = self.embed_head.embed_all(unstacked, batch, keys, before)
         in_memory = list(scratch["residuals"])
         passes = list[_Pass]()
         all_added = list[Loss | None]()
         entered = y
         inputs = LayerInputs()
-        source, carried = self.policy.source(state)
+        source, carried = self.policy.source(begun)
         for loops in self.loops:
             # The first fetches of these layers may only overlap the end of the previous layers.
             if passes:
@@ -470,7 +476,7 @@ class StreamedStep:
             if loops.stack.run.starts_stack:
                 entered = y
                 x, context = self.embed_head.enter(loops.stack, unstacked, y, batch, keys)
-                inputs = self.embed_head.inputs(loops.stack, context, keys, state.model_state)
+                inputs = self.embed_head.inputs(loops.stack, context, keys, model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
             num_in_memory = len(residuals.in_memory)
             stacks = loops.tracer.stacks(residuals, in_memory[:num_in_memory])
@@ -481,8 +487,8 @@ class StreamedStep:
             all_added.append(done.added)
         # Backward's first fetches may overlap the head, but not the layers.
         begin, y = wait_for(begin, y, self.mesh)
-        state = self.policy.end_forward(state, carried)
-        return _ForwardResult(state, y, passes, all_added, states, read_by_head, begin)
+        state, token = self.policy.end_forward(begun, carried)
+        return _ForwardResult(state, y, passes, all_added, states, read_by_head, begin, token)
 
     def _backward(
         self,
@@ -604,8 +610,9 @@ class StreamedStep:
         if self.host is None:
             return jnp.int32(0)
         token = self.host.first_token(state)
-        if state.pending is None:
+        if not self.config.delayed_update:
             return token
+        assert state.pending is not None
         return self.host.start(self.plan.state_records.flat(state), state.pending, token)
 
 
@@ -633,6 +640,8 @@ def build_policy(plan: StreamedPlan, tx: optax.GradientTransformation) -> Update
     in_backward = plan.config.update == "in_backward"
     if plan.config.update == "in_forward":
         assert plan.update is not None
+        if plan.host is not None:
+            return HostUpdateInForward(plan, plan.update, plan.host)
         return UpdateInForward(plan, plan.update)
     if plan.update is None:
         return UpdateWholeTree(plan, tx)

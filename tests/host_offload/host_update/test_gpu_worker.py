@@ -46,7 +46,7 @@ class Leaves(HostLeaves):
 
     def __init__(self):
         kernel = SimpleNamespace(
-            records={}, grad=None, arrays=(), delayed=False, stacked=True, params_on_device=True
+            records={}, grad=None, arrays=(), pending=False, stacked=True, params_on_device=True
         )
         super().__init__([kernel, kernel], link.CudaLink())
         self.layers = []  # of the first leaf, in the order of updates
@@ -134,6 +134,7 @@ class Delayed(Replay):
         LeafGroup(range(0), (), (), (), 2, stacked=False),
         LeafGroup(range(2), CROSSING, (), CROSSING, 0, stacked=True, stashes=True),
     )
+    calls = tuple((call, n) for n in reversed(range(LAYERS)) for call in ("stash", "install"))
 
     def __init__(self, monkeypatch):
         super().__init__(monkeypatch)
@@ -172,12 +173,13 @@ class Delayed(Replay):
         copy(where.array.ctypes.data, told.ctypes.data, 16, self.stream)
         copy(scalars.array.ctypes.data, values.ctypes.data, 8, self.stream)
         self.step.start(context, token, where, after, scalars)
-        for n in reversed(range(LAYERS)):
+        for call, n in self.calls:
             site = SimpleNamespace(ask=lambda context, where, n=n: (0, n, 9))
-            for operand, grad in zip(operands, grads[n], strict=True):
-                copy(operand.array.ctypes.data, grad.ctypes.data, grad.nbytes, self.stream)
-            self.step.stash(context, token, where, after, *operands, first=0, site=site)
-            if installs:
+            if call == "stash":
+                for operand, grad in zip(operands, grads[n], strict=True):
+                    copy(operand.array.ctypes.data, grad.ctypes.data, grad.nbytes, self.stream)
+                self.step.stash(context, token, where, after, *operands, first=0, site=site)
+            elif installs:
                 self.step.install(
                     context, (results, token), where, after, first=0, count=2, site=site
                 )
@@ -193,6 +195,23 @@ class Delayed(Replay):
         if not installs:
             taken = np.concatenate([a.reshape(LAYERS, -1) for a in made], 1)
         return taken, np.array(expected, F32), int(token.array[0])
+
+
+class InForward(Delayed):
+    """One step of a program that updates in forward: it takes parameters before its gradients.
+
+    The gradients overwrite the previous step's.
+    """
+
+    calls = (
+        *(("install", n) for n in range(LAYERS)),
+        *(("stash", n) for n in reversed(range(LAYERS))),
+    )
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch)
+        self.leaves.in_place = True
+        self.leaves.stashed = self.leaves.pending
 
 
 class Slot:
@@ -218,6 +237,11 @@ def replay(monkeypatch):
 @pytest.fixture
 def delayed(monkeypatch):
     yield from closed_after(Delayed(monkeypatch))
+
+
+@pytest.fixture
+def in_forward(monkeypatch):
+    yield from closed_after(InForward(monkeypatch))
 
 
 def without(replay, monkeypatch, name):
@@ -295,6 +319,19 @@ def test_a_delayed_update_is_given_to_the_layers_of_a_program_that_runs_late(slo
         assert number == 9
     assert delayed.leaves.layers == 3 * list(reversed(range(LAYERS)))  # in the order of backward
     assert delayed.leaves.take_errors() == []
+
+
+@pytest.mark.parametrize("slow", ["nothing", "down", "up", "stream"])
+def test_an_update_in_forward_is_given_to_the_layers_of_a_program_that_runs_late(slow, in_forward):
+    made = in_forward
+    streams = {"down": made.worker.down, "up": made.worker.up, "stream": made.stream}
+    made.cuda.seconds = {streams[slow]: 0.002} if slow in streams else {}
+    for _ in range(3):
+        taken, expected, number = made.run()
+        np.testing.assert_array_equal(taken, expected)
+        assert number == 9
+    assert made.leaves.layers == 3 * list(range(LAYERS))  # in the order of forward
+    assert made.leaves.take_errors() == []
 
 
 def without_delayed(delayed, monkeypatch, name):

@@ -12,6 +12,9 @@
                       fetched; update                  back the unstacked leaves
     UpdateInForward   store g[l] in its tier           norm; the next step's forward fetches,
                                                        clips, updates and writes back each layer
+    HostUpdateInForward
+                      stash g[l] on the host           norm; the host updates each layer before the
+                                                       next step's forward asks for it
     OnHost            store g[l], on the device or     norm; the host updates each layer
                       on the host
     HostUpdateInBackward
@@ -30,6 +33,8 @@ returns the gradients.
     stored          UpdateWholeTree, UpdateByLayer, and GradsAlone
     in_backward     UpdateInBackward
     in_forward      UpdateInForward
+    in_forward_on_host
+                    HostUpdateInForward
     beside_drain    the update of unstacked leaves while the last record is stored
     on_host         OnHost, HostUpdateInBackward, Delayed
 """

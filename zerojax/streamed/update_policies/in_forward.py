@@ -41,7 +41,9 @@ from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
+    Begun,
     HeadDone,
+    ParamSource,
     Result,
     closed,
     loss_scale,
@@ -333,24 +335,27 @@ class UpdateInForward(StoredGrads):
         self.record_update = update
         self.records = update.records
 
-    def begin_step(self, state: TrainState) -> tuple[TrainState, Array]:
+    def begin_step(self, state: TrainState, token: Array) -> Begun:
         """Update the unstacked leaves, which forward reads first."""
         states = self._pending(state).update_unstacked(self.records.flat(state))
         begin = jnp.int32(0)
         # The engine's read-ahead expects the layers' records after the unstacked leaves.
-        if (token := self.records.end_token(states)) is not None:
-            begin, _ = wait_for(begin, token, self.plan.mesh)
-        return self._with_states(state, states), begin
+        if (end := self.records.end_token(states)) is not None:
+            begin, _ = wait_for(begin, end, self.plan.mesh)
+        state = self._with_states(state, states)
+        return Begun(state, self.plan.layout.join(state), token, begin)
 
-    def source(self, state: TrainState) -> tuple[UpdatingParams, UpdatingState]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def source(self, begun: Begun) -> tuple[ParamSource[Any], Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a source that updates each layer before it is used."""
+        state = begun.state
         assert state.pending is not None
         grads, _ = split_grads(self.plan, state.pending.grads)
         source = UpdatingParams(self._pending(state), self.plan.frozen_stacks(state))
         return source, UpdatingState(self.records.flat(state), grads)
 
-    def settling_source(self, state: TrainState) -> tuple[UpdatingParams, UpdatingState]:
+    def settling_source(self, begun: Begun) -> tuple[ParamSource[Any], Any]:
         """Return a source that updates each layer, and provides no frozen parameters."""
+        state = begun.state
         assert state.pending is not None
         grads, _ = split_grads(self.plan, state.pending.grads)
         source = UpdatingParams(self._pending(state), frozen=None)
@@ -387,7 +392,7 @@ class UpdateInForward(StoredGrads):
         assert state.pending is not None
         pending = self._pending(state)
         states = self.records.flat(state)
-        stacks, unstacked = split_grads(self.plan, state.pending.grads)
+        stacks, unstacked = split_grads(self.plan, pending.pending.grads)
         if leaf_ids[0] in self.plan.unstacked:
             (leaf,) = leaf_ids
             grads = [unstacked[self.plan.unstacked.index(leaf)]]
@@ -402,12 +407,14 @@ class UpdateInForward(StoredGrads):
         read = read + self.records.read_opt(states, leaf_ids, index)
         return pending.update_record(leaf_ids, grads, read)
 
-    def end_forward(self, state: TrainState, carried: UpdatingState) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def end_forward(self, begun: Begun, carried: Any) -> tuple[TrainState, Array]:
         """Return the updated state, whose pending gradients backward overwrites."""
+        state = begun.state
         assert state.pending is not None
         _, unstacked = split_grads(self.plan, state.pending.grads)
         pending = dataclasses.replace(state.pending, grads=[*carried.grads, *unstacked])
-        return dataclasses.replace(self._with_states(state, carried.states), pending=pending)
+        state = dataclasses.replace(self._with_states(state, carried.states), pending=pending)
+        return state, begun.token
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
@@ -432,12 +439,16 @@ class UpdateInForward(StoredGrads):
         # The next step needs this step's loss, factors of the gradients and shared scalars.
         # `closed` then advances the scalars in the state.
         pending = Pending(
-            [*result.carried.grads, *result.unstacked],
+            self.next_grads(result),
             self.records.list_shared(states),
             jnp.stack([result.loss, factor, loss_scale(state), jnp.float32(self.plan.count)]),
             jnp.isfinite(norm),
         )
         return closed(self.record_update, result, states, norm, pending)
+
+    def next_grads(self, result: BackwardResult[GradStacks]) -> list[Any]:
+        """Return the gradients of a step, stacked leaves first."""
+        return [*result.carried.grads, *result.unstacked]
 
     def _pending(self, state: TrainState) -> PendingUpdate:
         assert state.pending is not None

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,22 @@ class BackwardResult(Generic[Carried]):
     loss: Array
     carried: Carried
     unstacked: list[Array]
+    begin: Array
+
+
+class Begun(NamedTuple):
+    """What a step has before its forward.
+
+    Attributes:
+      state: the state, with unstacked leaves that are up to date.
+      params: the tree of parameters from which embedding and head are loaded.
+      token: token that orders the callbacks of the host update.
+      begin: i32[] zero, known when forward may begin.
+    """
+
+    state: TrainState
+    params: Params
+    token: Array
     begin: Array
 
 
@@ -318,26 +334,28 @@ class UpdatePolicy(GradientSink[Carried], Protocol[Carried]):
     unstacked_first: bool
     """Whether the unstacked leaves are updated before the layers."""
 
-    def begin_step(self, state: TrainState) -> tuple[TrainState, Array]:
-        """Return the state with the unstacked leaves that forward reads up to date.
+    def begin_step(self, state: TrainState, token: Array) -> Begun:
+        """Bring the unstacked leaves that forward reads up to date.
 
-        The second result is i32[] zero, known when forward may begin.
+        Args:
+          state: the state before the step.
+          token: token that orders the callbacks of the host update.
         """
         ...
 
-    def source(self, state: TrainState) -> tuple[ParamSource[Any], Any]:
+    def source(self, begun: Begun) -> tuple[ParamSource[Any], Any]:
         """Return the source of forward's parameters, and the value that forward carries for it.
 
         Args:
-          state: the state that `begin_step` returned.
+          begun: the result of `begin_step`.
         """
         ...
 
-    def end_forward(self, state: TrainState, carried: Any) -> TrainState:
-        """Return the state after forward.
+    def end_forward(self, begun: Begun, carried: Any) -> tuple[TrainState, Array]:
+        """Return the state after forward, and the next token.
 
         Args:
-          state: the state that `begin_step` returned.
+          begun: the result of `begin_step`.
           carried: the value that forward carried for the source.
         """
         ...
@@ -352,18 +370,18 @@ class PlainForward:
 
     plan: StreamedPlan
 
-    def begin_step(self, state: TrainState) -> tuple[TrainState, Array]:
+    def begin_step(self, state: TrainState, token: Array) -> Begun:
         """Return the state unchanged."""
-        return state, jnp.int32(0)
+        return Begun(state, self.plan.layout.join(state), token, jnp.int32(0))
 
-    def source(self, state: TrainState) -> tuple[StoredParams, None]:
+    def source(self, begun: Begun) -> tuple[StoredParams, None]:
         """Return a source of the parameters as they are stored."""
-        return StoredParams(self.plan, self.plan.layout.join(state)[BLOCKS]), None
+        return StoredParams(self.plan, begun.params[BLOCKS]), None
 
-    def end_forward(self, state: TrainState, carried: None) -> TrainState:
+    def end_forward(self, begun: Begun, carried: None) -> tuple[TrainState, Array]:
         """Return the state unchanged."""
         del carried
-        return state
+        return begun.state, begun.token
 
 
 def closed(
