@@ -595,13 +595,11 @@ def require_built(config: ZeroConfig) -> None:
             "delayed_update=False, or 'pinned_host'"
         )
     if config.update == "in_forward":
-        unsupported = {"update_on": "device", "opt_state_device_fraction": 0.0}
-        for name, supported in unsupported.items():
-            if (value := getattr(config, name)) != supported:
-                raise NotImplementedError(
-                    f"update='in_forward' is not supported with {name}={value!r}: use "
-                    f"{name}={supported!r}, or update='after_backward'"
-                )
+        if config.update_on != "device":
+            raise NotImplementedError(
+                f"update='in_forward' is not supported with update_on={config.update_on!r}: use "
+                "update_on='device', or update='after_backward'"
+            )
         for name in ("params", "grads", "opt_state", "frozen"):
             if getattr(config, name) == "nvme":
                 raise NotImplementedError(

@@ -265,7 +265,6 @@ def test_settle_returns_other_states_unchanged():
     ("fields", "match"),
     [
         ({"update_on": "host", "opt_state": HOST}, "update_on='host'"),
-        ({"opt_state": HOST, "opt_state_device_fraction": 0.5}, "opt_state_device_fraction=0.5"),
         ({"opt_state": "nvme", "swap_dir": "."}, "opt_state='nvme'"),
     ],
 )

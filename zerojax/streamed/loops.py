@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from host_offload.schedule import Phase
 from zerojax.grads import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.optim import DuplexResult, DuplexTransfer
 from zerojax.sharding import ActivationSpec
-from zerojax.state import TrainState
+from zerojax.state import Index, OnDevice, TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.phases import Tick, fetch_first, run_phase
@@ -128,9 +129,10 @@ class StackLoops:
         stack = self.stack
         phase = stack.schedule.phase("forward")
         slices_host = self.plan.state_records.slices_host
+        device_layers = source.device_layers(stack)
 
         def update(
-            carried: Any, record: Sequence[Array], layer: Array, in_flight: list[Array] | None
+            carried: Any, record: Sequence[Array], layer: Index, in_flight: list[Array] | None
         ) -> tuple[Any, list[Array] | None]:
             _, updated = source.take(carried, stack, record, layer)
             return source.put(carried, stack, updated, layer, in_flight)
@@ -140,12 +142,12 @@ class StackLoops:
             # none.
             if self.config.gather_ahead and not now.takes_record:
                 return carried, now.in_flight
-            return update(carried, now.record or [], now.consume, now.in_flight)
+            return update(carried, now.record or [], now.taken, now.in_flight)
 
         if self.config.gather_ahead:
             fetch = partial(source.fetch, carried, stack)
-            record = fetch_first(phase, begin, fetch, self.mesh, slices_host)
-            carried, _ = update(carried, record, jnp.int32(phase.first), None)
+            record = fetch_first(phase, begin, fetch, self.mesh, slices_host, device_layers)
+            carried, _ = update(carried, record, _first_index(phase, device_layers), None)
         return run_phase(
             phase,
             begin,
@@ -154,6 +156,8 @@ class StackLoops:
             mesh=self.mesh,
             slices_host=slices_host,
             fetch=lambda carried, layer: source.fetch(carried, stack, layer),
+            device_layers=device_layers,
+            device_records=True,
         )
 
     def backward(
@@ -300,10 +304,11 @@ class _Forward:
         # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
         # previous tick, so its layer is gathered here.
         gathered = None
+        device_layers = self.source.device_layers(loops.stack)
         if loops.config.gather_ahead:
-            first = jnp.int32(phase.first)
+            first = _first_index(phase, device_layers)
             fetch = partial(self.source.fetch, carried, loops.stack)
-            record = fetch_first(phase, self.begin, fetch, loops.mesh, slices_host)
+            record = fetch_first(phase, self.begin, fetch, loops.mesh, slices_host, device_layers)
             shards, updated = self.source.take(carried, loops.stack, record, first)
             gathered = plan.gather(shards, loops.stack.layer)
             carried, _ = self.source.put(carried, loops.stack, updated, first, None)
@@ -317,6 +322,8 @@ class _Forward:
             mesh=loops.mesh,
             slices_host=slices_host,
             fetch=lambda carry, layer: self.source.fetch(carry.carried, loops.stack, layer),
+            device_layers=device_layers,
+            device_records=True,
             tick_fetches=self.source.stores_beside(loops.stack),
         )
         return ForwardResult(carry.x, carry.stacks, carry.added), carry.carried
@@ -329,7 +336,7 @@ class _Forward:
         def take() -> list[Array]:
             nonlocal updated
             shards, updated = self.source.take(
-                carry.carried, loops.stack, now.record or [], now.consume
+                carry.carried, loops.stack, now.record or [], now.taken
             )
             return shards
 
@@ -355,7 +362,7 @@ class _Forward:
         total = _accumulated(carry.added, added, self.microbatches.count)
         if transfer is None:
             carried, in_flight = self.source.put(
-                carry.carried, loops.stack, updated, now.consume, overlapped.in_flight
+                carry.carried, loops.stack, updated, now.taken, overlapped.in_flight
             )
         else:
             assert overlapped.transferred is not None
@@ -795,6 +802,12 @@ class _Backward:
         )
         overlapped = _Overlapped(next_gathered, now.in_flight)
         return _LayerGrads(grads, dx, microbatches.constrain(d_context), overlapped)
+
+
+def _first_index(phase: Phase, device_layers: int) -> Index:
+    """Return the index of the layer that is taken before the first tick."""
+    first = jnp.int32(phase.first)
+    return OnDevice(first) if phase.first < device_layers else first
 
 
 def _turn(

@@ -28,6 +28,7 @@ from zerojax.optim import (
 from zerojax.state import (
     FlatState,
     Index,
+    OnDevice,
     Pending,
     TrainState,
     adds_order,
@@ -186,22 +187,31 @@ class UpdatingParams:
         self.records = update.records
         self.frozen = frozen
 
-    def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Array) -> list[Array]:
-        """Return the arrays of a layer that are off the device: gradients, weights, frozen ones."""
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return the number of layers whose optimizer state stays on the device."""
+        return stack.run.device_layers
+
+    def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Index) -> list[Array]:
+        """Return the arrays of a layer that are off the device: gradients, weights, frozen ones.
+
+        All records of a ring have the same arrays. So the optimizer state of a layer is among them
+        even if it is on the device, unless all other arrays are there too.
+        """
         states = carried.states
         frozen = self.plan.away(stack.leaves.frozen_blocks)
-        fetched = self._ring(carried, stack).fetch(states, layer)
+        fetched = self._ring(carried, stack, layer).fetch(states, layer)
         return fetched + self.plan.read_params(self._stacks(states), frozen, layer)
 
     def take(
-        self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Index
     ) -> tuple[list[Array], _Updated]:
         """Update a layer; return the shards of its parameters, and the updated record."""
         leaf_ids = stack.blocks
         states = carried.states
         num_frozen = len(self.plan.away(stack.leaves.frozen_blocks))
         num_trained = len(record) - num_frozen
-        grads, read = self._ring(carried, stack).take(states, record[:num_trained], layer)
+        ring = self._ring(carried, stack, layer)
+        grads, read = ring.take(states, record[:num_trained], layer)
         weights, opt = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
@@ -217,6 +227,7 @@ class UpdatingParams:
             and self.records.both_ways
             and config.opt_state == "pinned_host"
             and config.prefetch_distance > 0
+            and not stack.run.device_layers
             and stack.num_layers > 1
             and len(self.records.opt_records(stack.blocks)) > 1
         )
@@ -245,7 +256,7 @@ class UpdatingParams:
             return transfer, None
         others = list[Array]()
         if self.plan.grads_away:
-            others += self._ring(carried, stack).read_grads(now.fetch)
+            others += self._ring(carried, stack, now.fetch).read_grads(now.fetch)
         frozen = self.plan.away(stack.leaves.frozen_blocks)
         return transfer, others + self.plan.read_params(self._stacks(states), frozen, now.fetch)
 
@@ -270,7 +281,7 @@ class UpdatingParams:
         carried: UpdatingState,
         stack: StackPlan,
         updated: _Updated | None,
-        layer: Array,
+        layer: Index,
         in_flight: list[Array] | None,
     ) -> tuple[UpdatingState, list[Array] | None]:
         """Write an updated record after the record in flight has been read from the same stacks."""
@@ -301,8 +312,18 @@ class UpdatingParams:
         )
         return (weights, opt), in_flight
 
-    def _ring(self, carried: UpdatingState, stack: StackPlan) -> RecordRing:
-        return RecordRing(self.plan, self.records, carried.grads, stack.blocks)
+    def _ring(self, carried: UpdatingState, stack: StackPlan, layer: Index) -> RecordRing:
+        plan = self.plan
+        weights_away = plan.params_away and not self.records.layout.has_master
+        others_away = plan.grads_away or weights_away or plan.away(stack.leaves.frozen_blocks)
+        all_on_device = stack.run.device_layers == stack.run.stop
+        return RecordRing(
+            plan,
+            self.records,
+            carried.grads,
+            stack.blocks,
+            opt_ahead=not all_on_device and (bool(others_away) or not isinstance(layer, OnDevice)),
+        )
 
     def _stacks(self, states: FlatState) -> list[Any]:
         """Return the stacks of parameters in the order of `StreamedPlan.stacks`."""

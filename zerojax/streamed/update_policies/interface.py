@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zerojax.models import BLOCKS
 from zerojax.optim import DuplexResult, DuplexTransfer, RecordUpdate, finish
-from zerojax.state import FlatState, Pending, TrainState
+from zerojax.state import FlatState, Index, Pending, TrainState
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.trees import Params
@@ -82,26 +82,30 @@ class RecordGrads:
 class ParamSource(Protocol[Carried]):
     """Provider of the layers' parameters to forward, which may update them first."""
 
-    def fetch(self, carried: Carried, stack: StackPlan, layer: Array) -> list[Array]:
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return the number of layers whose optimizer state, which is read, stays on the device."""
+        ...
+
+    def fetch(self, carried: Carried, stack: StackPlan, layer: Index) -> list[Array]:
         """Return the arrays of a layer that forward fetches ahead.
 
         Args:
           carried: the value that forward carries for this source.
           stack: the run of layers.
-          layer: i32[], number of the layer.
+          layer: index of the layer.
         """
         ...
 
     def take(
-        self, carried: Carried, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: Carried, stack: StackPlan, record: Sequence[Array], layer: Index
     ) -> tuple[list[Array], Any]:
         """Return the shards of a layer's parameters, and what `put` writes once they are used.
 
         Args:
           carried: the value that forward carries for this source.
           stack: the run of layers.
-          record: the layer's arrays that `fetch` returned.
-          layer: i32[], number of the layer.
+          record: the layer's arrays that `fetch` returned; empty if nothing was fetched.
+          layer: index of the layer.
         """
         ...
 
@@ -153,7 +157,7 @@ class ParamSource(Protocol[Carried]):
         carried: Carried,
         stack: StackPlan,
         updated: Any,
-        layer: Array,
+        layer: Index,
         in_flight: list[Array] | None,
     ) -> tuple[Carried, list[Array] | None]:
         """Write what `take` updated, after the layer's products; return the next carried value.
@@ -162,7 +166,7 @@ class ParamSource(Protocol[Carried]):
           carried: the value that forward carries for this source.
           stack: the run of layers.
           updated: the second result of `take`.
-          layer: i32[], number of the layer.
+          layer: index of the layer.
           in_flight: a record that is fetched from the stacks that are written, or None.
 
         Returns:
@@ -182,16 +186,23 @@ class StoredParams:
         self.plan = plan
         self.stacks = plan.weight_stacks(blocks)
 
-    def fetch(self, carried: None, stack: StackPlan, layer: Array) -> list[Array]:
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return 0: no optimizer state is read."""
+        del stack
+        return 0
+
+    def fetch(self, carried: None, stack: StackPlan, layer: Index) -> list[Array]:
         """Return the parameters of a layer that are off the device."""
         del carried
         return self.plan.read_params(self.stacks, self.plan.away(stack.layer), layer)
 
     def take(
-        self, carried: None, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: None, stack: StackPlan, record: Sequence[Array], layer: Index
     ) -> tuple[list[Array], None]:
         """Return the shards of a layer's parameters."""
-        del carried
+        # The schedule may fetch nothing for a layer because a step makes its parameters from
+        # masters on the device; an evaluation then reads them here.
+        record = record or self.fetch(carried, stack, layer)
         return self.plan.take_params(self.stacks, stack.layer, record, layer), None
 
     def stores_beside(self, stack: StackPlan) -> bool:
@@ -219,7 +230,7 @@ class StoredParams:
         carried: None,
         stack: StackPlan,
         updated: None,
-        layer: Array,
+        layer: Index,
         in_flight: list[Array] | None,
     ) -> tuple[None, list[Array] | None]:
         """Write nothing."""
