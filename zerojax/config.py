@@ -646,7 +646,7 @@ def untiled_setting(config: ZeroConfig) -> str | None:
         value = getattr(config, name)
         if value != tiled:
             return f"{name}={value!r}"
-    return "update='in_forward'" if config.update == "in_forward" else None
+    return None
 
 
 def piecewise_update_setting(config: ZeroConfig) -> str:

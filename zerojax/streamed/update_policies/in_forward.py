@@ -37,7 +37,7 @@ from zerojax.state import (
     read_layer,
 )
 from zerojax.streamed.phases import Tick
-from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     HeadDone,
@@ -171,7 +171,9 @@ class _LinkTick:
 
 
 class UpdatingParams:
-    """The layers' parameters, each updated just before it is used."""
+    """The layers' parameters, each record updated just before it is used."""
+
+    updates = True
 
     def __init__(self, update: PendingUpdate, frozen: list[Any], stores: bool = True) -> None:
         """Provide the parameters that `update` makes, and the `frozen` stacks of parameters.
@@ -191,31 +193,31 @@ class UpdatingParams:
         """Return the number of layers whose optimizer state stays on the device."""
         return stack.run.device_layers
 
-    def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Index) -> list[Array]:
-        """Return the arrays of a layer that are off the device: gradients, weights, frozen ones.
+    def fetch(self, carried: UpdatingState, leaves: RecordLeaves, index: Index) -> list[Array]:
+        """Return the arrays of a record that are off the device: gradients, weights, frozen ones.
 
         All records of a ring have the same arrays. So the optimizer state of a layer is among them
         even if it is on the device, unless all other arrays are there too.
         """
         states = carried.states
-        frozen = self.plan.away(stack.leaves.frozen_blocks)
-        fetched = self._ring(carried, stack, layer).fetch(states, layer)
-        return fetched + self.plan.read_params(self._stacks(states), frozen, layer)
+        frozen = self.plan.away(leaves.frozen)
+        fetched = self._ring(carried, leaves, index).fetch(states, index)
+        return fetched + self.plan.read_params(self._stacks(states), frozen, index)
 
     def take(
-        self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Index
+        self, carried: UpdatingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
     ) -> tuple[list[Array], _Updated]:
-        """Update a layer; return the shards of its parameters, and the updated record."""
-        leaf_ids = stack.blocks
+        """Update a record; return the shards of its parameters, and the updated record."""
+        leaf_ids = leaves.trained
         states = carried.states
-        num_frozen = len(self.plan.away(stack.leaves.frozen_blocks))
+        num_frozen = len(self.plan.away(leaves.frozen))
         num_trained = len(record) - num_frozen
-        ring = self._ring(carried, stack, layer)
-        grads, read = ring.take(states, record[:num_trained], layer)
+        ring = self._ring(carried, leaves, index)
+        grads, read = ring.take(states, record[:num_trained], index)
         weights, opt = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
-            self._stacks(states), stack.leaves.frozen_blocks, record[num_trained:], layer
+            self._stacks(states), leaves.frozen, record[num_trained:], index
         )
         return params + frozen, _Updated(weights, opt, read)
 
@@ -228,6 +230,7 @@ class UpdatingParams:
             and config.opt_state == "pinned_host"
             and config.prefetch_distance > 0
             and not stack.run.device_layers
+            and not stack.groups
             and stack.num_layers > 1
             and len(self.records.opt_records(stack.blocks)) > 1
         )
@@ -256,7 +259,7 @@ class UpdatingParams:
             return transfer, None
         others = list[Array]()
         if self.plan.grads_away:
-            others += self._ring(carried, stack, now.fetch).read_grads(now.fetch)
+            others += self._ring(carried, stack.record, now.fetch).read_grads(now.fetch)
         frozen = self.plan.away(stack.leaves.frozen_blocks)
         return transfer, others + self.plan.read_params(self._stacks(states), frozen, now.fetch)
 
@@ -279,16 +282,16 @@ class UpdatingParams:
     def put(
         self,
         carried: UpdatingState,
-        stack: StackPlan,
+        leaves: RecordLeaves,
         updated: _Updated | None,
-        layer: Index,
+        index: Index,
         in_flight: list[Array] | None,
     ) -> tuple[UpdatingState, list[Array] | None]:
         """Write an updated record after the record in flight has been read from the same stacks."""
         if updated is None or not self.stores:
             return carried, in_flight
         (weights, opt), in_flight = self._written_later(updated, in_flight)
-        states = self.records.write_layer(carried.states, stack.blocks, layer, weights, opt)
+        states = self.records.write_layer(carried.states, leaves.trained, index, weights, opt)
         return dataclasses.replace(carried, states=states), in_flight
 
     def _written_later(
@@ -312,18 +315,14 @@ class UpdatingParams:
         )
         return (weights, opt), in_flight
 
-    def _ring(self, carried: UpdatingState, stack: StackPlan, layer: Index) -> RecordRing:
+    def _ring(self, carried: UpdatingState, leaves: RecordLeaves, index: Index) -> RecordRing:
         plan = self.plan
-        weights_away = plan.params_away and not self.records.layout.has_master
-        others_away = plan.grads_away or weights_away or plan.away(stack.leaves.frozen_blocks)
-        all_on_device = stack.run.device_layers == stack.run.stop
-        return RecordRing(
-            plan,
-            self.records,
-            carried.grads,
-            stack.blocks,
-            opt_ahead=not all_on_device and (bool(others_away) or not isinstance(layer, OnDevice)),
-        )
+        opt_ahead = not leaves.state_on_device
+        if opt_ahead and isinstance(index, OnDevice):
+            weights_away = plan.params_away and not self.records.layout.has_master
+            frozen_away = bool(plan.away(leaves.frozen))
+            opt_ahead = plan.grads_away or weights_away or frozen_away
+        return RecordRing(plan, self.records, carried.grads, leaves.trained, opt_ahead=opt_ahead)
 
     def _stacks(self, states: FlatState) -> list[Any]:
         """Return the stacks of parameters in the order of `StreamedPlan.stacks`."""
