@@ -34,8 +34,8 @@ These combinations raise an error that names both settings:
 - `update="in_backward"` with `clip_norm` or `precision="fp16"`: the gradients' norm, and whether
   all gradients are finite, are known only after the first layers have been updated.
 - `update_on="host"` with `opt_state="device"`.
-- `update="in_forward"` with `opt_state_device_fraction`, with parameters, frozen parameters,
-  gradients or optimizer state on the disk, or on the host in float32 with parameters on the device.
+- `update="in_forward"` on the host with parameters, frozen parameters, gradients or optimizer state
+  on the disk, or in float32 with parameters on the device.
 - `delayed_update=True` without `update_on="host"`, with `update="in_backward"` or
   `update="in_forward"`, with a tier on the disk, or in float32 with parameters on the device.
 - `params`, or `frozen`, off the device with a stage below 3.

@@ -595,15 +595,8 @@ def require_built(config: ZeroConfig) -> None:
             f"delayed_update=True is not supported with {name}='nvme': use "
             "delayed_update=False, or 'pinned_host'"
         )
-    if config.update == "in_forward":
-        if config.update_on == "host":
-            _require_built_on_host(config)
-        fraction = config.opt_state_device_fraction
-        if fraction:
-            raise NotImplementedError(
-                "update='in_forward' is not supported with opt_state_device_fraction="
-                f"{fraction!r}: use opt_state_device_fraction=0.0, or update='after_backward'"
-            )
+    if config.update == "in_forward" and config.update_on == "host":
+        _require_built_on_host(config)
     numbers = []
     for segment in _segments(config):
         offloaded = _numbered(segment.offloaded_names)
@@ -660,7 +653,7 @@ def untiled_setting(config: ZeroConfig) -> str | None:
         value = getattr(config, name)
         if value != tiled:
             return f"{name}={value!r}"
-    return "update='in_forward'" if config.update == "in_forward" else None
+    return None
 
 
 def piecewise_update_setting(config: ZeroConfig) -> str:

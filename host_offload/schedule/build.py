@@ -90,9 +90,8 @@ def build_schedule(
     if update not in UPDATES:
         choices = ", ".join(map(repr, UPDATES))
         raise ValueError(f"update={update!r}: choose from {choices}")
-    for name, value in (("stores_late", stores_late), ("device_layers", device_layers)):
-        if value and update == "in_forward":
-            raise ValueError(f"{name}={value} with update='in_forward': 0 is needed")
+    if stores_late and update == "in_forward":
+        raise ValueError(f"stores_late={stores_late} with update='in_forward': 0 is needed")
 
     sizes = None
     if record_bytes is not None:

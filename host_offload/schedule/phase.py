@@ -178,8 +178,19 @@ class Phase:
         if not num_slots:
             return int32(np.full(num_ticks, -1))
         num_takes = num_slots + int((self.fetch >= 0).sum())
-        ticks = np.arange(num_ticks)
-        return int32(np.where(ticks < num_takes, ticks % num_slots, -1))
+        takes = np.arange(num_ticks) - self.first_take
+        return int32(np.where((takes >= 0) & (takes < num_takes), takes % num_slots, -1))
+
+    @functools.cached_property
+    def first_take(self) -> int:
+        """The first tick that takes a record out of the ring; 0 if the phase has no ring.
+
+        Earlier ticks visit layers whose opt_state is on the device, in a phase that fetches nothing
+        else.
+        """
+        if not len(self.preload):
+            return 0
+        return int(np.argmax(self.consume == self.preload[0]))
 
     @functools.cached_property
     def fetch_slot(self) -> np.ndarray:
@@ -307,7 +318,7 @@ class Phase:
         """Bytes that every tick holds: the ring, and space for records that are stored late."""
         # All slots are alike: each has space for all kinds, even if a layer lacks one.
         slot: dict[Record, int] = {}
-        for loop in self._preloads:
+        for loop in self.loops:
             slot |= {op.record: op.num_bytes for op in loop.ops if op.verb == "fetch"}
         stored_late = 0
         for loop in self._after:

@@ -48,8 +48,10 @@ def build_strip(phase: Phase) -> Strip:
             for (lane, layer), kinds in _kinds_by_lane(ops).items():
                 boxes[lane].append(Box(layer=layer, start=tick, stop=tick + 1, kinds=kinds))
                 if lane == "fetch" and slots and loop not in phase.first_loops:
-                    # A record is taken as many ticks after its fetch as the ring has slots.
-                    box = Box(layer=layer, start=tick, stop=tick + len(slots), kinds=kinds)
+                    # A record is taken as many ticks after its fetch as the ring has slots; the
+                    # first records also wait for the first take.
+                    stop = tick + len(slots) + (phase.first_take if tick < 0 else 0)
+                    box = Box(layer=layer, start=tick, stop=stop, kinds=kinds)
                     slots[num_fetched % len(slots)].append(box)
                     num_fetched += 1
 

@@ -185,10 +185,23 @@ class PhaseWriter:
         return self.gather_ahead and layer_pass.name != "update"
 
     def _num_takes(self, layer_pass: LayerPass) -> int:
-        """Return the number of (first) ticks that take a record that is off the device."""
+        """Return the number of ticks that take a record that is off the device."""
+        is_ahead = self._gathers_ahead(layer_pass)
         if set(layer_pass.fetches) <= {"opt_state"}:
-            return len(self.layers[self._num_on_device() :]) * len(layer_pass.fetches)
-        return len(self.layers) - self._gathers_ahead(layer_pass)
+            # The first layer is taken before tick 0 if it is gathered ahead.
+            num_without = max(self._num_on_device(), is_ahead)
+            return (len(self.layers) - num_without) * len(layer_pass.fetches)
+        return len(self.layers) - is_ahead
+
+    def _first_take(self, layer_pass: LayerPass) -> int:
+        """Return the first tick that takes a record that is off the device.
+
+        Forward begins with the layers whose opt_state stays on the device. If it fetches nothing
+        else, these layers have no record to take.
+        """
+        if layer_pass.name != "forward" or layer_pass.fetches != ("opt_state",):
+            return 0
+        return max(0, self._num_on_device() - self._gathers_ahead(layer_pass))
 
     # --- loops ------------------------------------------------------------------------------------
 
@@ -212,6 +225,7 @@ class PhaseWriter:
         fetches = layer_pass.fetches
         is_ahead = self._gathers_ahead(layer_pass)
         num_slots = min(self.distance, self._num_takes(layer_pass))
+        first_take = self._first_take(layer_pass)
         if is_ahead:
             start = -num_slots - 1
             first = layer_pass.layer(0)
@@ -222,8 +236,8 @@ class PhaseWriter:
                 ops += self._stores(layer_pass, _UPDATED, first)
             yield Loop(start, 1, step, tuple(ops))
         for slot in range(num_slots):
-            layer = layer_pass.layer(slot + is_ahead)
-            ops = self._loads("fetch", fetches, layer, -num_slots - is_ahead)
+            layer = layer_pass.layer(first_take + slot + is_ahead)
+            ops = self._loads("fetch", fetches, layer, -num_slots - first_take - is_ahead)
             yield Loop(slot - num_slots, 1, step, tuple(ops))
 
     def _cuts(self, layer_pass: LayerPass, unstacked: Sequence[UnstackedMove]) -> list[int]:
@@ -234,7 +248,7 @@ class PhaseWriter:
 
         # The layers change here: where another range begins, and where the state's tier changes.
         borders = {len(layer_pass.order[0]), self._first_on_device(layer_pass)}
-        cuts = {self._num_takes(layer_pass) - self.distance}
+        cuts = {self._first_take(layer_pass) + self._num_takes(layer_pass) - self.distance}
         for tick in borders:
             # For its own layer, for the layer that it gathers, for the layer that it fetches.
             cuts |= {tick, tick - is_ahead, tick - self.distance - is_ahead}
@@ -330,7 +344,8 @@ class PhaseWriter:
         """Return the operations of a tick that fetch a later layer's records and gather a layer."""
         is_ahead = self._gathers_ahead(layer_pass)
         ops = list[Op]()
-        if tick + self.distance < self._num_takes(layer_pass):
+        take = tick - self._first_take(layer_pass)
+        if 0 <= take < self._num_takes(layer_pass) - self.distance:
             ahead = self.distance + is_ahead
             ops += self._loads("fetch", layer_pass.fetches, layer_pass.layer(tick + ahead), -ahead)
         gathered_tick = tick + is_ahead

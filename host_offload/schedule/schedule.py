@@ -54,8 +54,10 @@ update="in_backward". Only kinds off the device count. params*:
 only if parameters have no float32 masters, because then the parameters themselves are updated. The
 optimizer state of layers 0 .. device_layers-1 may stay on the device (a fractional offload): the
 update phase visits these layers last, and fetches nothing for them unless another kind is off the
-device. In backward the optimizer state is read in the tick that uses it: that copy overlaps with
-the tick's own derivative, and so takes no slot.
+device. Forward visits them first. If it fetches no other kind, its first ticks take nothing, and
+the ring waits, filled with the first layers whose state is off the device. In backward the
+optimizer state is read in the tick that uses it: that copy overlaps with the tick's own derivative,
+and so takes no slot.
 
 **Late stores.** Updated records may be stored some ticks late. With a lag of 1, tick t stores the
 records that tick t - 1 updated, store[t] = layer[t-1]: the stores use the opposite direction of the

@@ -7,14 +7,16 @@ never holds more of a layer's group than the tiles that are computed, gathered o
 rest of a layer is one record, as in a schedule without tiles.
 
     phase     tick of the layers' loop             loop over a group's tiles
-    forward   take the layer's record; compute     T ticks per layer: take, fetch, compute tile k
+    forward   take the layer's record; compute     T ticks per layer: take, fetch, compute tile k;
+                                                   with update="in_forward" update it first
     backward  run a group's loop where it is used  T ticks per layer, last tile first: take, fetch,
                                                    compute, and store or update
     update    one record                           L T ticks, after the loop over the layers
 
 The ring of a group is filled when its loop begins, and empty when it ends: tiles are fetched ahead
 within a layer. A group's loop may run twice in a tick of backward, if a value computed from its
-result must be recomputed.
+result must be recomputed. The first of these loops is called "read": it computes forward and only
+reads parameters, as an evaluation does.
 """
 
 import dataclasses
@@ -50,16 +52,21 @@ class TileLoops:
       name: name of the group.
       num_tiles: T, tiles per layer.
       inner: schedule whose "layers" are the tiles of one layer; provides forward and backward.
+      reading: the same for loops that only read parameters; provides "read". It differs from
+        `inner` if forward updates.
       flat: schedule whose "layers" are the tiles of all layers, by number; provides update, if any.
     """
 
     name: str
     num_tiles: int
     inner: Schedule
+    reading: Schedule
     flat: Schedule
 
     def phase(self, name: str) -> Phase:
-        """Return a phase's loop over tiles: T ticks in forward and backward, L T in update."""
+        """Return a loop over tiles: T ticks in forward, read and backward, L T in update."""
+        if name == "read":
+            return self.reading.phase("forward")
         return (self.flat if name == "update" else self.inner).phase(name)
 
     def kind(self, kind: str) -> str:
@@ -221,8 +228,13 @@ def build_tiled_schedule(
                 build_records, distance=distance, tiers=tile_tiers, record_bytes=tile_bytes
             )
             inner = build_tiles(num_tiles)
+            reading = inner
+            if update == "in_forward":
+                reading = build_tiles(num_tiles, update="after_backward")
             flat = build_tiles(num_layers * num_tiles, first_layer=first_layer * num_tiles)
-            tiles.append(TileLoops(name=name, num_tiles=num_tiles, inner=inner, flat=flat))
+            tiles.append(
+                TileLoops(name=name, num_tiles=num_tiles, inner=inner, reading=reading, flat=flat)
+            )
         return _add_tiles(layers, tiles)
 
     schedule = build(distance, False)

@@ -72,6 +72,7 @@ def test_sixteen_tiles_gather_a_tenth_at_a_time():
 
 UPDATES = {
     "after_backward": {"grads": "pinned_host", "update": "after_backward"},
+    "in_forward": {"grads": "pinned_host", "update": "in_forward"},
     "in_backward": {},
 }
 

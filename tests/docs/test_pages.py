@@ -87,10 +87,6 @@ REFUSALS = {
     "in_forward' is not supported with grads='nvme'": ("nvme", '`update="in_forward"`'),
     "delayed_update=True is not supported with grads='nvme'": ("nvme", "`delayed_update`"),
     "in_forward' is not supported with opt_state='nvme'": ("nvme", '`update="in_forward"`'),
-    "in_forward' is not supported with opt_state_device_fraction": (
-        "offload",
-        '`update="in_forward"` excludes',
-    ),
     "opt_state_device_fraction=0.5": ("offload", "`opt_state_device_fraction` excludes"),
     "delayed_update=True needs": ("offload", '`update="in_backward"` excludes'),
     "clip_norm=1.0": ("offload", "`clip_norm`"),

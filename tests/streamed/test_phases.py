@@ -7,6 +7,7 @@ import pytest
 
 import zerojax as zj
 from host_offload.schedule import build_schedule
+from zerojax.state import OnDevice
 from zerojax.streamed import phases
 
 HOST = "pinned_host"
@@ -54,16 +55,23 @@ def test_the_loops_of_a_phase_have_the_numbers_of_its_ticks(distance, fields):
 
 
 @pytest.mark.parametrize("in_loops", [False, True])
-@pytest.mark.parametrize("layers", [[3], [4, 3, 2], [4, 5, 0, 1]])
-def test_records_are_fetched_into_the_slots_in_order(layers, in_loops, monkeypatch):
+@pytest.mark.parametrize(
+    ("layers", "device_layers"), [([3], 0), ([4, 3, 2], 0), ([4, 5, 0, 1], 0), ([1, 2, 3, 4], 3)]
+)
+def test_records_are_fetched_into_the_slots_in_order(layers, device_layers, in_loops, monkeypatch):
     monkeypatch.setattr(phases, "adds_order", lambda mesh: not in_loops)
     mesh = zj.make_mesh(devices=jax.devices()[:1])
     stack = jnp.arange(6.0)[:, None]
 
     def fetch(layer):
+        if isinstance(layer, OnDevice):
+            return [-jax.lax.dynamic_index_in_dim(stack, layer.layer, 0, keepdims=False)]
         return [jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)]
 
     (ring,) = jax.jit(
-        lambda: phases._fetch_all(layers, jnp.int32(0), fetch, mesh, slices_host=True)
+        lambda: phases._fetch_all(
+            layers, jnp.int32(0), fetch, mesh, slices_host=True, device_layers=device_layers
+        )
     )()
-    np.testing.assert_array_equal(ring.reshape(-1), layers)
+    expected = [-layer if layer < device_layers else layer for layer in layers]
+    np.testing.assert_array_equal(ring.reshape(-1), expected)

@@ -281,7 +281,6 @@ def test_settle_returns_other_states_unchanged():
     ("fields", "match"),
     [
         ({"update_on": "host", "opt_state": HOST}, "update_on='host'"),
-        ({"opt_state": HOST, "opt_state_device_fraction": 0.5}, "opt_state_device_fraction=0.5"),
     ],
 )
 def test_unsupported_settings_are_refused(fields, match):

@@ -525,7 +525,7 @@ class BlockTracer:
         traced = self.traced_eval
         if traced is None:
             return {}
-        return {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
+        return {"forward": [(loops[g], "read") for g in traced.forward_loops]}
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles in a tick of each phase of a step, in order.
@@ -540,7 +540,7 @@ class BlockTracer:
             }
         # Backward also runs a loop forward if its result is needed to recompute later values.
         backward = [
-            (loops[g], "backward" if derived else "forward")
+            (loops[g], "backward" if derived else "read")
             for g, derived in self.traced.backward_loops
         ]
         return {

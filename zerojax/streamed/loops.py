@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from host_offload.schedule import Phase
 from zerojax.grads import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.optim import DuplexResult, DuplexTransfer
 from zerojax.sharding import ActivationSpec
-from zerojax.state import TrainState
+from zerojax.state import Index, OnDevice, TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, derive_key
 from zerojax.streamed.phases import Tick, fetch_first, run_phase
@@ -128,24 +129,30 @@ class StackLoops:
         stack = self.stack
         phase = source.phase(stack)
         slices_host = self.plan.state_records.slices_host
+        device_layers = source.device_layers(stack)
 
         def update(
-            carried: Any, record: Sequence[Array], layer: Array, in_flight: list[Array] | None
+            carried: Any, record: Sequence[Array], layer: Index, in_flight: list[Array] | None
         ) -> tuple[Any, list[Array] | None]:
-            _, updated = source.take(carried, stack, record, layer)
-            return source.put(carried, stack, updated, layer, in_flight)
+            _, updated = source.take(carried, stack.record, record, layer)
+            return source.put(carried, stack.record, updated, layer, in_flight)
 
         def tick(carried: Any, now: Tick) -> tuple[Any, list[Array] | None]:
             # With gather_ahead the first layer is taken before the loop, so the last tick takes
             # none.
             if self.config.gather_ahead and not now.takes_record:
                 return carried, now.in_flight
-            return update(carried, now.record or [], now.consume, now.in_flight)
+            carried, in_flight = update(carried, now.record or [], now.taken, now.in_flight)
+            if not stack.groups:
+                return carried, in_flight
+            tiles = TileRunner(self.plan, stack, self.microbatches, begin, now, source, carried)
+            tiles.settle()
+            return tiles.carried, in_flight
 
         if self.config.gather_ahead:
-            fetch = partial(source.fetch, carried, stack)
-            record = fetch_first(phase, begin, fetch, self.mesh, slices_host)
-            carried, _ = update(carried, record, jnp.int32(phase.first), None)
+            fetch = partial(source.fetch, carried, stack.record)
+            record = fetch_first(phase, begin, fetch, self.mesh, slices_host, device_layers)
+            carried, _ = update(carried, record, _first_index(phase, device_layers), None)
         return run_phase(
             phase,
             begin,
@@ -153,7 +160,9 @@ class StackLoops:
             tick,
             mesh=self.mesh,
             slices_host=slices_host,
-            fetch=lambda carried, layer: source.fetch(carried, stack, layer),
+            fetch=lambda carried, layer: source.fetch(carried, stack.record, layer),
+            device_layers=device_layers,
+            device_records=True,
         )
 
     def backward(
@@ -300,13 +309,15 @@ class _Forward:
         # With gather_ahead, the previous tick gathers a tick's layer. The first tick has no
         # previous tick, so its layer is gathered here.
         gathered = None
+        record_leaves = loops.stack.record
+        device_layers = self.source.device_layers(loops.stack)
         if loops.config.gather_ahead:
-            first = jnp.int32(phase.first)
-            fetch = partial(self.source.fetch, carried, loops.stack)
-            record = fetch_first(phase, self.begin, fetch, loops.mesh, slices_host)
-            shards, updated = self.source.take(carried, loops.stack, record, first)
+            first = _first_index(phase, device_layers)
+            fetch = partial(self.source.fetch, carried, record_leaves)
+            record = fetch_first(phase, self.begin, fetch, loops.mesh, slices_host, device_layers)
+            shards, updated = self.source.take(carried, record_leaves, record, first)
             gathered = plan.gather(shards, loops.stack.layer)
-            carried, _ = self.source.put(carried, loops.stack, updated, first, None)
+            carried, _ = self.source.put(carried, record_leaves, updated, first, None)
         added = loops.tracer.abstract_added(x, self.inputs, self.microbatches.count)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), added)
         carry = run_phase(
@@ -316,7 +327,9 @@ class _Forward:
             self._tick,
             mesh=loops.mesh,
             slices_host=slices_host,
-            fetch=lambda carry, layer: self.source.fetch(carry.carried, loops.stack, layer),
+            fetch=lambda carry, layer: self.source.fetch(carry.carried, record_leaves, layer),
+            device_layers=device_layers,
+            device_records=True,
             tick_fetches=self.source.stores_beside(loops.stack),
         )
         return ForwardResult(carry.x, carry.stacks, carry.added), carry.carried
@@ -324,20 +337,21 @@ class _Forward:
     def _tick(self, carry: _ForwardCarry, now: Tick) -> tuple[_ForwardCarry, Any]:
         """Run one layer, and save its input and residuals."""
         loops = self.loops
+        carried = carry.carried
+        record_leaves = loops.stack.record
         updated = None
 
         def take() -> list[Array]:
             nonlocal updated
-            shards, updated = self.source.take(
-                carry.carried, loops.stack, now.record or [], now.consume
-            )
+            record = now.record or []
+            shards, updated = self.source.take(carry.carried, record_leaves, record, now.taken)
             return shards
 
         x = carry.x
         gathered, next_gathered = loops.gather_turn(carry.gathered, now, take)
         transfer = None
         if self.source.stores_beside(loops.stack):
-            built = self.source.build_transfer(carry.carried, loops.stack, updated, now)
+            built = self.source.build_transfer(carried, loops.stack, updated, now)
             if built is not None:
                 transfer, others = built
                 now = dataclasses.replace(now, in_flight=others)
@@ -347,7 +361,7 @@ class _Forward:
             )
         else:
             x = self.microbatches.constrain(x)
-            y, added, values = self._run_tiles(self.tiled, gathered, x, now)
+            y, added, values, carried = self._run_tiles(self.tiled, gathered, x, now, carried)
             overlapped = _Overlapped(next_gathered, now.in_flight)
         stacks = carry.stacks
         if self.residuals is not None:
@@ -355,12 +369,12 @@ class _Forward:
         total = _accumulated(carry.added, added, self.microbatches.count)
         if transfer is None:
             carried, in_flight = self.source.put(
-                carry.carried, loops.stack, updated, now.consume, overlapped.in_flight
+                carried, record_leaves, updated, now.taken, overlapped.in_flight
             )
         else:
             assert overlapped.transferred is not None
             carried, in_flight = self.source.end_transfer(
-                carry.carried,
+                carried,
                 loops.stack,
                 transfer,
                 overlapped.transferred,
@@ -425,21 +439,21 @@ class _Forward:
         return out.x, out.loss, []
 
     def _run_tiles(
-        self, tiled: TiledBlock, gathered: list[Array], x: Tree, now: Tick
-    ) -> tuple[Tree, Loss | None, list[Array]]:
-        """Run one layer tile by tile; return (output, addition to the loss, residuals)."""
+        self, tiled: TiledBlock, gathered: list[Array], x: Tree, now: Tick, carried: Any
+    ) -> tuple[Tree, Loss | None, list[Array], Any]:
+        """Run one layer tile by tile.
+
+        Returns (output, addition to the loss, residuals, the value carried for the source).
+        """
         loops = self.loops
         microbatches = self.microbatches
-        # Tiles are never updated in forward.
-        assert isinstance(self.source, StoredParams)
-        params = self.source.stacks
         tiles = TileRunner(
-            loops.plan, loops.stack, microbatches, self.begin, now, lambda carried: params
+            loops.plan, loops.stack, microbatches, self.begin, now, self.source, carried
         )
         keys = microbatches.derive_keys(self.inputs.keys, loops.stack.number(now.layer))
         given = self.inputs.given_all(now.layer, microbatches)
         y, added, values = tiled.forward(loops.tracer.operands(gathered), x, keys, given, tiles.run)
-        return microbatches.constrain(y), added, values
+        return microbatches.constrain(y), added, values, tiles.carried
 
 
 class _BackwardCarry(NamedTuple):
@@ -612,8 +626,9 @@ class _Backward:
                 now = dataclasses.replace(now, in_flight=untrained)
             layer = self._derive_block(gathered, values, carry.dx, now, next_gathered, transfer)
         else:
+            source = StoredParams(loops.plan, self._params)
             tiles = TileRunner(
-                loops.plan, loops.stack, loops.microbatches, self.begin, now, self._params, carried
+                loops.plan, loops.stack, loops.microbatches, self.begin, now, source, carried
             )
             layer = self._derive_tiles(
                 residuals.tiled, gathered, values, carry.dx, tiles, next_gathered
@@ -795,6 +810,12 @@ class _Backward:
         )
         overlapped = _Overlapped(next_gathered, now.in_flight)
         return _LayerGrads(grads, dx, microbatches.constrain(d_context), overlapped)
+
+
+def _first_index(phase: Phase, device_layers: int) -> Index:
+    """Return the index of the layer that is taken before the first tick."""
+    first = jnp.int32(phase.first)
+    return OnDevice(first) if phase.first < device_layers else first
 
 
 def _turn(

@@ -7,15 +7,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.device import one_trip, run_loop
-from host_offload.schedule import HEAD, HEAD_PIECES, LAYERS, Op, Phase
+from host_offload.schedule import HEAD, HEAD_PIECES, LAYERS, Loop, Op, Phase
 from zerojax.state import Index, OnDevice, adds_order
 
 Array = jax.Array
-Fetch = Callable[[Any, Array], list[Array]]
-"""Fetches a record ahead: (carry, i32[] number of the record) -> its arrays."""
+Fetch = Callable[[Any, Any], list[Array]]
+"""Fetches a record ahead: (carry, i32[] number of the record) -> its arrays.
+
+With `device_records` in `run_phase`, the number of some layers is an `OnDevice`.
+"""
 Drain = Callable[[int, Array, Any], Any]
 """Stores a record after a phase's last tick: (layer as int, layer as i32[], carry) -> carry."""
 
@@ -32,6 +36,7 @@ class Tick:
       in_flight: the record in flight, or None; a tick returns it.
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
+      takes_on_device: whether the optimizer state of the layer whose record is taken does.
       writes_after_fetch: whether the phase writes the stacks that it fetches from, so that the
         tick's writes wait for `in_flight`.
       fetch: i32[], the layer whose record the tick fetches itself, if records are stored late or
@@ -50,6 +55,7 @@ class Tick:
     in_flight: list[Array] | None
     takes_record: bool
     on_device: bool
+    takes_on_device: bool = False
     writes_after_fetch: bool = False
     fetch: Array | None = None
     stored: Array | None = None
@@ -66,6 +72,11 @@ class Tick:
         """
         return OnDevice(self.layer) if self.on_device else index_of(self.layer)
 
+    @property
+    def taken(self) -> Index:
+        """The index of the layer whose record is taken; only valid if `takes_record`."""
+        return OnDevice(self.consume) if self.takes_on_device else self.consume
+
 
 RunTick = Callable[[Any, Tick], tuple[Any, list[Array] | None]]
 """Computes a tick: (carry, tick) -> (carry, record in flight or None)."""
@@ -81,6 +92,7 @@ def run_phase(
     slices_host: bool,
     fetch: Fetch,
     device_layers: int = 0,
+    device_records: bool = False,
     drain: Drain | None = None,
     drains_last: bool = True,
     tick_fetches: bool = False,
@@ -101,6 +113,7 @@ def run_phase(
       slices_host: whether records are slices of host memory (`StateRecords.slices_host`).
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: number of layers whose optimizer state stays on the device.
+      device_records: whether `fetch` is given the number of such a layer as an `OnDevice`.
       drain: `drain(number, layer, carry) -> carry`, called after the last tick if records are
         stored late; it stores the record of a layer, given as an int and as an i32[].
       drains_last: whether the last record is stored here too; otherwise the caller stores it.
@@ -111,14 +124,20 @@ def run_phase(
       The final carry.
     """
     ring = None
+    ring_on_device = device_layers if device_records else 0
     if len(phase.preload):
         ring = _fetch_all(
-            phase.preload.tolist(), begin, functools.partial(fetch, carry), mesh, slices_host
+            phase.preload.tolist(),
+            begin,
+            functools.partial(fetch, carry),
+            mesh,
+            slices_host,
+            ring_on_device,
         )
     # No index orders the loops after the values that `begin` waits for, so the carried values do.
     carry, ring, begin = jax.lax.optimization_barrier((carry, ring, begin))
     added = _added(begin, mesh, slices_host)
-    for loop in _tick_loops(phase, device_layers):
+    for loop in _tick_loops(phase, device_layers, ring_on_device):
         body = functools.partial(
             _run_tick, phase, loop, added, tick, fetch, tick_fetches or bool(phase.stores_late)
         )
@@ -166,20 +185,22 @@ def _run_tick(
     fetched = None
     # Record number n of the ring is in slot n mod d. The record that a tick fetches fills the slot
     # that the tick takes from.
-    slot = jax.lax.rem(t, jnp.int32(max(1, num_slots)))
+    take = t - jnp.int32(phase.first_take) if phase.first_take else t
+    slot = jax.lax.rem(take, jnp.int32(max(1, num_slots)))
     if kind.takes and kind.from_ring:
         assert ring is not None
         record = _take_slot(ring, slot, num_slots)
     if kind.fetches and ring is not None and tick_fetches:
         fetched = index("fetch")
     elif kind.fetches and ring is not None:
-        in_flight = fetch(carry, index("fetch"))
+        number = index("fetch")
+        in_flight = fetch(carry, OnDevice(number) if kind.fetches_on_device else number)
         # A stack may be read and written in one tick. Unless the write waits for the read, XLA
         # copies the stack.
         writes_after_fetch = bool(set(phase.fetches) & set(phase.writes))
     # Without a ring, a record is fetched in the tick that takes it.
     elif kind.fetches:
-        record = fetch(carry, consume)
+        record = fetch(carry, OnDevice(consume) if kind.fetches_on_device else consume)
     stored = index("store") if phase.stores_late and kind.stores else None
     now = Tick(
         layer,
@@ -188,6 +209,7 @@ def _run_tick(
         in_flight,
         kind.takes,
         kind.on_device,
+        kind.takes_on_device,
         writes_after_fetch,
         fetched,
         stored,
@@ -220,20 +242,29 @@ def _fill_slot(ring: list[Array], record: list[Array], slot: Array, num_slots: i
 
 
 def fetch_first(
-    phase: Phase, begin: Array, fetch: Callable[[Array], list[Array]], mesh: Mesh, slices_host: bool
+    phase: Phase,
+    begin: Array,
+    fetch: Callable[[Any], list[Array]],
+    mesh: Mesh,
+    slices_host: bool,
+    device_layers: int = 0,
 ) -> list[Array]:
-    """Fetch the record of `phase.first`, which is taken before the phase's ticks."""
-    return _fetch_all([phase.first], begin, fetch, mesh, slices_host)
+    """Fetch the record of `phase.first`, which is taken before the phase's ticks.
+
+    `fetch` is given the number of a layer below `device_layers` as an `OnDevice`.
+    """
+    return _fetch_all([phase.first], begin, fetch, mesh, slices_host, device_layers)
 
 
 def _fetch_all(
     layers: Sequence[int],
     begin: Array,
-    fetch: Callable[[Array], list[Array]],
+    fetch: Callable[[Any], list[Array]],
     mesh: Mesh,
     slices_host: bool,
+    device_layers: int = 0,
 ) -> list[Array]:
-    """Fetch the records of `layers`.
+    """Fetch the records of `layers`; the number of one below `device_layers` is an `OnDevice`.
 
     Returns [num, ...] of each leaf, or the record itself for a single layer.
 
@@ -242,14 +273,19 @@ def _fetch_all(
     of a loop.
     """
     single = len(layers) == 1
+
+    def index(layer: int, number: Array) -> Index:
+        return OnDevice(number) if layer < device_layers else number
+
     if adds_order(mesh):
-        records = [fetch(jnp.int32(layer) + begin) for layer in layers]
+        records = [fetch(index(layer, jnp.int32(layer) + begin)) for layer in layers]
         if single:
             return records[0]
         return [jnp.stack(leaves) for leaves in zip(*records, strict=True)]
 
     def fetch_into(n: Array, ring: list[Array], start: int, step: int) -> list[Array]:
-        record = fetch(_linear(layers[start], step, start, n, added))
+        number = _linear(layers[start], step, start, n, added)
+        record = fetch(index(layers[start], number))
         if single:
             return record
         return _fill_slot(ring, record, n, len(layers))
@@ -260,7 +296,8 @@ def _fetch_all(
     # The loops start when `begin` is known, not at the top of the program.
     ring, begin = jax.lax.optimization_barrier((ring, begin))
     added = _added(begin, mesh, slices_host)
-    for progression in _progressions(layers):
+    num_on_device = sum(layer < device_layers for layer in layers)
+    for progression in _progressions(layers, num_on_device):
         start = progression.start
         body = functools.partial(fetch_into, start=start, step=progression.step)
         ring = run_loop(start, progression.stop, body, ring, mesh)
@@ -281,14 +318,15 @@ class _Progression(NamedTuple):
     step: int
 
 
-def _progressions(numbers: Sequence[int]) -> list[_Progression]:
-    """Split a sequence into the fewest arithmetic progressions."""
+def _progressions(numbers: Sequence[int], border: int = 0) -> list[_Progression]:
+    """Split a sequence into the fewest arithmetic progressions, none of which crosses `border`."""
     progressions = list[_Progression]()
     start = 0
     while start < len(numbers):
         stop = start + 1
-        step = numbers[stop] - numbers[start] if stop < len(numbers) else 1
-        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
+        end = border if start < border else len(numbers)
+        step = numbers[stop] - numbers[start] if stop < end else 1
+        while stop < end and numbers[stop] - numbers[stop - 1] == step:
             stop += 1
         progressions.append(_Progression(start, stop, step))
         start = stop
@@ -322,6 +360,8 @@ class _TickKind:
       takes: whether a record is taken.
       from_ring: whether the record taken was fetched in an earlier tick.
       on_device: whether the layer's optimizer state stays on the device.
+      takes_on_device: whether the optimizer state of the layer whose record is taken does.
+      fetches_on_device: whether the fetched layer's number is given to `fetch` as an `OnDevice`.
       stores: whether a record is stored.
       stores_unstacked: whether the leaves that the head completed are stored.
       loads_pieces: whether one piece of the larger leaves of the head is loaded and updated.
@@ -332,6 +372,8 @@ class _TickKind:
     takes: bool
     from_ring: bool
     on_device: bool
+    takes_on_device: bool
+    fetches_on_device: bool
     stores: bool
     stores_unstacked: bool
     loads_pieces: bool
@@ -373,19 +415,31 @@ class _TickLoop:
         )
 
 
-def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
-    """Return the loops to compile: the phase's loops, with equal consecutive loops merged."""
+def _tick_loops(phase: Phase, device_layers: int, ring_on_device: int = 0) -> list[_TickLoop]:
+    """Return the loops to compile: the phase's loops, with equal consecutive loops merged.
+
+    Args:
+      phase: the phase.
+      device_layers: number of layers whose optimizer state stays on the device.
+      ring_on_device: number of these layers that are fetched as `OnDevice`.
+    """
     loops = list[_TickLoop]()
     for loop in phase.main:
         start = loop.start
         ops = loop.ops
-        on_device = int(phase.layer[start]) < device_layers
-        assert on_device == (int(phase.layer[loop.stop - 1]) < device_layers)
+        # A pass that takes records of optimizer state updates the layers that it takes; others
+        # update the layers that they compute.
+        takes_on_device = _is_below(ring_on_device, phase.consume, loop)
+        on_device = (
+            takes_on_device if ring_on_device else _is_below(device_layers, phase.layer, loop)
+        )
         kind = _TickKind(
             fetches=any(op.verb == "fetch" for op in ops),
             takes=int(phase.consume[start]) >= 0,
             from_ring=int(phase.use_slot[start]) >= 0,
             on_device=on_device,
+            takes_on_device=takes_on_device,
+            fetches_on_device=_is_below(ring_on_device, phase.fetch, loop),
             # If records are not stored late, each tick of a phase stores one, or the record is on
             # the device together with its state.
             stores=not phase.stores_late or any(_moves(op, LAYERS, "store") for op in ops),
@@ -403,6 +457,13 @@ def _tick_loops(phase: Phase, device_layers: int) -> list[_TickLoop]:
         else:
             loops.append(tick_loop)
     return loops
+
+
+def _is_below(device_layers: int, layers: np.ndarray, loop: Loop) -> bool:
+    """Return whether a loop's layers are below `device_layers`; -1 is no layer."""
+    first, last = (0 <= int(layers[tick]) < device_layers for tick in (loop.start, loop.stop - 1))
+    assert first == last
+    return first
 
 
 def _moves(op: Op, leaves: str, verb: str) -> bool:

@@ -84,6 +84,27 @@ Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
 """Loops over tiles in a tick of each phase, for each run of layers."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordLeaves:
+    """The leaves of a layer's record, or of a tile's.
+
+    Attributes:
+      trained: indices of the trainable leaves.
+      frozen: indices of the frozen leaves.
+      state_on_device: whether all of these records have their optimizer state on the device,
+        although its tier is another one.
+    """
+
+    trained: tuple[int, ...]
+    frozen: tuple[int, ...]
+    state_on_device: bool = False
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Indices of all leaves: trainable, then frozen."""
+        return self.trained + self.frozen
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackPlan:
     """One run of layers of a stack (all layers or a segment) and its schedule.
@@ -134,6 +155,13 @@ class StackPlan:
     def layer(self) -> tuple[int, ...]:
         """Indices of leaves whose parameters are fetched together: `blocks`, then frozen ones."""
         return (*self.leaves.blocks, *self.leaves.frozen_blocks)
+
+    @property
+    def record(self) -> RecordLeaves:
+        """The leaves of a layer's record."""
+        leaves = self.leaves
+        is_on_device = self.run.device_layers == self.run.stop
+        return RecordLeaves(leaves.blocks, leaves.frozen_blocks, is_on_device)
 
     @property
     def groups(self) -> tuple[TileGroup, ...]:

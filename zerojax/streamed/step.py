@@ -584,7 +584,7 @@ class StreamedStep:
             assert isinstance(self.policy, UpdateInForward)
             params, source, carried = self.policy.read_source(params)
         else:
-            source = StoredParams(self.plan, params[BLOCKS])
+            source = StoredParams.of_blocks(self.plan, params[BLOCKS])
         unstacked = self.embed_head.load(params)
         y, state = self.eval_embed_head.embed(unstacked, batch, None, embed_head_state(model_state))
         all_added = list[Loss | None]()

@@ -1,6 +1,7 @@
 """The loops over tiles inside one tick of the streamed step.
 
     forward    for k:  w = all_gather(take(l, k));  start fetching tile k+d;  y += f(w, x)
+                       (update="in_forward": tile k is updated first, and written back at the end)
     backward   for k:  w = all_gather(take(l, k));  ...;  dw, dx_k = vjp(f)(dy);  dx += dx_k
                        g = reduce_scatter(dw):  update tile k of layer l here, or store g
 
@@ -16,14 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from host_offload.schedule import TileLoops
+from host_offload.schedule import Phase, TileLoops
 from zerojax.grads import beside
 from zerojax.state import Tile, TileGroup, wait_for
 from zerojax.streamed.microbatches import Microbatches
 from zerojax.streamed.phases import Tick, run_phase
-from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
-from zerojax.streamed.update_policies.interface import RecordGrads
+from zerojax.streamed.update_policies.interface import ParamSource, RecordGrads
 
 Array = jax.Array
 OnRecordGrads = Callable[[Any, RecordGrads], tuple[Any, Any]]
@@ -37,7 +38,8 @@ class TileRunner:
     """Runs the loops over tiles of one tick.
 
     Attributes:
-      carried: the value that the update policy carries, after the loops so far.
+      carried: the value that the update policy, or forward's source, carries, after the loops so
+        far.
     """
 
     def __init__(
@@ -47,8 +49,8 @@ class TileRunner:
         microbatches: Microbatches,
         begin: Array,
         now: Tick,
-        stacks: Callable[[Any], Sequence[Any]],
-        carried: Any = None,
+        source: ParamSource[Any],
+        carried: Any,
     ) -> None:
         """Prepare to run the loops of a tick.
 
@@ -58,15 +60,15 @@ class TileRunner:
           microbatches: microbatches of the step.
           begin: i32[] zero, known when the loops may begin.
           now: the tick.
-          stacks: function from the carried value to the stacks of parameters.
-          carried: the value that the update policy carries through backward; None in forward.
+          source: source of the tiles' parameters.
+          carried: the value that the update policy carries through backward, or forward's source.
         """
         self.plan = plan
         self.stack = stack
         self.microbatches = microbatches
         self.begin = begin
         self.now = now
-        self.stacks = stacks
+        self.source = source
         self.carried = carried
         self._before: Array | None = None  # a result of the previous loop
 
@@ -76,6 +78,11 @@ class TileRunner:
         if call.is_backward and use is not None:
             return self._derive(call, group, loops, use)
         return [self._forward(call, group, loops)]
+
+    def settle(self) -> None:
+        """Update the tiles of all groups without computing them."""
+        for group, loops in self.stack.loops:
+            self._update(group, loops, (), lambda nothing, now: (nothing, now.in_flight))
 
     def _forward(self, call: TileLoopCall, group: TileGroup, loops: TileLoops) -> Array:
         """Run a loop forward; return y[num_out, ...], or y[M, num_out, ...] of M microbatches."""
@@ -95,7 +102,42 @@ class TileRunner:
 
         # Filled or added to tile by tile.
         y = jnp.zeros((*self._microbatch_dims, *loop.out.shape), loop.out.dtype)
-        return self._loop("forward", group, loops, y, tick, lambda carry: self.carried)
+        if self.source.updates:
+            return self._update(group, loops, y, tick)
+        # This loop does not carry the stacks, since it only reads them.
+        return self._loop("read", group, loops, y, tick, lambda carry: self.carried)
+
+    def _update(
+        self,
+        group: TileGroup,
+        loops: TileLoops,
+        y: Any,
+        compute: Callable[[Any, Tick], tuple[Any, Any]],
+    ) -> Any:
+        """Run a loop forward that updates each tile before `compute`; return the final y.
+
+        Args:
+          group: the tiles.
+          loops: the loops over them.
+          y: value that the loop carries.
+          compute: `compute(y, now) -> (y, in_flight)`, where `now.record` has the shards of the
+            tile's parameters.
+        """
+        leaves = _record_leaves(group)
+
+        def fetch(carry: Any, tile: Array) -> list[Array]:
+            return self.source.fetch(carry[1], leaves, self._index(group, tile))
+
+        def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
+            y, carried = carry
+            index = self._index(group, now.consume)
+            shards, updated = self.source.take(carried, leaves, now.record or [], index)
+            y, in_flight = compute(y, dataclasses.replace(now, record=shards))
+            carried, in_flight = self.source.put(carried, leaves, updated, index, in_flight)
+            return (y, carried), in_flight
+
+        y, self.carried = self._run(loops.phase("forward"), (y, self.carried), tick, fetch)
+        return y
 
     @property
     def _microbatch_dims(self) -> tuple[int, ...]:
@@ -259,22 +301,32 @@ class TileRunner:
         tick: Callable[[Any, Tick], tuple[Any, Any]],
         carried: Callable[[Any], Any],
     ) -> Any:
-        """Run a phase's loop over the tiles of this tick's layer."""
+        """Run a phase's loop over the tiles of this tick's layer, which only reads parameters."""
+        leaves = _record_leaves(group)
 
         def read(carry: Any, tile: Array) -> list[Array]:
-            index = Tile(self.now.layer, tile, group.num_tiles)
-            return self.plan.read_params(
-                self.stacks(carried(carry)), self.plan.away(group.weights), index
-            )
+            return self.source.fetch(carried(carry), leaves, self._index(group, tile))
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
             # Parameters on the device do not pass through a ring: the tile is sliced here.
-            index = Tile(self.now.layer, now.consume, group.num_tiles)
-            shards = self.plan.take_params(
-                self.stacks(carried(carry)), group.weights, now.record or [], index
-            )
+            index = self._index(group, now.consume)
+            shards, _ = self.source.take(carried(carry), leaves, now.record or [], index)
             return tick(carry, dataclasses.replace(now, record=shards))
 
+        return self._run(loops.phase(phase), carry, take, read)
+
+    def _index(self, group: TileGroup, tile: Array) -> Tile:
+        """Return the index of a tile of this tick's layer."""
+        return Tile(self.now.layer, tile, group.num_tiles)
+
+    def _run(
+        self,
+        phase: Phase,
+        carry: Any,
+        tick: Callable[[Any, Tick], tuple[Any, Any]],
+        fetch: Callable[[Any, Array], list[Array]],
+    ) -> Any:
+        """Run the ticks of a loop over tiles."""
         begin = self.begin
         mesh = self.plan.mesh
         slices_host = self.plan.state_records.slices_host
@@ -282,7 +334,7 @@ class TileRunner:
         if self._before is not None and self.plan.layout.disk is not None:
             begin, _ = wait_for(begin, self._before, mesh)
         after = run_phase(
-            loops.phase(phase), begin, carry, take, mesh=mesh, slices_host=slices_host, fetch=read
+            phase, begin, carry, tick, mesh=mesh, slices_host=slices_host, fetch=fetch
         )
         # Any result will do: all results of a loop are available at the same time.
         self._before = jax.tree.leaves(after)[0]
@@ -297,6 +349,10 @@ class TileRunner:
 
     def _in_tree(self, group: TileGroup) -> list[int]:
         return sorted(group.weights, key=self.plan.layout.places.__getitem__)
+
+
+def _record_leaves(group: TileGroup) -> RecordLeaves:
+    return RecordLeaves(group.leaves, group.frozen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

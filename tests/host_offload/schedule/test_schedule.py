@@ -33,9 +33,7 @@ def settings_of_schedules(draw, max_layers=30):
         # (`test_update_in_forward.py`).
         "gather_ahead": draw(st.just(False) if in_forward else st.booleans()),
         "master": draw(st.booleans()),
-        "device_layers": draw(
-            st.just(0) if in_forward else st.one_of(st.just(0), st.integers(0, num_layers))
-        ),
+        "device_layers": draw(st.one_of(st.just(0), st.integers(0, num_layers))),
     }
 
 
@@ -99,7 +97,8 @@ def run(phase, distance):
     ring, took = {}, []
     for i, (layer, slot) in enumerate(zip(phase.preload, range(len(phase.preload)), strict=True)):
         assert slot not in ring
-        ring[slot] = (layer, i - distance)  # as if fetched `distance` ticks before its use
+        # As if fetched `distance` ticks before its use.
+        ring[slot] = (layer, phase.first_take + i - distance)
     for tick in range(len(phase.layer)):
         use, fetch, fill = phase.use_slot[tick], phase.fetch[tick], phase.fetch_slot[tick]
         if use >= 0:
@@ -274,6 +273,34 @@ def test_operations_of_a_tick_are_of_the_layer_that_their_lag_says(kw, late):
             assert p.moved(lane) == len(moved)
 
 
+@many
+@given(schedules, st.booleans())
+def test_an_update_in_forward_moves_each_state_that_is_off_the_device_once(kw, gather_ahead):
+    kw |= {"update": "in_forward", "gather_ahead": gather_ahead}
+    kw["tiers"] |= {"opt_state": "pinned_host"}
+    s = build_schedule(**kw)
+    ops = [op for _, ops in s.phase("forward").ticks() for op in ops]
+    state = [(op.verb, op.number) for op in ops if op.record.kind == "opt_state"]
+    away = range(s.device_layers, s.num_layers)
+    assert [number for verb, number in state if verb == "fetch"] == list(away)
+    assert [number for verb, number in state if verb == "store"] == list(away)
+    assert [number for verb, number in state if verb == "update"] == list(range(s.num_layers))
+
+
+def test_a_ring_waits_for_the_first_layer_whose_state_is_off_the_device():
+    tiers = {"opt_state": "pinned_host"}
+    options = {"tiers": tiers, "update": "in_forward", "device_layers": 3}
+    forward = build_schedule(6, 2, **options).phase("forward")
+    assert forward.preload.tolist() == [3, 4]
+    assert forward.fetch.tolist() == [-1, -1, -1, 5, -1, -1]
+    assert forward.use_slot.tolist() == [-1, -1, -1, 0, 1, 0]
+    # A ring that also holds gradients has a record of every layer.
+    options["tiers"] = {**tiers, "grads": "pinned_host"}
+    forward = build_schedule(6, 2, **options).phase("forward")
+    assert forward.preload.tolist() == [0, 1]
+    assert forward.use_slot.tolist() == [0, 1, 0, 1, 0, 1]
+
+
 def test_records_are_stored_as_many_ticks_late_as_asked_for():
     options = {"tiers": {"opt_state": "pinned_host"}, "record_bytes": {"opt_state": 10}}
     phase = build_schedule(5, 1, stores_late=3, **options).phase("update")
@@ -302,8 +329,7 @@ def test_columns_of_a_phase_are_int32_with_an_entry_for_each_tick(kw):
 def brute_bytes(s, p, tick, master):
     """Return the bytes of a tick, record by record."""
     size, layer, consume = s.record_bytes, int(p.layer[tick]), int(p.consume[tick])
-    fetched = {k for layer in p.preload for k in off_device(s, p.fetches, layer)}
-    records = [k for k in fetched for _ in p.preload]
+    records = [k for k in p.fetches for _ in p.preload]  # all slots are alike
     if p.fetch[tick] >= 0:
         records += off_device(s, p.fetches, p.fetch[tick])
     records += [*off_device(s, p.reads, layer), *off_device(s, p.writes, layer)]

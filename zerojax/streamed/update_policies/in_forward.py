@@ -29,6 +29,7 @@ from zerojax.optim import (
 from zerojax.state import (
     FlatState,
     Index,
+    OnDevice,
     Pending,
     TrainState,
     adds_order,
@@ -38,7 +39,7 @@ from zerojax.state import (
     wait_for,
 )
 from zerojax.streamed.phases import Tick
-from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.interface import (
     BackwardResult,
     Begun,
@@ -174,7 +175,9 @@ class _LinkTick:
 
 
 class UpdatingParams:
-    """The layers' parameters, each updated just before it is used."""
+    """The layers' parameters, each record updated just before it is used."""
+
+    updates = True
 
     def __init__(
         self, update: PendingUpdate, frozen: list[Any] | None, stores: bool = True
@@ -196,27 +199,36 @@ class UpdatingParams:
         """Return the phase of a forward that updates."""
         return stack.schedule.phase("forward")
 
-    def fetch(self, carried: UpdatingState, stack: StackPlan, layer: Array) -> list[Array]:
-        """Return the arrays of a layer that are off the device: gradients, weights, frozen ones."""
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return the number of layers whose optimizer state stays on the device."""
+        return stack.run.device_layers
+
+    def fetch(self, carried: UpdatingState, leaves: RecordLeaves, index: Index) -> list[Array]:
+        """Return the arrays of a record that are off the device: gradients, weights, frozen ones.
+
+        All records of a ring have the same arrays. So the optimizer state of a layer is among them
+        even if it is on the device, unless all other arrays are there too.
+        """
         states = carried.states
-        frozen = self.plan.away(self._frozen_leaves(stack))
-        fetched = self._ring(carried, stack).fetch(states, layer)
-        return fetched + self.plan.read_params(self._stacks(states), frozen, layer)
+        frozen = self.plan.away(self._frozen_leaves(leaves))
+        fetched = self._ring(carried, leaves, index).fetch(states, index)
+        return fetched + self.plan.read_params(self._stacks(states), frozen, index)
 
     def take(
-        self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: UpdatingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
     ) -> tuple[list[Array], _Updated]:
-        """Update a layer; return the shards of its parameters, and the updated record."""
-        leaf_ids = stack.blocks
+        """Update a record; return the shards of its parameters, and the updated record."""
+        leaf_ids = leaves.trained
         states = carried.states
-        frozen_leaves = self._frozen_leaves(stack)
+        frozen_leaves = self._frozen_leaves(leaves)
         num_frozen = len(self.plan.away(frozen_leaves))
         num_trained = len(record) - num_frozen
-        grads, read = self._ring(carried, stack).take(states, record[:num_trained], layer)
+        ring = self._ring(carried, leaves, index)
+        grads, read = ring.take(states, record[:num_trained], index)
         weights, opt = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
-            self._stacks(states), frozen_leaves, record[num_trained:], layer
+            self._stacks(states), frozen_leaves, record[num_trained:], index
         )
         return params + frozen, _Updated(weights, opt, read)
 
@@ -228,6 +240,8 @@ class UpdatingParams:
             and self.records.both_ways
             and config.opt_state == "pinned_host"
             and config.prefetch_distance > 0
+            and not stack.run.device_layers
+            and not stack.groups
             and stack.num_layers > 1
             and len(self.records.opt_records(stack.blocks)) > 1
         )
@@ -256,8 +270,8 @@ class UpdatingParams:
             return transfer, None
         others = list[Array]()
         if self.plan.grads_away:
-            others += self._ring(carried, stack).read_grads(now.fetch)
-        frozen = self.plan.away(self._frozen_leaves(stack))
+            others += self._ring(carried, stack.record, now.fetch).read_grads(now.fetch)
+        frozen = self.plan.away(self._frozen_leaves(stack.record))
         return transfer, others + self.plan.read_params(self._stacks(states), frozen, now.fetch)
 
     def end_transfer(
@@ -279,16 +293,16 @@ class UpdatingParams:
     def put(
         self,
         carried: UpdatingState,
-        stack: StackPlan,
+        leaves: RecordLeaves,
         updated: _Updated | None,
-        layer: Array,
+        index: Index,
         in_flight: list[Array] | None,
     ) -> tuple[UpdatingState, list[Array] | None]:
         """Write an updated record after the record in flight has been read from the same stacks."""
         if updated is None or not self.stores:
             return carried, in_flight
         (weights, opt), in_flight = self._written_later(updated, in_flight)
-        states = self.records.write_layer(carried.states, stack.blocks, layer, weights, opt)
+        states = self.records.write_layer(carried.states, leaves.trained, index, weights, opt)
         return dataclasses.replace(carried, states=states), in_flight
 
     def _written_later(
@@ -312,12 +326,18 @@ class UpdatingParams:
         )
         return (weights, opt), in_flight
 
-    def _ring(self, carried: UpdatingState, stack: StackPlan) -> RecordRing:
-        return RecordRing(self.plan, self.records, carried.grads, stack.blocks)
+    def _ring(self, carried: UpdatingState, leaves: RecordLeaves, index: Index) -> RecordRing:
+        plan = self.plan
+        opt_ahead = not leaves.state_on_device
+        if opt_ahead and isinstance(index, OnDevice):
+            weights_away = plan.params_away and not self.records.layout.has_master
+            frozen_away = bool(plan.away(leaves.frozen))
+            opt_ahead = plan.grads_away or weights_away or frozen_away
+        return RecordRing(plan, self.records, carried.grads, leaves.trained, opt_ahead=opt_ahead)
 
-    def _frozen_leaves(self, stack: StackPlan) -> tuple[int, ...]:
-        """Return the indices of a layer's frozen leaves that are provided."""
-        return () if self.frozen is None else stack.leaves.frozen_blocks
+    def _frozen_leaves(self, leaves: RecordLeaves) -> tuple[int, ...]:
+        """Return the indices of a record's frozen leaves that are provided."""
+        return () if self.frozen is None else leaves.frozen
 
     def _stacks(self, states: FlatState) -> list[Any]:
         """Return the stacks of parameters in the order of `StreamedPlan.stacks`."""

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 
 from host_offload.schedule import Phase
 from zerojax.optim import DuplexResult, DuplexTransfer, HostUpdate, RecordUpdate
-from zerojax.state import Pending, TrainState, adds_order
+from zerojax.state import Index, Pending, TrainState, adds_order
 from zerojax.streamed.phases import Tick
-from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.in_forward import (
     PendingUpdate,
     UpdateInForward,
@@ -76,6 +76,8 @@ class _Installed:
 class InstalledParams:
     """The layers' parameters, each taken over from the host just before it is used."""
 
+    updates = True
+
     def __init__(self, plan: StreamedPlan, host: HostUpdate, state: TrainState) -> None:
         """Provide the parameters that `host` makes from the pending gradients of `state`."""
         self.plan = plan
@@ -89,25 +91,29 @@ class InstalledParams:
         """Return the phase of a forward that takes over what the host has updated."""
         return stack.schedule.phase("forward")
 
-    def fetch(self, carried: InstallingState, stack: StackPlan, layer: Array) -> list[Array]:
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return 0: the program reads no optimizer state."""
+        del stack
+        return 0
+
+    def fetch(self, carried: InstallingState, leaves: RecordLeaves, index: Index) -> list[Array]:
         """Return a layer's frozen parameters that are off the device."""
         del carried
-        return self.plan.read_params(
-            self._stacks(), self.plan.away(stack.leaves.frozen_blocks), layer
-        )
+        return self.plan.read_params(self._stacks(), self.plan.away(leaves.frozen), index)
 
     def take(
-        self, carried: InstallingState, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: InstallingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
     ) -> tuple[list[Array], _Installed]:
         """Wait for the host's update of a layer; return the shards of its parameters."""
-        new, token = self.host.receive(stack.blocks, layer, carried.token)
+        layer = _layer(index)
+        new, token = self.host.receive(leaves.trained, layer, carried.token)
         params = list[Array]()
-        for i, value in zip(stack.blocks, new, strict=True):
+        for i, value in zip(leaves.trained, new, strict=True):
             spec = self.records.params[i]
             if not self.host.params_away:
                 value = jnp.where(self.ready, value, spec.read(carried.params[i], layer))
             params.append(jax.lax.with_sharding_constraint(value, spec.sharding))
-        frozen = self.plan.take_params(self._stacks(), stack.leaves.frozen_blocks, record, layer)
+        frozen = self.plan.take_params(self._stacks(), leaves.frozen, record, layer)
         return params + frozen, _Installed(params, token)
 
     def stores_beside(self, stack: StackPlan) -> bool:
@@ -135,9 +141,9 @@ class InstalledParams:
     def put(
         self,
         carried: InstallingState,
-        stack: StackPlan,
+        leaves: RecordLeaves,
         updated: _Installed | None,
-        layer: Array,
+        index: Index,
         in_flight: list[Array] | None,
     ) -> tuple[InstallingState, list[Array] | None]:
         """Write the new parameters, unless kernels have written them and a barrier says so."""
@@ -148,13 +154,19 @@ class InstalledParams:
         if self.host.params_away and not adds_order(self.plan.mesh):
             params, token = jax.lax.optimization_barrier((params, token))
             return InstallingState(params, token), in_flight
-        for i, value in zip(stack.blocks, updated.params, strict=True):
-            params[i] = self.records.params[i].write(params[i], layer, value)
+        for i, value in zip(leaves.trained, updated.params, strict=True):
+            params[i] = self.records.params[i].write(params[i], index, value)
         return InstallingState(params, token), in_flight
 
     def _stacks(self) -> list[Any]:
         """Return stacks in the order of `StreamedPlan.stacks`, of which frozen ones are read."""
         return [*([None] * len(self.plan.stacked)), *self.frozen]
+
+
+def _layer(index: Index) -> Array:
+    """Return the number of a layer, whose index is the number itself: tiles are not updated."""
+    assert isinstance(index, jax.Array)
+    return index
 
 
 class _UpdatingInTick(UpdatingParams):
@@ -169,10 +181,10 @@ class _UpdatingInTick(UpdatingParams):
         return stack.reading
 
     def take(
-        self, carried: UpdatingState, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: UpdatingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
     ) -> tuple[list[Array], Any]:
         """Update a layer; return the shards of its parameters."""
-        return super().take(carried, stack, record or self.fetch(carried, stack, layer), layer)
+        return super().take(carried, leaves, record or self.fetch(carried, leaves, index), index)
 
 
 class HostUpdateInForward(UpdateInForward):

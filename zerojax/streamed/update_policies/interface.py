@@ -1,7 +1,7 @@
 """The interface of a streamed step's update policies, and the inputs that backward gives them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import DuplexResult, DuplexTransfer, RecordUpdate, finish
-from zerojax.state import FlatState, Pending, TrainState
+from zerojax.state import FlatState, Index, Pending, TrainState
 from zerojax.streamed.phases import Tick
-from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan
 from zerojax.trees import Params
 
 Array = jax.Array
@@ -97,32 +97,42 @@ class RecordGrads:
 
 
 class ParamSource(Protocol[Carried]):
-    """Provider of the layers' parameters to forward, which may update them first."""
+    """Provider of the layers' parameters, which may update them first.
+
+    Attributes:
+      updates: whether `take` updates a record, so that the carried value changes.
+    """
+
+    updates: bool
 
     def phase(self, stack: StackPlan) -> Phase:
         """Return the schedule's phase of a forward that takes its parameters from this source."""
         ...
 
-    def fetch(self, carried: Carried, stack: StackPlan, layer: Array) -> list[Array]:
-        """Return the arrays of a layer that forward fetches ahead.
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return the number of layers whose optimizer state, which is read, stays on the device."""
+        ...
+
+    def fetch(self, carried: Carried, leaves: RecordLeaves, index: Index) -> list[Array]:
+        """Return the arrays of a layer or tile that forward fetches ahead.
 
         Args:
           carried: the value that forward carries for this source.
-          stack: the run of layers.
-          layer: i32[], number of the layer.
+          leaves: the leaves of the record.
+          index: index of the record.
         """
         ...
 
     def take(
-        self, carried: Carried, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: Carried, leaves: RecordLeaves, record: Sequence[Array], index: Index
     ) -> tuple[list[Array], Any]:
-        """Return the shards of a layer's parameters, and what `put` writes once they are used.
+        """Return the shards of a record's parameters, and what `put` writes once they are used.
 
         Args:
           carried: the value that forward carries for this source.
-          stack: the run of layers.
-          record: the layer's arrays that `fetch` returned.
-          layer: i32[], number of the layer.
+          leaves: the leaves of the record.
+          record: the arrays that `fetch` returned; empty if nothing was fetched.
+          index: index of the record.
         """
         ...
 
@@ -172,18 +182,18 @@ class ParamSource(Protocol[Carried]):
     def put(
         self,
         carried: Carried,
-        stack: StackPlan,
+        leaves: RecordLeaves,
         updated: Any,
-        layer: Array,
+        index: Index,
         in_flight: list[Array] | None,
     ) -> tuple[Carried, list[Array] | None]:
-        """Write what `take` updated, after the layer's products; return the next carried value.
+        """Write what `take` updated, after its products; return the next carried value.
 
         Args:
           carried: the value that forward carries for this source.
-          stack: the run of layers.
+          leaves: the leaves of the record.
           updated: the second result of `take`.
-          layer: i32[], number of the layer.
+          index: index of the record.
           in_flight: a record that is fetched from the stacks that are written, or None.
 
         Returns:
@@ -193,31 +203,45 @@ class ParamSource(Protocol[Carried]):
 
 
 class StoredParams:
-    """The layers' parameters as they are stored, which forward only reads.
+    """The layers' parameters as they are stored, which are only read."""
 
-    The loops of forward do not carry the stacks.
-    """
+    updates = False
 
-    def __init__(self, plan: StreamedPlan, blocks: Params) -> None:
-        """Read `blocks`, the tree of all layers' parameters, as `plan` says."""
+    def __init__(self, plan: StreamedPlan, stacks: Callable[[Any], Sequence[Any]]) -> None:
+        """Read the stacks of parameters as `plan` says.
+
+        Args:
+          plan: plan of the step.
+          stacks: function from the value that the loops carry to the stacks, in the order of
+            `StreamedPlan.stacks`.
+        """
         self.plan = plan
-        self.stacks = plan.weight_stacks(blocks)
+        self.stacks = stacks
+
+    @classmethod
+    def of_blocks(cls, plan: StreamedPlan, blocks: Params) -> "StoredParams":
+        """Read `blocks`, the tree of all layers' parameters, whose stacks no loop carries."""
+        stacks = plan.weight_stacks(blocks)
+        return cls(plan, lambda carried: stacks)
 
     def phase(self, stack: StackPlan) -> Phase:
         """Return the phase of a forward that only reads."""
         return stack.reading
 
-    def fetch(self, carried: None, stack: StackPlan, layer: Array) -> list[Array]:
-        """Return the parameters of a layer that are off the device."""
-        del carried
-        return self.plan.read_params(self.stacks, self.plan.away(stack.layer), layer)
+    def device_layers(self, stack: StackPlan) -> int:
+        """Return 0: no optimizer state is read."""
+        del stack
+        return 0
+
+    def fetch(self, carried: Any, leaves: RecordLeaves, index: Index) -> list[Array]:
+        """Return the parameters of a record that are off the device."""
+        return self.plan.read_params(self.stacks(carried), self.plan.away(leaves.all), index)
 
     def take(
-        self, carried: None, stack: StackPlan, record: Sequence[Array], layer: Array
+        self, carried: Any, leaves: RecordLeaves, record: Sequence[Array], index: Index
     ) -> tuple[list[Array], None]:
-        """Return the shards of a layer's parameters."""
-        del carried
-        return self.plan.take_params(self.stacks, stack.layer, record, layer), None
+        """Return the shards of a record's parameters."""
+        return self.plan.take_params(self.stacks(carried), leaves.all, record, index), None
 
     def stores_beside(self, stack: StackPlan) -> bool:
         """Return False: nothing is stored."""
@@ -241,15 +265,15 @@ class StoredParams:
 
     def put(
         self,
-        carried: None,
-        stack: StackPlan,
+        carried: Any,
+        leaves: RecordLeaves,
         updated: None,
-        layer: Array,
+        index: Index,
         in_flight: list[Array] | None,
-    ) -> tuple[None, list[Array] | None]:
+    ) -> tuple[Any, list[Array] | None]:
         """Write nothing."""
-        del carried, stack, updated, layer
-        return None, in_flight
+        del leaves, updated, index
+        return carried, in_flight
 
 
 class GradientSink(Protocol[Carried]):
@@ -376,7 +400,7 @@ class PlainForward:
 
     def source(self, begun: Begun) -> tuple[StoredParams, None]:
         """Return a source of the parameters as they are stored."""
-        return StoredParams(self.plan, begun.params[BLOCKS]), None
+        return StoredParams.of_blocks(self.plan, begun.params[BLOCKS]), None
 
     def end_forward(self, begun: Begun, carried: None) -> tuple[TrainState, Array]:
         """Return the state unchanged."""

@@ -478,6 +478,7 @@ class RecordRing:
         *,
         at: Callable[[Array], Index] = lambda layer: layer,
         some_on_device: bool = False,
+        opt_ahead: bool = True,
     ) -> None:
         """Split the records of one loop.
 
@@ -488,6 +489,7 @@ class RecordRing:
           leaf_ids: indices of a record's leaves.
           at: function from a record's number to its index.
           some_on_device: whether some layers have their optimizer state on the device.
+          opt_ahead: whether the optimizer state is fetched ahead, if it is off the device.
         """
         self.plan = plan
         self.records = records
@@ -502,9 +504,9 @@ class RecordRing:
         # their optimizer state on the device, the optimizer state is not part of any layer's
         # record.
         is_mixed = some_on_device and (self.old_away or plan.grads_away)
-        self.opt_ahead = plan.config.opt_state != "device" and not is_mixed
+        self.opt_ahead = opt_ahead and plan.config.opt_state != "device" and not is_mixed
 
-    def fetch(self, states: FlatState, number: Array) -> list[Array]:
+    def fetch(self, states: FlatState, number: Any) -> list[Array]:
         """Fetch the arrays of a record that are fetched ahead, by the record's number."""
         index = self.at(number)
         record = list[Array]()
