@@ -168,6 +168,7 @@ STATES: dict[str, dict[str, Any]] = {
     "in-backward": {"params": H, "opt_state": H, "update": "in_backward"},
     "nvme-in-backward": {"params": N, "opt_state": N, "update": "in_backward"},
     "host-in-backward": {"params": H, "opt_state": H, "update": "in_backward", "update_on": "host"},
+    "host-in-forward": {"params": H, "opt_state": H, "update": "in_forward", "update_on": "host"},
 }
 SEGMENTS = {
     "segments": (

@@ -349,6 +349,7 @@ def test_operations_and_bytes(case):
     names = [part.name for part in steps.phases]
     assert names.index("unstacked") < names.index("embed")
     assert "update" not in names
+    assert "forward: callbacks move new parameters up\n" in str(program.schedule)
     (forward,) = (part.phase for part in steps.phases if part.name == "forward")
     ops = [(op.verb, op.record.kind) for loop in forward.loops for op in loop.ops]
     waits = ops.index(("host_update", "opt_state"))

@@ -103,12 +103,11 @@ class StepBytes:
             in_layers = 0  # their gradients are never stored
         layers_tier = config.grads if records.is_streamed else "device"
         if records.updates_on_host and config.update == "in_forward":
-            # All gradients wait in host memory; embedding and head add to theirs on the device.
-            layers_tier = "pinned_host"
-            unstacked = records.grads_shard_bytes(workload.unstacked_elements)
-            self._add("pinned_host", "grads", unstacked)
+            # All gradients wait in host memory for the next step.
+            self._add("pinned_host", "pending", records.grads_shard_bytes(workload.elements))
+            in_layers = 0
             if config.params == "device":
-                made = workload.elements * records.per_param.params * opt_state_share
+                made = workload.elements * per_param.params * opt_state_share
                 self._add("pinned_host", "made", made)
         self._add("device", "grads", records.grads_shard_bytes(workload.unstacked_elements))
         self._add(layers_tier, "grads", records.grads_shard_bytes(in_layers))

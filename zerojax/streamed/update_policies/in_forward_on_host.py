@@ -237,9 +237,10 @@ class HostUpdateInForward(UpdateInForward):
         params = list(states.params)
         for i, stack in carried.params.items():
             params[i] = stack
-        states = dataclasses.replace(states, params=params)
+        # The memory that kernels have worked on is an operand here, so that XLA for CPUs puts
+        # nothing else there before they have ended.
         token = self.host.finish(states, state.pending, carried.token)
-        return self._with_states(state, states), token
+        return self._with_states(state, dataclasses.replace(states, params=params)), token
 
     def begin(
         self, state: TrainState, head: HeadDone, grads: list[Array], token: Array
