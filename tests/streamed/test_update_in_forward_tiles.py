@@ -12,10 +12,9 @@ import toys
 from test_update_in_forward import ALL_ON_HOST, HOST, assert_close, assert_same, build, train
 
 import zerojax as zj
-from host_offload.schedule import TiledSchedule
 from zerojax.tiling import tiled_mlp
 
-IN_PART = {"opt_state": HOST, "opt_state_device_fraction": 0.5}
+IN_PART = {"opt_state": HOST, "opt_state_device_fraction": 0.7}  # of two of three layers
 FRACTIONS = {
     "all_on_host": {**ALL_ON_HOST, **IN_PART},
     # The ring holds nothing but the optimizer state of the last layer.
@@ -27,7 +26,6 @@ FRACTIONS = {
     "segments": {
         **ALL_ON_HOST,
         **IN_PART,
-        "opt_state_device_fraction": 0.7,
         "activations": (zj.Segment(1, activations="remat"), zj.Segment(2, activations="save")),
     },
 }
@@ -77,7 +75,6 @@ def test_state_on_the_device_does_not_cross_the_link():
     batch = toys.batches(1)[0]
     programs = [build("in_forward", **{**case, **fields}) for fields in ({}, IN_PART)]
     away, split = (program.memory(batch) for program in programs)
-    # One of three layers, and no more.
     saved = away.tiers[HOST]["opt_state"] - split.tiers[HOST]["opt_state"]
     saved += away.tiers[HOST]["master"] - split.tiers[HOST]["master"]
     assert saved > 0
@@ -93,9 +90,12 @@ def test_state_on_the_device_does_not_cross_the_link():
         if op.record.kind == "opt_state"
     ]
     assert moved == [
-        ("fetch", 1), ("update", 0), ("fetch", 2), ("update", 1), ("store", 1),
-        ("update", 2), ("store", 2),
-    ]  # fmt: skip
+        ("update", 0),
+        ("fetch", 2),
+        ("update", 1),
+        ("update", 2),
+        ("store", 2),
+    ]
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -149,7 +149,8 @@ def test_tiles_equal_an_update_after_backward(model, case):
     # The norm is clipped in some steps and not in others.
     clip_norm = 100.0 if model in ("chained", "frozen") else 1.0
     clipped = {**case, "clip_norm": clip_norm}
-    assert isinstance(build("in_forward", **kwargs, **clipped).schedule, TiledSchedule)
+    schedule = build("in_forward", **kwargs, **clipped).schedule
+    assert "a layer is one record and" in str(schedule)
     rows = assert_same(clipped, tiled_toys.batches(4), **kwargs)
     assert {bool(row["grad_norm"] > clip_norm) for row in rows} == {True, False}
 

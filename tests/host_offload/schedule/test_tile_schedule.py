@@ -72,11 +72,40 @@ def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update)
             assert move._replace(writes=False) in moves[:at]
 
 
+@given(st.integers(1, 4), st.integers(0, 6), groups_of, st.booleans())
+def test_an_update_in_forward_moves_every_tile_once_and_no_more_where_it_is_read_again(
+    layers, distance, groups, runs_again
+):
+    schedule = build(layers, distance, groups, "in_forward")
+    if runs_again:
+        again = [(name, phase) for name in groups for phase in ("read", "backward")]
+        schedule = schedule.with_tiles(
+            {"forward": [(name, "forward") for name in groups], "backward": again}
+        )
+    for name, count in groups.items():
+        params, grads, state = (tiles_kind(kind, name) for kind in ("params", "grads", "opt_state"))
+        moves = list_moves(StepPlan({"": schedule}), [params, grads, state])
+        counted = collections.Counter(moves)
+        records = range(layers * count)
+        assert [move.layer for move in moves if move.kind == state and not move.writes] == [
+            *records
+        ]
+        for record in records:
+            for kind in (params, grads, state):
+                assert counted[Move(kind, record, True)] == 1
+            assert counted[Move(grads, record)] == counted[Move(state, record)] == 1
+            # Forward makes the parameters from masters. Backward reads them.
+            assert counted[Move(params, record)] == 1 + runs_again
+            # A record is read before it is updated and written.
+            assert moves.index(Move(state, record)) < moves.index(Move(state, record, True))
+            assert moves.index(Move(grads, record)) < moves.index(Move(params, record, True))
+
+
 @given(
     st.integers(1, 4),
     st.integers(0, 6),
     groups_of,
-    st.sampled_from(["after_backward", "in_backward"]),
+    st.sampled_from(["after_backward", "in_backward", "in_forward"]),
 )
 def test_bytes_in_flight_are_those_of_a_layer_and_of_one_group(layers, distance, groups, update):
     schedule = build(layers, distance, groups, update)
