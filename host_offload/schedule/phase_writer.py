@@ -183,7 +183,9 @@ class PhaseWriter:
     def _num_takes(self, layer_pass: LayerPass) -> int:
         """Return the number of (first) ticks that take a record that is off the device."""
         if set(layer_pass.fetches) <= {"opt_state"}:
-            return len(self.layers[self._num_on_device() :]) * len(layer_pass.fetches)
+            # The first layer is gathered ahead before any tick.
+            first = max(self._num_on_device(), self._gathers_ahead(layer_pass))
+            return len(self.layers[first:]) * len(layer_pass.fetches)
         return len(self.layers) - self._gathers_ahead(layer_pass)
 
     # --- loops ------------------------------------------------------------------------------------

@@ -20,6 +20,13 @@ CASES = {
     "all_on_host": {**ALL_ON_HOST, "clip_norm": 1.2},
     "bf16_opt_state_on_host": {"opt_state": HOST, "precision": "bf16", "clip_norm": 1.2},
     "gather_ahead": {**ALL_ON_HOST, "gather_ahead": True, "clip_norm": 1.2, "num_microbatches": 2},
+    "opt_state_on_host_gather_ahead": {
+        "params": HOST,
+        "opt_state": HOST,
+        "gather_ahead": True,
+        "precision": "bf16",
+        "clip_norm": 1.2,
+    },
     "no_prefetch": {**ALL_ON_HOST, "prefetch_distance": 0},
     "two_ahead": {"params": HOST, "opt_state": HOST, "prefetch_distance": 2, "clip_norm": 1.2},
 }

@@ -90,7 +90,7 @@ class LayerWork:
             ("gather", "backward"): self.gather,
             ("reduce", "backward"): self.reduce,
         }
-        for phase in ("backward", "update"):
+        for phase in ("forward", "backward", "update"):
             seconds["update", phase] = self.update
             seconds["host_update", phase] = self.host
             seconds["regather", phase] = self.regather

@@ -102,8 +102,10 @@ class StepBytes:
         if records.is_streamed and records.updates_in_backward:
             in_layers = 0  # their gradients are never stored
         layers_tier = config.grads if records.is_streamed else "device"
-        self._add("device", "grads", records.grads_shard_bytes(workload.unstacked_elements))
-        self._add(layers_tier, "grads", records.grads_shard_bytes(in_layers))
+        # Gradients that the next step's forward applies belong to the state.
+        kind = "pending" if records.updates_in_forward else "grads"
+        self._add("device", kind, records.grads_shard_bytes(workload.unstacked_elements))
+        self._add(layers_tier, kind, records.grads_shard_bytes(in_layers))
 
     def _add_activations(self) -> None:
         """Add offloaded activations; activations on the device count in their phase."""
