@@ -61,6 +61,28 @@ def name_of(value: Any) -> str:
     return ", on ".join(value) if isinstance(value, tuple) else str(value)
 
 
+def select(cases: list[Case], where: list[str]) -> list[Case]:
+    """Return the cases with the values that `where` lists as AXIS=VALUE.
+
+    Raises:
+      ValueError: an axis or a value is unknown, or no case has all of the values.
+    """
+    for pair in where:
+        axis, equals, value = pair.partition("=")
+        axes = list(cases[0])
+        if not equals or axis not in axes:
+            raise ValueError(f"--where {pair}: give AXIS=VALUE; the axes are {', '.join(axes)}")
+        values = dict.fromkeys(name_of(case[axis]) for case in cases)
+        chosen = [case for case in cases if name_of(case[axis]) == value]
+        if not chosen:
+            raise ValueError(
+                f"--where {pair}: no case has this value; with the values before it, {axis} is "
+                f"one of: {'; '.join(values)}"
+            )
+        cases = chosen
+    return cases
+
+
 def table(found: list[Found], total: int, command: str, seconds: float) -> str:
     """Return the table in Markdown."""
     import jax
@@ -122,18 +144,20 @@ def main() -> None:
     start()
     import matrix
 
-    wanted = dict(pair.split("=") for pair in options.where)
     cases = [
         case
         for case in matrix.every_case(options.disk)
         if not options.disk or matrix.DISK in case.values()
     ]
-    cases = [
-        case
-        for case in cases
-        if all(name_of(case[axis]) == value for axis, value in wanted.items())
-    ]
+    try:
+        cases = select(cases, options.where)
+    except ValueError as error:
+        parser.error(str(error))
     random.Random(0).shuffle(cases)
+    if not 0 <= options.skip < len(cases):
+        parser.error(f"--skip {options.skip}: there are {len(cases)} cases")
+    if options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: a number above 0 is needed")
     cases = cases[options.skip :]
     found: list[Found] = []
     began = time.monotonic()

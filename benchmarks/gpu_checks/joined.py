@@ -218,8 +218,14 @@ def fits(runs: Iterable[PartRun], order: list[str]) -> str:
     """Return a Markdown table of the memory that compiled programs take.
 
     Raises:
-      ValueError: if no run compiled a program.
+      ValueError: if no run compiled a program, or a run has a part that `order` does not list.
     """
+    runs = list(runs)
+    for part in {run.head["part"] for run in runs} - set(order):
+        raise ValueError(
+            f"these results hold the part {part!r}, which this version does not have: join them "
+            f"with the version that wrote them; its parts are {', '.join(order)}"
+        )
     lines, seen = [], set[tuple[str, ...]]()
     for run in sorted(
         runs, key=lambda run: (run.versions, run.head["command"], order.index(run.head["part"]))

@@ -111,9 +111,14 @@ class StepPlan:
                 phases += _list_phases(name, stack, schedule)
         return tuple(phases)
 
+    @property
+    def updates_in_forward(self) -> bool:
+        """Whether forward updates the layers, with the previous step's gradients."""
+        return any(schedule.update == "in_forward" for schedule in self.stacks.values())
+
     def _phase_names(self) -> tuple[str, ...]:
         """Return the names of all phases, in the order in which they run."""
-        if any(schedule.update == "in_forward" for schedule in self.stacks.values()):
+        if self.updates_in_forward:
             # The previous step's gradients update embedding and head before anything reads them.
             return ("unstacked", *_BEFORE_UPDATE)
         if self.unstacked_first:

@@ -36,9 +36,13 @@ DATA = toys.batches(7, size=8)
 
 
 def build(swap: pathlib.Path, tier: str) -> zj.Program:
-    fields: dict[str, Any] = {"params": tier, "opt_state": tier} | (
-        {"swap_dir": str(swap)} if tier == "nvme" else {}
-    )
+    """Return a program in a tier, or in host memory with update="in_forward"."""
+    fields: dict[str, Any] = {"params": tier, "opt_state": tier}
+    if tier == "nvme":
+        fields["swap_dir"] = str(swap)
+    if tier == "in_forward":
+        fields = dict.fromkeys(("params", "grads", "opt_state"), "pinned_host")
+        fields |= {"update": "in_forward", "clip_norm": 1.0}
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     return zj.build_train_step(
         toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh

@@ -39,7 +39,7 @@ MACHINE = planner.Machine(
     name="lab", devices_per_node=8, device_bytes=1e9, host_bytes=1e10, disk_bytes=1e12, flops=dict.fromkeys(("fp32", "bf16"),
     1e11), link_both=2e9, disk_read=1e9, disk_write=1e9, disk_both=1e9, **dict.fromkeys(RATES, 1e9),
 )  # fmt: skip
-RESTING = ("params", "master", "opt_state", "grads", "frozen", "unreduced", "batch")
+RESTING = ("params", "master", "opt_state", "grads", "pending", "frozen", "unreduced", "batch")
 SCALARS = (
     256  # bytes: a counter of the optimizer, and leaves of a few elements that stay on the device
 )
@@ -169,6 +169,11 @@ STATES: dict[str, dict[str, Any]] = {
     "nvme-in-backward": {"params": N, "opt_state": N, "update": "in_backward"},
     "host-in-backward": {"params": H, "opt_state": H, "update": "in_backward", "update_on": "host"},
     "host-in-forward": {"params": H, "opt_state": H, "update": "in_forward", "update_on": "host"},
+    "device-in-forward": {"update": "in_forward"},
+    "opt_state-in-forward": {"opt_state": H, "update": "in_forward"},
+    "params-in-forward": {"params": H, "update": "in_forward"},
+    "all-in-forward": {"params": H, "grads": H, "opt_state": H, "update": "in_forward"},
+    "nvme-in-forward": {"params": N, "grads": N, "opt_state": N, "update": "in_forward"},
 }
 SEGMENTS = {
     "segments": (
@@ -185,7 +190,7 @@ SEGMENTS = {
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fsdp", [1, 4])
-@pytest.mark.by_default("1-bf16-all-updated-on-host")
+@pytest.mark.by_default("1-bf16-all-updated-on-host", "4-bf16-all-in-forward")
 def test_estimate_of_states_equals_the_programs(fsdp, precision, states, tmp_path):
     assert_equal(*both(tmp_path, fsdp=fsdp, precision=precision, **STATES[states]))
 

@@ -147,13 +147,13 @@ def nonzero(tiers: Any) -> dict[str, dict[str, int]]:
     return {tier: {kind: n for kind, n in kinds.items() if n} for tier, kinds in tiers.items()}
 
 
-def check_drawn(seed: int, folder: str) -> bool:
+def check_drawn(seed: int, folder: str, **more: Any) -> bool:
     """Compare a drawn plan with its program, in randomly limited memory.
 
-    Returns whether a plan exists.
+    `more` are further fixed fields, which replace drawn ones. Returns whether a plan exists.
     """
     rng = np.random.default_rng(seed)
-    model, fixed = drawn_model(rng), drawn_fixed(rng, folder)
+    model, fixed = drawn_model(rng), drawn_fixed(rng, folder) | more
     mesh = zj.make_mesh(fsdp=(n := int(rng.choice([1, 2, 4]))), devices=jax.devices()[:n])
     batch = {
         "tokens": jax.ShapeDtypeStruct(
@@ -178,6 +178,17 @@ def check_drawn(seed: int, folder: str) -> bool:
 
 def test_bytes_of_a_drawn_plan_are_its_programs(tmp_path):
     assert all(check_drawn(seed, str(tmp_path)) for seed in DEFAULT_SEEDS)
+
+
+IN_FORWARD = {"update": "in_forward", "update_on": "device", "opt_state": "pinned_host"}
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.by_default("0")
+def test_bytes_of_a_drawn_plan_that_updates_in_forward_are_its_programs(block, tmp_path):
+    seeds = range(3) if block == 0 else range(12 * block, 12 + 12 * block)
+    found = sum(check_drawn(seed, str(tmp_path), **IN_FORWARD) for seed in seeds)
+    assert found >= len(seeds) // 3
 
 
 @pytest.mark.exhaustive

@@ -92,7 +92,7 @@ def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, An
         disk_tbw_bytes=int(power(12, 16)),
         **figures,
     )
-    fields = {"prefetch_distance": [1, 2], "gather_ahead": [False], "num_microbatches": [1], "update": [None, "in_backward"],
+    fields = {"prefetch_distance": [1, 2], "gather_ahead": [False], "num_microbatches": [1], "update": [None, "in_backward", "in_forward"],
               "stage": [3], "grads": ["device", "pinned_host"], "opt_state_device_fraction": [0.0]}  # fmt: skip
     fixed = {
         name: draw.choice(values) for name, values in fields.items() if fewer or draw.random() < 0.6
@@ -433,6 +433,21 @@ def test_plan_keeps_what_is_fixed(fixed):
     config = plan(lab(devices_per_node=2), fixed=fixed).config
     assert {name: getattr(config, name) for name in fixed} == fixed
     assert config.update != "in_backward" or config.clip_norm is None
+
+
+@pytest.mark.parametrize("fixed", [{"clip_norm": 1.0}, {"precision": "fp16"}, {}], ids=str)
+def test_plan_updates_in_forward_if_an_update_must_know_all_gradients(fixed):
+    """Forward's products take as long as the transfers of an update, which they hide."""
+    sizes = dataclasses.replace(SIZES, seq=1024, batch=8)
+    fields = FEWER | {"opt_state": "pinned_host", "params": "device", "grads": "device"} | fixed
+    del fields["update"]
+    machine = lab(flops={"bf16": 2e13, "fp16": 2e13})
+    chosen = plan(machine, sizes, fields)
+    assert chosen.config.update == ("in_forward" if fixed else "in_backward")
+    if fixed:
+        after = plan(machine, sizes, fields | {"update": None})
+        assert chosen.seconds < 0.9 * after.seconds
+        assert "update='in_forward'" in str(chosen)
 
 
 def test_plan_rounds_moments_only_where_the_user_lets_it():

@@ -11,6 +11,8 @@ import toys
 
 import zerojax as zj
 from zerojax import aot
+from zerojax.checkpoint.manifest import SavedState
+from zerojax.program.updated_records import RecordSettler
 from zerojax.state import state_records
 
 HOST = "pinned_host"
@@ -20,6 +22,13 @@ CASES = {
     "all_on_host": {**ALL_ON_HOST, "clip_norm": 1.2},
     "bf16_opt_state_on_host": {"opt_state": HOST, "precision": "bf16", "clip_norm": 1.2},
     "gather_ahead": {**ALL_ON_HOST, "gather_ahead": True, "clip_norm": 1.2, "num_microbatches": 2},
+    "opt_state_on_host_gather_ahead": {
+        "params": HOST,
+        "opt_state": HOST,
+        "gather_ahead": True,
+        "precision": "bf16",
+        "clip_norm": 1.2,
+    },
     "no_prefetch": {**ALL_ON_HOST, "prefetch_distance": 0},
     "two_ahead": {"params": HOST, "opt_state": HOST, "prefetch_distance": 2, "clip_norm": 1.2},
 }
@@ -141,24 +150,59 @@ def test_nothing_that_a_user_reads_is_stale(tmp_path):
     assert rows[0]["loss"] == expected[0]["loss"]
 
 
-def test_checkpoints_hold_the_pending_update(tmp_path):
-    case = {**ALL_ON_HOST, "clip_norm": 1.2}
+SAVED = {
+    "all_on_host": ("in_forward", ALL_ON_HOST, None),
+    "bounded": ("in_forward", {"params": HOST, "opt_state": HOST}, 0),
+    "after_backward": ("after_backward", {"params": HOST}, None),
+    "nvme": ("after_backward", dict.fromkeys(("params", "grads", "opt_state"), "nvme"), None),
+    "in_backward": ("in_backward", {**ALL_ON_HOST, "clip_norm": None}, None),
+}
+
+
+@pytest.mark.by_default("bounded", "nvme")
+@pytest.mark.parametrize(("update", "tiers", "most"), SAVED.values(), ids=SAVED)
+def test_a_checkpoint_holds_updated_records_for_any_program(update, tiers, most, tmp_path):
+    case = {"clip_norm": tiers.get("clip_norm", 1.2)}
     data = toys.batches(4)
-    program = build("in_forward", **case)
+    program = build("in_forward", **{**ALL_ON_HOST, **case})
+    _, state = train(program, data[:2])
+    with zj.Checkpointer(tmp_path / "saved", max_host_bytes=most) as checkpointer:
+        checkpointer.save(program, state)
+        expected, last = train(program, data[2:], state)
+    with SavedState(str(tmp_path / "saved" / "2" / "state")) as saved:
+        assert not [name for name in (*saved.leaves, *saved.values) if name.startswith("pending")]
+    with (
+        build(update, swap_dir=str(tmp_path), **{**tiers, **case}) as other,
+        zj.Checkpointer(tmp_path / "saved") as checkpointer,
+    ):
+        restored = checkpointer.restore(other)
+        actual, end = train(other, data[2:], restored)
+        assert [row["loss"] for row in actual] == [row["loss"] for row in expected]
+        settled = read(program, program.settle(last))
+        jax.tree.map(np.testing.assert_array_equal, read(other, other.settle(end)), settled)
+
+
+def test_a_checkpoint_holds_the_gradients_if_an_update_combines_elements(tmp_path):
+    """Another program may compute such an update in another order."""
+    case = {**ALL_ON_HOST, "clip_norm": 1.2}
+    tx = optax.contrib.muon(1e-2)
+    data = toys.batches(4)
+    program = build("in_forward", model=toys.small(), tx=tx, **case)
     _, state = train(program, data[:2])
     with zj.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(program, state)
     expected, _ = train(program, data[2:], state)
-    other = build("in_forward", opt_state=HOST, clip_norm=1.2)
+    other = build("in_forward", model=toys.small(), tx=tx, params=HOST, clip_norm=1.2)
     with zj.Checkpointer(tmp_path) as checkpointer:
         restored = checkpointer.restore(other)
+    assert bool(restored.pending.ready)
     actual, _ = train(other, data[2:], restored)
     assert [row["loss"] for row in actual] == [row["loss"] for row in expected]
     with (
         pytest.raises(zj.CheckpointError, match="pending update"),
         zj.Checkpointer(tmp_path) as checkpointer,
     ):
-        checkpointer.restore(build("after_backward", **case))
+        checkpointer.restore(build("after_backward", model=toys.small(), tx=tx, **case))
 
 
 @pytest.mark.by_default("microbatches")
@@ -167,7 +211,11 @@ def test_checkpoints_hold_the_pending_update(tmp_path):
     [{"clip_norm": None}, {"num_microbatches": 4}, {"precision": "bf16"}],
     ids=["no_clipping", "microbatches", "precision"],
 )
-def test_a_pending_update_keeps_the_factors_of_the_step_that_made_it(changed, tmp_path):
+def test_a_pending_update_keeps_the_factors_of_the_step_that_made_it(
+    changed, tmp_path, monkeypatch
+):
+    """In a checkpoint as an earlier version saved it, with the gradients."""
+    monkeypatch.setattr(RecordSettler, "is_exact", False)
     case = {**ALL_ON_HOST, "clip_norm": 0.1, "num_microbatches": 2, "precision": "fp16"}
     case["loss_scaling"] = zj.LossScaling(initial=2.0**10)
     sgd = optax.sgd(0.1)
@@ -182,17 +230,24 @@ def test_a_pending_update_keeps_the_factors_of_the_step_that_made_it(changed, tm
     assert_close(read(other, other.settle(restored)), expected)
 
 
-def test_exports_refuse_what_is_not_settled(tmp_path):
+def test_exports_refuse_what_is_not_settled(tmp_path, monkeypatch):
     program = build("in_forward", **ALL_ON_HOST)
     _, state = train(program, toys.batches(2))
-    with zj.Checkpointer(tmp_path / "unsettled") as checkpointer:
-        checkpointer.save(program, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordSettler, "is_exact", False)  # save the gradients
+        with zj.Checkpointer(tmp_path / "unsettled") as checkpointer:
+            checkpointer.save(program, state)
     with pytest.raises(zj.CheckpointError, match=r"program\.settle\(state\)"):
         zj.export_safetensors(tmp_path / "unsettled", tmp_path / "out.safetensors")
+    with zj.Checkpointer(tmp_path / "updated") as checkpointer:
+        checkpointer.save(program, state)
     state = program.settle(state)
     with zj.Checkpointer(tmp_path / "settled") as checkpointer:
         checkpointer.save(program, state)
-    zj.export_safetensors(tmp_path / "settled", tmp_path / "out.safetensors")
+    for name in ("updated", "settled"):
+        zj.export_safetensors(tmp_path / name, tmp_path / f"{name}.safetensors")
+    files = [(tmp_path / f"{name}.safetensors").read_bytes() for name in ("updated", "settled")]
+    assert files[0] == files[1]
 
 
 def test_a_program_refuses_an_unsettled_state_of_another_program():

@@ -69,9 +69,17 @@ def begin_save(
         # The step must be over: its callbacks write the records on disk that are about to be
         # linked.
         is_over = jax.block_until_ready(state)
-        about = program.model.about
         return Saving(
-            program.layout, program.swap, leaves, is_over, root, max_host_bytes, data, last, about
+            program.layout,
+            program.swap,
+            leaves,
+            is_over,
+            root,
+            max_host_bytes,
+            data,
+            last,
+            program.model.about,
+            program.settler,
         )
 
 

@@ -8,6 +8,12 @@
                              frozen weights -> hard links to the records of the last checkpoint, if
                              these hold the same bytes
 
+A state with update="in_forward" holds the gradients of an update that the next step applies. Its
+checkpoint has the updated records in place of the old records and the gradients: fewer bytes, and
+any program continues from it. They are computed one at a time (`zerojax.program.updated_records`),
+as the caller keeps the state. If some records are on disk, or the optimizer is not elementwise, the
+state is saved as it is, gradients included.
+
 A `Piece` is one leaf's shard on one device, and is copied one run of layers at a time. Only the
 first replica is saved. Without a bound, the copies may take as many bytes as this process's shards.
 Then several threads copy, and nothing is written before everything is copied: writes would take
@@ -30,8 +36,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +62,7 @@ from zerojax.checkpoint.errors import CheckpointError, explaining
 from zerojax.checkpoint.iterators import encoded_position
 from zerojax.checkpoint.leaves import StateLeaf, arrays_in_memory, state_arrays
 from zerojax.checkpoint.manifest import SavedLeaf, SavedState, write_manifest
+from zerojax.program import RecordSettler, UpdatedRecord
 from zerojax.runtime import SwapSession
 from zerojax.state import Layout, TrainState
 
@@ -152,6 +159,20 @@ class Run:
             for view, values in zip(self.form.views(record), leaves, strict=True):
                 np.copyto(view, values[number])
         return records
+
+
+class Target(NamedTuple):
+    """Where the records of one device are written.
+
+    Attributes:
+      form: format of the records.
+      store: store of the records.
+      saved: description of the store, without checksums.
+    """
+
+    form: RecordFormat
+    store: NewStore
+    saved: SavedStore
 
 
 class Room:
@@ -268,6 +289,7 @@ class Saving:
         data: Any = None,
         last: str | None = None,
         about: Mapping[str, Any] | None = None,
+        settler: RecordSettler | None = None,
     ) -> None:
         """Copy the arrays in memory, and link the records on disk.
 
@@ -282,6 +304,8 @@ class Saving:
           last: folder of the state that this run last saved or restored, whose records of frozen
             weights are linked; or None.
           about: settings that the model reports, as JSON; or None.
+          settler: reads records with the state's pending update applied; None saves the state as
+            it is.
 
         Raises:
           ValueError: the state is not the one on disk.
@@ -293,6 +317,7 @@ class Saving:
         self.root = root
         self._room = Room(max_host_bytes)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save")
+        self._numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
         # Stores of copies; their descriptions lack checksums until they are written.
@@ -306,7 +331,10 @@ class Saving:
         self._base = SavedBase(last, {leaf.name for leaf in leaves if leaf.is_frozen})
         try:
             with explaining(f"writing the checkpoint {root}", root):
-                self._copy(state_arrays(state))
+                if settler is not None and settler.settles(state):
+                    self._copy_settled(settler, state)
+                else:
+                    self._copy(self.leaves, state_arrays(state))
                 if swap is not None:
                     self._link(swap, state)
         except BaseException:
@@ -320,35 +348,22 @@ class Saving:
 
     # --- while the step waits ---------------------------------------------------------------------
 
-    def _copy(self, arrays: Sequence[Any]) -> None:
-        """Copy the arrays in memory; `arrays` are the arrays of `self.leaves`, in order."""
+    def _copy(self, leaves: Sequence[StateLeaf], arrays: Sequence[Any]) -> None:
+        """Copy the arrays in memory; `arrays` are the arrays of `leaves`, in order."""
         groups: dict[tuple[str, int, int], list[Piece]] = {}  # by label, first layer and device
-        for number, (leaf, value) in enumerate(zip(self.leaves, arrays, strict=True)):
+        for leaf, value in zip(leaves, arrays, strict=True):
             if leaf.is_derived:
                 continue
             if leaf.is_inline:
                 self._copy_inline(leaf, value)
                 continue
             for array, first in arrays_in_memory(leaf, value):
-                label = {
-                    0: f"leaf.{number}",
-                    1: layers_kind("layers", leaf.stack),
-                    2: f"tiles.{leaf.group}",
-                }[leaf.lead]
-                # Separate from trainable leaves, so that a record holds only frozen weights.
-                label = f"frozen.{label}" if leaf.is_frozen else label
+                label = self._label(leaf)
                 # Each part of a Split has its own store.
                 if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
-                for shard in array.addressable_shards:
-                    # Replicas hold the same bytes; only one is written.
-                    if shard.replica_id == 0:
-                        # The index of an unsplit dim is slice(None).
-                        start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
-                        piece = Piece(leaf, shard.data, start)
-                        groups.setdefault((label, first, self._rank[shard.device]), []).append(
-                            piece
-                        )
+                for rank, piece in self._pieces(leaf, array):
+                    groups.setdefault((label, first, rank), []).append(piece)
         # Lazy, since the stores of all runs need not exist before the first is copied.
         runs = itertools.chain.from_iterable(
             self._runs(*group, pieces) for group, pieces in groups.items()
@@ -359,6 +374,81 @@ class Saving:
             for run, copies in zip(all_runs, all_copies, strict=True):
                 self._submit(run, copies)
             return
+        self._copy_within_room(runs)
+
+    def _copy_settled(self, settler: RecordSettler, state: TrainState) -> None:
+        """Copy a state in memory with its pending update applied; the checkpoint has none."""
+        has_update = settler.has_update(state)
+        saved: list[StateLeaf] = []
+        unchanged: list[StateLeaf] = []
+        arrays: list[Any] = []
+        for leaf, value in zip(self.leaves, state_arrays(state), strict=True):
+            if leaf.name.startswith("pending."):
+                continue
+            saved.append(leaf)
+            if not (has_update and is_updated(leaf)):
+                unchanged.append(leaf)
+                arrays.append(value)
+        self.leaves = saved
+        self._copy(unchanged, arrays)
+        if not has_update:
+            return
+        runs = self._settled_runs(settler(state))
+        if self._room.most is not None:
+            self._copy_within_room(runs)
+            return
+        copied: list[tuple[Run, np.ndarray]] = []
+        for run in runs:
+            copies = self._copied(run)
+            # Without its pieces, as the device has room for one record at a time.
+            copied.append((dataclasses.replace(run, pieces=()), copies))
+        for run, copies in copied:
+            self._submit(run, copies)
+
+    def _settled_runs(self, records: Iterator[UpdatedRecord]) -> Iterator[Run]:
+        """Yield a run for each updated record and device."""
+        weights = [leaf for leaf in self.leaves if is_weight(leaf)]
+        opt = [leaf for leaf in self.leaves if leaf.path.startswith(".opt_state")]
+        stores: dict[tuple[str, int], Target] = {}
+        for record in records:
+            leaves = [weights[i] for i in record.leaf_ids]
+            leaves += [opt[i] for i in self.layout.opt_map.list_state_leaves(record.leaf_ids)]
+            pieces: dict[int, list[Piece]] = {}  # by device
+            for leaf, array in zip(leaves, [*record.weights, *record.opt], strict=True):
+                for rank, piece in self._pieces(leaf, array):
+                    pieces.setdefault(rank, []).append(piece)
+            number = 0
+            for i, dim in zip(record.index, leaves[0].shape, strict=False):
+                number = number * dim + i
+            for rank, of_device in pieces.items():
+                key = (self._label(leaves[0]), rank)
+                if key not in stores:
+                    dims = leaves[0].shape[: leaves[0].lead]
+                    stores[key] = self._target(*key, of_device, 0, dims)
+                target = stores[key]
+                yield Run(of_device, 0, 1, target.form, target.store, number, None)
+
+    def _label(self, leaf: StateLeaf) -> str:
+        """Return the folder of a leaf's records."""
+        label = {
+            0: f"leaf.{self._numbers[leaf.path]}",
+            1: layers_kind("layers", leaf.stack),
+            2: f"tiles.{leaf.group}",
+        }[leaf.lead]
+        # Separate from trainable leaves, so that a record holds only frozen weights.
+        return f"frozen.{label}" if leaf.is_frozen else label
+
+    def _pieces(self, leaf: StateLeaf, array: jax.Array) -> Iterator[tuple[int, Piece]]:
+        """Yield the rank of a device and its piece, for each shard that this process saves."""
+        for shard in array.addressable_shards:
+            # Replicas hold the same bytes; only one is written.
+            if shard.replica_id == 0:
+                # The index of an unsplit dim is slice(None).
+                start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
+                yield self._rank[shard.device], Piece(leaf, shard.data, start)
+
+    def _copy_within_room(self, runs: Iterator[Run]) -> None:
+        """Copy runs while earlier ones are written, within the bound of the copies."""
         for run in runs:
             copies = self._copied(run)
             # A failed write ends the save here, before more is copied.
@@ -388,17 +478,9 @@ class Saving:
         The records of all `pieces` have the same numbers.
         """
         lead = pieces[0].leaf.lead
-        form = build_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         scale = math.prod(dims[1:])  # records per layer
-        count = math.prod(dims)
-        store = NewStore(lambda: Store(self.root, label, rank, count, form))
-        folder = os.path.join(label, str(rank))
-        names = [p.leaf.name for p in pieces]
-        starts = [p.start for p in pieces]
-        of_leaf = (folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)
-        saved_store = SavedStore.of_format(form, *of_leaf, checksums=(0,) * count)
-        self._stores.append((store, saved_store))
+        form, store, saved_store = self._target(label, rank, pieces, first * scale, dims)
         base = saved_store if pieces[0].leaf.is_frozen else None
         num_layers = dims[0] if lead else 1
         layer_bytes = form.padded_bytes * scale
@@ -411,6 +493,30 @@ class Saving:
             Run(pieces, low, min(num_layers, low + step), form, store, low * scale, base)
             for low in range(0, num_layers, step)
         ]
+
+    def _target(
+        self, label: str, rank: int, pieces: Sequence[Piece], first: int, dims: Sequence[int]
+    ) -> "Target":
+        """Return a new store for the records of one device's pieces.
+
+        Args:
+          label: folder of the records.
+          rank: rank of the device.
+          pieces: pieces of one record.
+          first: number of the first record among the leaves' records.
+          dims: the store's numbers of layers, and of tiles in a layer; () for an unstacked leaf.
+        """
+        form = build_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
+        count = math.prod(dims)
+        store = NewStore(lambda: Store(self.root, label, rank, count, form))
+        folder = os.path.join(label, str(rank))
+        names = [p.leaf.name for p in pieces]
+        starts = [p.start for p in pieces]
+        leaf = pieces[0].leaf
+        of_leaf = (folder, names, starts, leaf.shape[: leaf.lead], first)
+        saved_store = SavedStore.of_format(form, *of_leaf, checksums=(0,) * count)
+        self._stores.append((store, saved_store))
+        return Target(form, store, saved_store)
 
     def _check(self) -> None:
         """Raise the error of a failed write."""
@@ -540,6 +646,16 @@ class Saving:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
+
+
+def is_weight(leaf: StateLeaf) -> bool:
+    """Return whether a leaf is one of the weights that the optimizer updates."""
+    return leaf.name.startswith("weights") and not (leaf.is_frozen or leaf.is_derived)
+
+
+def is_updated(leaf: StateLeaf) -> bool:
+    """Return whether a leaf is part of the records that an update writes."""
+    return is_weight(leaf) or (leaf.path.startswith(".opt_state") and leaf.mirrors)
 
 
 def on_host(piece: Piece, low: int, high: int) -> np.ndarray:

@@ -7,7 +7,8 @@ Uploads pass through a ring of d slots (`host_offload.schedule`):
 
     arrived[t]     = max(arrived[t-1], computed[t-d]) + up_forward_bytes / link_up
     computed[t]    = max(computed[t-1], arrived[t]) + forward_seconds
-    stored[t]      = max(stored[t-1], computed[t]) + host_bytes[t] / link_down
+    stored[t]      = max(stored[t-1], computed[t])
+                     + (host_bytes[t] + down_forward_bytes) / link_down
 
     B              = computed[L-1] + head_seconds
     fetched[k]     = max(fetched[k-1], begun[k-d], stored[l], computed[L-1])
@@ -45,6 +46,7 @@ _AMOUNTS = (
     "device_budget_bytes",
     "host_budget_bytes",
     "up_forward_bytes",
+    "down_forward_bytes",
     "up_backward_bytes",
     "down_backward_bytes",
 )
@@ -67,7 +69,9 @@ class Problem:
       distance: d, number of slots in the prefetch ring, at least 1.
       device_budget_bytes: bytes of device memory available for activations.
       host_budget_bytes: bytes of host memory available for activations.
-      up_forward_bytes: bytes per layer of params loaded for its forward.
+      up_forward_bytes: bytes per layer of params, or of all that an update in forward reads,
+        loaded for its forward.
+      down_forward_bytes: bytes per layer of opt_state and params that an update in forward stores.
       up_backward_bytes: bytes per layer of params and opt_state loaded for its backward.
       down_backward_bytes: bytes per layer of grads, opt_state and params stored after its backward.
       max_segments: largest number of segments (runs of neighbouring layers with one option), at
@@ -88,6 +92,7 @@ class Problem:
     device_budget_bytes: float
     host_budget_bytes: float = 0
     up_forward_bytes: float = 0
+    down_forward_bytes: float = 0
     up_backward_bytes: float = 0
     down_backward_bytes: float = 0
     max_segments: int = 4
@@ -220,7 +225,7 @@ def compute_seconds(problem: Problem, assignments: np.ndarray) -> np.ndarray:
     L = problem.num_layers
     d = problem.distance
     host = problem.of("host_bytes")
-    down = host / problem.link_down
+    down = (host + problem.down_forward_bytes) / problem.link_down
     up = (host + problem.up_backward_bytes) / problem.link_up
     backward = problem.backward_seconds + problem.of("seconds")
     down_backward = problem.down_backward_bytes / problem.link_down

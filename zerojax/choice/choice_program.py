@@ -6,7 +6,8 @@ inequalities replace each maximum. A cost of layer l, such as seconds[l], is the
 seconds_p x[l, p]:
 
     sum over p of x[l, p] = 1
-    stored[t]      >= stored[t-1] + host_bytes[t] / link_down            and from computed[t]
+    stored[t]      >= stored[t-1] + (host_bytes[t] + down_forward_bytes) / link_down
+                                                                         and from computed[t]
     fetched[k]     >= fetched[k-1] + (host_bytes[l] + up_backward_bytes) / link_up
                                                                          and from begun[k-d], and
                                                                          fetched[0] from stored[L-1]
@@ -167,11 +168,12 @@ class ChoiceProgram:
     def _add_forward(self) -> None:
         """Add the times of forward's stores."""
         down = self._problem.of("host_bytes") / self._problem.link_down / self._unit
+        base_down = self._problem.down_forward_bytes / self._problem.link_down / self._unit
         for t, computed in enumerate(forward_times(self._problem)):
             storing = self._cost(t, down)
-            self._after(self._stored[t], [], storing, computed / self._unit)
+            self._after(self._stored[t], [], storing, computed / self._unit + base_down)
             if t:
-                self._after(self._stored[t], [(self._stored[t - 1], 1.0)], storing)
+                self._after(self._stored[t], [(self._stored[t - 1], 1.0)], storing, base_down)
 
     def _add_backward(self) -> None:
         """Add the times of backward.

@@ -102,15 +102,21 @@ class StepBytes:
         if records.is_streamed and records.updates_in_backward:
             in_layers = 0  # their gradients are never stored
         layers_tier = config.grads if records.is_streamed else "device"
-        if records.updates_on_host and config.update == "in_forward":
+        kind = "grads"
+        if records.updates_on_host and records.updates_in_forward:
             # All gradients wait in host memory for the next step.
             self._add("pinned_host", "pending", records.grads_shard_bytes(workload.elements))
             in_layers = 0
             if config.params == "device":
                 made = workload.elements * per_param.params * opt_state_share
                 self._add("pinned_host", "made", made)
-        self._add("device", "grads", records.grads_shard_bytes(workload.unstacked_elements))
-        self._add(layers_tier, "grads", records.grads_shard_bytes(in_layers))
+        elif records.updates_in_forward:
+            # Gradients that the next step's forward applies belong to the state.
+            kind = "pending"
+        self._add("device", kind, records.grads_shard_bytes(workload.unstacked_elements))
+        # Records on disk are named by their kind alone.
+        layers_kind = "grads" if layers_tier == "nvme" else kind
+        self._add(layers_tier, layers_kind, records.grads_shard_bytes(in_layers))
 
     def _add_activations(self) -> None:
         """Add offloaded activations; activations on the device count in their phase."""

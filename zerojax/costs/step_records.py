@@ -18,7 +18,14 @@ from host_offload.schedule import (
     UnstackedMove,
     build_unstacked,
 )
-from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
+from zerojax.config import (
+    ZeroConfig,
+    frozen_tier,
+    grads_in_float32,
+    reduces_once,
+    streams,
+    updates_by_parts,
+)
 from zerojax.costs.layer_runs import LayerRun
 from zerojax.costs.workload import Grid, StackWork, Workload
 from zerojax.formulas import state_bytes
@@ -59,6 +66,7 @@ class StepRecords:
       num_reductions: number of times that gradients are reduced per step.
       updates_on_host: whether the optimizer runs on the host.
       updates_in_backward: whether layers are updated during backward.
+      updates_in_forward: whether layers are updated in the next step's forward.
       updates_by_record: whether layers are updated one at a time.
       loads_opt_state: whether optimizer state is loaded to the device and stored again.
     """
@@ -93,8 +101,8 @@ class StepRecords:
 
         self.updates_on_host = config.update_on == "host"
         self.updates_in_backward = config.update == "in_backward"
-        is_away = {config.params, config.grads, config.opt_state} != {"device"}
-        self.updates_by_record = is_away or self.updates_in_backward
+        self.updates_in_forward = config.update == "in_forward"
+        self.updates_by_record = updates_by_parts(config)
         self.loads_opt_state = config.opt_state != "device" and not self.updates_on_host
 
     @property

@@ -331,6 +331,12 @@ class _StepWalk:
         exposed = {lane: self.clock.exposed[lane] - exposed_before[lane] for lane in LANES}
         self.sections.append(_Section(name, start, self.clock.now.time, exposed))
 
+    def run_first_update(self) -> None:
+        """Update embedding and head before forward reads them, if forward updates the layers."""
+        if self.steps.updates_in_forward:
+            with self.section("update"):
+                self.run_phases("unstacked")
+
     def run_microbatch(self) -> None:
         """Run forward and backward."""
         with self.section("embed"):
@@ -344,14 +350,15 @@ class _StepWalk:
             self.run_phases("backward", "embed_backward", begin=begin)
 
     def run_update(self) -> None:
-        """Run the update, and wait for all lanes."""
+        """Run the update, if forward did not, and wait for all lanes."""
         clock = self.clock
-        with self.section("update"):
+        with self.section("end" if self.steps.updates_in_forward else "update"):
             self.last = _latest(self.last, clock.now, clock.free["network"])
             if self._list_phases("update"):
                 # The global norm is known only after all gradients are reduced.
                 clock.wait(clock.free["network"])
-            self.run_phases("unstacked", "update")
+            if not self.steps.updates_in_forward:
+                self.run_phases("unstacked", "update")
             clock.wait(self.last, *(clock.free[lane] for lane in ("up", "down", "host", "network")))
             self.wait_for_wires()
 
@@ -462,6 +469,8 @@ class _PhaseWalk:
                     inputs.append(loaded)
                 work_end = self._compute(first, verb, *inputs)
                 self.computed[first.record.leaves, index] = work_end
+                if verb == "update" and self.name == "forward":
+                    on_device = work_end  # forward gathers the updated parameters
 
         if called:
             stored = self.step_walk.update_on_host(self.stack, called, seconds, work_end)
@@ -543,6 +552,7 @@ def step_time(
         step. The ticks of a streamed step compute all microbatches.
     """
     walk = _StepWalk(steps, layers, unstacked or UnstackedWork(), wires or Wires())
+    walk.run_first_update()
     for _ in range(repeats):
         walk.run_microbatch()
     walk.run_update()

@@ -81,6 +81,11 @@ class RecordUpdate:
         self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     @property
+    def is_elementwise(self) -> bool:
+        """Whether each element is updated by itself."""
+        return isinstance(self.rule, ElementwiseUpdate)
+
+    @property
     def elementwise(self) -> ElementwiseUpdate:
         """The elementwise optimizer. An update on the host always uses an elementwise optimizer."""
         assert isinstance(self.rule, ElementwiseUpdate)

@@ -6,7 +6,8 @@
     activations                 save, everything, selective, remat, or a tier for the layer's
                                 input; and each option of a layer (`Space.options`), with
                                 saved_names and offloaded_names, the same for all layers
-    update                      after backward, or in backward if nothing clips
+    update                      after backward; in backward if nothing clips; in the next forward if
+                                some state is offloaded
     update_on                   the device, or the host if the optimizer state is offloaded
     opt_state_device_fraction   0, or the largest number of sixteenths that fits, if the optimizer
                                 state is offloaded
@@ -147,7 +148,7 @@ class Space:
             "params": tiers,
             "grads": tiers,
             "activations": ["save", "everything", "selective", "remat", *tiers[1:]],
-            "update": [None, "in_backward"] if self._may_update_in_backward else [None],
+            "update": self._updates(),
             FRACTION: [0.0, MOST_FRACTION],
             "gather_ahead": [False, True] if self.grid.fsdp > 1 else [False],
         }
@@ -155,10 +156,14 @@ class Space:
     def _ordered_tiers(self) -> list[str]:
         return [tier for tier in TIERS if tier in self.tiers]
 
-    @property
-    def _may_update_in_backward(self) -> bool:
-        """Whether layers may be updated before the norm of all gradients is known."""
-        return self.fixed.get("clip_norm") is None and self.fixed.get("precision") != "fp16"
+    def _updates(self) -> list[str | None]:
+        """Return the times at which layers may be updated, the plainest first."""
+        # Otherwise an update needs the norm of all gradients, or whether they are finite.
+        is_independent = (
+            self.fixed.get("clip_norm") is None and self.fixed.get("precision") != "fp16"
+        )
+        in_backward = ["in_backward"] if is_independent else []
+        return [None, *in_backward, "in_forward"]
 
     def _microbatches(self) -> list[int]:
         rows = self.workload.rows
@@ -173,6 +178,8 @@ class Space:
             if first["activations"] == CHECKPOINTED:
                 first_with_names += [first | named_fields(option) for option in self.options]
             for fields in itertools.chain.from_iterable(map(self._details, first_with_names)):
+                if fields["update"] == "in_forward" and not self._is_built(fields):
+                    continue
                 may_tile = untiled_setting(self.view(fields)) is None
                 for tiles in self.tiles if may_tile else self.tiles[:1]:
                     seconds = bound.seconds(fields)
@@ -188,6 +195,10 @@ class Space:
             # Gradients are never stored if layers are updated immediately.
             is_unstored = fields["update"] == "in_backward" and fields["grads"] != "device"
             if is_unstored and "grads" not in self.fixed:
+                continue
+            # An update in forward hides transfers, so it needs some.
+            is_away = {fields["params"], fields["grads"], fields["opt_state"]} != {"device"}
+            if fields["update"] == "in_forward" and not is_away and "update" not in self.fixed:
                 continue
             yield fields
 
@@ -227,6 +238,14 @@ class Space:
         The result has the attributes that the rules in `zerojax.config` read.
         """
         return cast(ZeroConfig, _Fields({**self._fixed_view, **fields}))
+
+    def _is_built(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a candidate's combination of settings is supported."""
+        try:
+            require_built(self.view(fields))
+        except NotImplementedError:
+            return False
+        return True
 
     def streams(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a candidate's step is streamed."""
@@ -412,11 +431,14 @@ class Bound:
         if fields["params"] != "device":
             share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].params else 1.0
             params = self.layer_elements * self.itemsize * share
-            up += 2 * params
+            # Forward makes the parameters that it updates from their masters.
+            makes_params = fields["update"] == "in_forward" and self.master > 0
+            fetched = params if makes_params else 2 * params
+            up += fetched
             if not on_host:
                 down += params
             if fields["params"] == "nvme":
-                read += 2 * params
+                read += fetched
                 write += params
         if fields["opt_state"] != "device":
             opt_state = self.layer_elements * self._opt_state_share(fields)

@@ -525,7 +525,9 @@ class Planner:
         # For each field, the fields with which a program of each choice is built.
         tries: dict[str, dict[Any, dict[str, Any]]] = {
             "opt_state": {tier: {"opt_state": tier} for tier in tiers},
-            "update": {None: {"update": None}, "in_backward": {"update": "in_backward"}},
+            "update": {
+                update: {"update": update} for update in (None, "in_backward", "in_forward")
+            },
             "update_on": {
                 "device": {},
                 "host": {"opt_state": "pinned_host", "update_on": "host"},

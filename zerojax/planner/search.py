@@ -352,8 +352,9 @@ class Search:
             return False
         if self.space.leaves_fraction(candidate.fields):
             return self._consider_largest_fraction(candidate, config)
+        ahead = _fields_ahead(candidate.fields["update"])
         fields = candidate.fields.items()
-        group = (candidate.tiles, *(value for name, value in fields if name not in _AHEAD))
+        group = (candidate.tiles, *(value for name, value in fields if name not in ahead))
         if self._groups.get(group):
             return False
         fits = self.consider(config, candidate.tiles)
@@ -363,7 +364,7 @@ class Search:
 
     def _takes_too_much(self, config: ZeroConfig, tiles: int) -> bool:
         """Return whether a config takes too much even with the least possible fetching ahead."""
-        least = {name: min(self.space.choices(name)) for name in _AHEAD}
+        least = {name: min(self.space.choices(name)) for name in _fields_ahead(config.update)}
         try:
             config = dataclasses.replace(config, **least)
         except (ValueError, NotImplementedError):
@@ -592,6 +593,15 @@ class Search:
         """Return the plainest config that is within `MIN_GAIN` of the fastest."""
         near = [f for f in self.found if f.seconds * (1 - MIN_GAIN) <= self.found[0].seconds]
         return min(near, key=lambda f: (f.complexity, f.seconds))
+
+
+def _fields_ahead(update: str | None) -> tuple[str, ...]:
+    """Return the fields of `_AHEAD` that an order of updates makes comparable.
+
+    A forward that updates and gathers ahead takes the first layer before its ticks, so few layers
+    need less memory with `gather_ahead`.
+    """
+    return ("prefetch_distance",) if update == "in_forward" else _AHEAD
 
 
 def _kind(config: ZeroConfig) -> tuple[Any, ...]:

@@ -208,7 +208,7 @@ def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[C
 def _seconds_outside(search: Search, context: _Context) -> float:
     """Return the seconds of a context's step outside of forward and backward."""
     time = search.estimate(context.config, context.tiles).time
-    return sum(p.seconds for p in time.phases if p.name in ("embed", "update"))
+    return sum(p.seconds for p in time.phases if p.name in ("embed", "update", "end"))
 
 
 def _problem(
@@ -232,11 +232,14 @@ def _problem(
 
     (schedule,) = of_config.steps.stacks.values()
     (work,) = of_config.layers
+    forward = work.forward
+    if config.update == "in_forward":
+        forward += work.update
     wires = of_config.wires
     return Problem(
         num_layers=stack.num_layers,
         options=tuple(options),
-        forward_seconds=max(work.forward, 1e-12),
+        forward_seconds=max(forward, 1e-12),
         backward_seconds=stack.backward["save"],
         head_seconds=of_config.unstacked.head,
         link_down=min(wires.down, wires.link_both / 2, _UNBOUNDED),
@@ -245,6 +248,7 @@ def _problem(
         device_budget_bytes=device,
         host_budget_bytes=host,
         up_forward_bytes=_moved_in_tick(schedule, "forward", "up"),
+        down_forward_bytes=_moved_in_tick(schedule, "forward", "down"),
         up_backward_bytes=_moved_in_tick(schedule, "backward", "up"),
         down_backward_bytes=_moved_in_tick(schedule, "backward", "down"),
         max_segments=MAX_SEGMENTS,

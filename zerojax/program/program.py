@@ -49,6 +49,7 @@ from zerojax.program.self_test import (
 )
 from zerojax.program.skipped import SkipWarnings
 from zerojax.program.step import Metrics, Step
+from zerojax.program.updated_records import RecordSettler
 from zerojax.progress import working
 from zerojax.resident import ResidentStep
 from zerojax.runtime import Calls, SwapSession
@@ -97,6 +98,7 @@ class Program:
       check_state: function that returns a state that this program can take, with numbers as arrays;
         raises ValueError for any other state.
       warnings: logs why steps were skipped, once their metrics are known.
+      settler: reads a state's records with its pending update applied, for checkpoints.
       calls: compares this program's calls with the other processes' calls; None if there is only
         one process.
     """
@@ -139,6 +141,7 @@ class Program:
         self.warnings = SkipWarnings(self.config)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner, step)
+        self.settler = RecordSettler(records, self._runner, step)
         self.calls: Calls | None = None
 
     def __enter__(self) -> Self:
@@ -540,9 +543,9 @@ class Program:
 
         Only a step with update="in_forward" leaves one; any other state is returned unchanged. The
         next step applies the update by itself, so training does not need this call. Evaluations and
-        reads of an unsettled state apply the update to what they read, each time: settle the state
-        before several of them. It costs as much as the update phase of update="after_backward",
-        and no second state.
+        reads of an unsettled state apply the update to what they read, on every call: settle the
+        state before several of them. It costs as much as the update phase of
+        update="after_backward", and no second state.
 
         Args:
           state: state from `init` or the previous step. It is donated.
@@ -698,6 +701,10 @@ class Program:
         Gradients are as the loss gives them: the loss scale is divided out, nothing is clipped, and
         non-finite values remain.
 
+        A streamed step returns its gradients only with update="after_backward": with "in_backward"
+        no gradient is stored, and with "in_forward" the state's gradients belong to the last step
+        and are not applied yet. A resident step returns them always.
+
         Args:
           state: state to read.
           batch: batch as in `step`.
@@ -708,7 +715,8 @@ class Program:
 
         Raises:
           ValueError: the state was donated, or the batch does not divide.
-          NotImplementedError: the step is streamed and does not store its gradients on the device.
+          NotImplementedError: the step is streamed, and config.update is not "after_backward", the
+            update is on the host, or its gradients are stored off the device.
         """
         self._step.check_grads()
         check_is_there(state)

@@ -120,6 +120,15 @@ def run(phase, distance):
     return took
 
 
+def test_forward_that_updates_and_gathers_ahead_fetches_each_layer_once():
+    """The optimizer state alone is fetched, and layer 0 before the first tick."""
+    s = build_schedule(
+        5, 2, tiers={"opt_state": "pinned_host"}, update="in_forward", gather_ahead=True
+    )
+    ticks = [ops for _, ops in s.phase("forward").ticks()]
+    assert [op.number for ops in ticks for op in ops if op.verb == "fetch"] == [*range(5)]
+
+
 @many
 @given(schedules)
 def test_schedule_visits_each_layer_once_a_phase_in_order(kw):

@@ -5,6 +5,7 @@ The end of a long trace is kept.
 
 import functools
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -207,7 +208,13 @@ def test_events_of_an_engine_lie_where_they_were(engine):
         elif wait is not None:
             assert wait.end <= e.queued
     assert engine.distance == 0 or any(e.ahead for e in transfers)
-    assert any(w.seconds > 0.01 for w in waits.values())
+
+    def has_long_wait(events):
+        return any(e.seconds > 0.01 for e in events if e.name.endswith("_wait"))
+
+    # On a busy machine a step may come so late to its waits that the disk has ended before.
+    more = (step(engine, Recorder(engine.distance)).events for _ in range(20))
+    assert any(map(has_long_wait, itertools.chain([events], more)))
 
 
 def test_a_trace_ends_with_the_error_that_ends_its_steps(engine, tmp_path):
