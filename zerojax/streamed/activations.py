@@ -516,16 +516,24 @@ class BlockTracer:
         self.traced_eval = self._cut(self.abstract_call(x, inputs, 1), 1)[1]
         return self.traced_eval
 
-    def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
+    def eval_loops(self, updates: bool = False) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles in a forward tick of the evaluation that was last traced.
 
         The result maps the phase to (loops, phase of these loops), and is empty before a trace.
+
+        Args:
+          updates: whether the evaluation applies a pending update to what it reads.
         """
         loops = [tiles for _, tiles in self.stack.loops]
         traced = self.traced_eval
         if traced is None:
             return {}
-        return {"forward": [(loops[g], "read") for g in traced.forward_loops]}
+        phase = "forward" if updates else "read"
+        return {"forward": [(loops[g], phase) for g in traced.forward_loops]}
+
+    def settle_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
+        """Return the loops over tiles in a tick that updates a layer without computing it."""
+        return {"forward": [(tiles, "forward") for _, tiles in self.stack.loops]}
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles in a tick of each phase of a step, in order.

@@ -292,7 +292,8 @@ class StreamedStep:
     def unsettled_eval_moves(self) -> tuple[Move, ...]:
         """Return the disk reads of an evaluation that applies a pending update, in order."""
         steps = self.plan.steps(
-            [loops.tracer.eval_loops() for loops in self.loops], self.policy.unstacked_first
+            [loops.tracer.eval_loops(updates=True) for loops in self.loops],
+            self.policy.unstacked_first,
         )
         updated = moves(self.plan, steps, ("unstacked",))
         # The updated parameters of embedding and head are not read again.
@@ -303,7 +304,9 @@ class StreamedStep:
 
     def settle_moves(self) -> tuple[Move, ...]:
         """Return the disk moves of `settle`, in order: those of the updates in a step."""
-        steps = self.steps()
+        steps = self.plan.steps(
+            [loops.tracer.settle_loops() for loops in self.loops], self.policy.unstacked_first
+        )
         updates = moves(self.plan, steps, ("unstacked", "forward"))
         return tuple(m for m in updates if _kind(m) not in ("activations", "frozen"))
 
