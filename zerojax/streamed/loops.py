@@ -134,7 +134,7 @@ class StackLoops:
         def update(
             carried: Any, record: Sequence[Array], layer: Index, in_flight: list[Array] | None
         ) -> tuple[Any, list[Array] | None]:
-            _, updated = source.take(carried, stack.record, record, layer)
+            _, updated, in_flight = source.take(carried, stack.record, record, layer, in_flight)
             return source.put(carried, stack.record, updated, layer, in_flight)
 
         def tick(carried: Any, now: Tick) -> tuple[Any, list[Array] | None]:
@@ -315,7 +315,7 @@ class _Forward:
             first = _first_index(phase, device_layers)
             fetch = partial(self.source.fetch, carried, record_leaves)
             record = fetch_first(phase, self.begin, fetch, loops.mesh, slices_host, device_layers)
-            shards, updated = self.source.take(carried, record_leaves, record, first)
+            shards, updated, _ = self.source.take(carried, record_leaves, record, first, None)
             gathered = plan.gather(shards, loops.stack.layer)
             carried, _ = self.source.put(carried, record_leaves, updated, first, None)
         added = loops.tracer.abstract_added(x, self.inputs, self.microbatches.count)
@@ -342,9 +342,11 @@ class _Forward:
         updated = None
 
         def take() -> list[Array]:
-            nonlocal updated
-            record = now.record or []
-            shards, updated = self.source.take(carry.carried, record_leaves, record, now.taken)
+            nonlocal updated, now
+            shards, updated, in_flight = self.source.take(
+                carry.carried, record_leaves, now.record or [], now.taken, now.in_flight
+            )
+            now = dataclasses.replace(now, in_flight=in_flight)
             return shards
 
         x = carry.x

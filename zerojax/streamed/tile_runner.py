@@ -131,8 +131,11 @@ class TileRunner:
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             y, carried = carry
             index = self._index(group, now.consume)
-            shards, updated = self.source.take(carried, leaves, now.record or [], index)
-            y, in_flight = compute(y, dataclasses.replace(now, record=shards))
+            shards, updated, in_flight = self.source.take(
+                carried, leaves, now.record or [], index, now.in_flight
+            )
+            now = dataclasses.replace(now, record=shards, in_flight=in_flight)
+            y, in_flight = compute(y, now)
             carried, in_flight = self.source.put(carried, leaves, updated, index, in_flight)
             return (y, carried), in_flight
 
@@ -310,7 +313,8 @@ class TileRunner:
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
             # Parameters on the device do not pass through a ring: the tile is sliced here.
             index = self._index(group, now.consume)
-            shards, _ = self.source.take(carried(carry), leaves, now.record or [], index)
+            record = now.record or []
+            shards, _, _ = self.source.take(carried(carry), leaves, record, index, None)
             return tick(carry, dataclasses.replace(now, record=shards))
 
         return self._run(loops.phase(phase), carry, take, read)

@@ -30,10 +30,10 @@ from zerojax.state import (
     FlatState,
     Index,
     OnDevice,
+    OnDisk,
     Pending,
     TrainState,
     adds_order,
-    order_read_before_write,
     pick,
     read_layer,
     wait_for,
@@ -78,12 +78,10 @@ class _Updated:
     Attributes:
       weights: float32 weights.
       opt: optimizer state.
-      read: the float32 weights followed by the optimizer state, before the update.
     """
 
     weights: list[Array]
     opt: list[Array]
-    read: list[Array]
 
 
 class PendingUpdate:
@@ -133,28 +131,32 @@ class PendingUpdate:
         _, grads = split_grads(self.plan, self.pending.grads)
         params = list(states.params)
         for i, grad in zip(self.plan.unstacked, grads, strict=True):
-            (weight,), _ = self.update_record(
+            (weight,), _, _ = self.update_record(
                 (i,), [grad], self.record_update.load_unstacked_leaf(states, i)
             )
             params[i] = self.records.cast(i, weight)
         return dataclasses.replace(states, params=params)
 
     def update_record(
-        self, leaf_ids: Sequence[int], grads: Sequence[Array], read: Sequence[Array]
-    ) -> tuple[list[Array], list[Array]]:
-        """Return the float32 weights and the optimizer state of one record after its update.
+        self,
+        leaf_ids: Sequence[int],
+        grads: Sequence[Array],
+        read: Sequence[Array],
+        landing: list[Array] | None = None,
+    ) -> tuple[list[Array], list[Array], list[Array] | None]:
+        """Update one record; return its float32 weights and optimizer state, and `landing`.
 
         Args:
           leaf_ids: indices of the record's leaves.
           grads: the pending gradients, on the device.
           read: the float32 weights followed by the optimizer state, on the device.
+          landing: values that are read from the same stacks before the update is written, or None.
         """
         pending = self.pending
         mean = [self.ready(grad) for grad in grads]
-        weights, opt, _ = self.record_update.update(
-            leaf_ids, mean, read, pending.shared, self._loss, pending.ready
+        return self.record_update.update(
+            leaf_ids, mean, read, pending.shared, self._loss, pending.ready, landing
         )
-        return weights, opt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +217,14 @@ class UpdatingParams:
         return fetched + self.plan.read_params(self._stacks(states), frozen, index)
 
     def take(
-        self, carried: UpdatingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
-    ) -> tuple[list[Array], _Updated]:
-        """Update a record; return the shards of its parameters, and the updated record."""
+        self,
+        carried: UpdatingState,
+        leaves: RecordLeaves,
+        record: Sequence[Array],
+        index: Index,
+        in_flight: list[Array] | None,
+    ) -> tuple[list[Array], _Updated, list[Array] | None]:
+        """Update a record; return the shards of its parameters, the record, and `in_flight`."""
         leaf_ids = leaves.trained
         states = carried.states
         frozen_leaves = self._frozen_leaves(leaves)
@@ -225,12 +232,26 @@ class UpdatingParams:
         num_trained = len(record) - num_frozen
         ring = self._ring(carried, leaves, index)
         grads, read = ring.take(states, record[:num_trained], index)
-        weights, opt = self.update.update_record(leaf_ids, grads, read)
+        if self._orders_writes(states, leaves):
+            weights, opt, in_flight = self.update.update_record(leaf_ids, grads, read, in_flight)
+        else:
+            weights, opt, _ = self.update.update_record(leaf_ids, grads, read)
         params = [self.records.cast(i, w) for i, w in zip(leaf_ids, weights, strict=True)]
         frozen = self.plan.take_params(
             self._stacks(states), frozen_leaves, record[num_trained:], index
         )
-        return params + frozen, _Updated(weights, opt, read)
+        return params + frozen, _Updated(weights, opt), in_flight
+
+    def _orders_writes(self, states: FlatState, leaves: RecordLeaves) -> bool:
+        """Return whether the update itself orders the write of its record after other reads.
+
+        On GPUs `put` does, after the products. XLA for CPUs drops its barrier. There the record in
+        flight passes through the update, unless the engine reads and writes all records.
+        """
+        if not self.stores or not adds_order(self.plan.mesh):
+            return False
+        opt = self.records.opt_states(states, leaves.trained)
+        return any(not isinstance(a, OnDisk) for a in (*opt, *pick(states.params, leaves.trained)))
 
     def stores_beside(self, stack: StackPlan) -> bool:
         """Return whether a tick stores its updated record while it fetches a later one."""
@@ -301,30 +322,12 @@ class UpdatingParams:
         """Write an updated record after the record in flight has been read from the same stacks."""
         if updated is None or not self.stores:
             return carried, in_flight
-        (weights, opt), in_flight = self._written_later(updated, in_flight)
+        # XLA copies a stack whose reads and writes it cannot order.
+        weights, opt, in_flight = jax.lax.optimization_barrier(
+            (updated.weights, updated.opt, in_flight)
+        )
         states = self.records.write_layer(carried.states, leaves.trained, index, weights, opt)
         return dataclasses.replace(carried, states=states), in_flight
-
-    def _written_later(
-        self, updated: _Updated, in_flight: list[Array] | None
-    ) -> tuple[tuple[list[Array], list[Array]], list[Array] | None]:
-        """Return the values to write, ordered after the read of the record in flight."""
-        mesh = self.plan.mesh
-        new = (updated.weights, updated.opt)
-        if not adds_order(mesh):
-            return jax.lax.optimization_barrier((new, in_flight))
-        # XLA for CPUs drops the barrier, and moves what two branches share out of them. These
-        # branches differ, although both write the same values if no update is pending.
-        count = len(updated.weights)
-        old = (updated.read[:count], updated.read[count:])
-        weights, opt, in_flight = order_read_before_write(
-            self.update.pending.ready,
-            lambda values: (*values[0], values[2]),
-            lambda values: (*values[1], values[2]),
-            (new, old, in_flight),
-            mesh,
-        )
-        return (weights, opt), in_flight
 
     def _ring(self, carried: UpdatingState, leaves: RecordLeaves, index: Index) -> RecordRing:
         plan = self.plan
@@ -416,16 +419,17 @@ class UpdateInForward(StoredGrads):
         if leaf_ids[0] in self.plan.unstacked:
             (leaf,) = leaf_ids
             grads = [unstacked[self.plan.unstacked.index(leaf)]]
-            return pending.update_record(
-                leaf_ids, grads, self.record_update.load_unstacked_leaf(states, leaf)
-            )
+            read = self.record_update.load_unstacked_leaf(states, leaf)
+            weights, opt, _ = pending.update_record(leaf_ids, grads, read)
+            return weights, opt
         specs = pick(self.plan.grads, leaf_ids)
         grads = read_layer(specs, self.plan.pick(stacks, leaf_ids), index)
         read = list[Array]()
         if states.master is None:
             read = self.records.read_params(states, leaf_ids, index)
         read = read + self.records.read_opt(states, leaf_ids, index)
-        return pending.update_record(leaf_ids, grads, read)
+        weights, opt, _ = pending.update_record(leaf_ids, grads, read)
+        return weights, opt
 
     def end_forward(self, begun: Begun, carried: Any) -> tuple[TrainState, Array]:
         """Return the updated state, whose pending gradients backward overwrites."""

@@ -102,8 +102,13 @@ class InstalledParams:
         return self.plan.read_params(self._stacks(), self.plan.away(leaves.frozen), index)
 
     def take(
-        self, carried: InstallingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
-    ) -> tuple[list[Array], _Installed]:
+        self,
+        carried: InstallingState,
+        leaves: RecordLeaves,
+        record: Sequence[Array],
+        index: Index,
+        in_flight: list[Array] | None,
+    ) -> tuple[list[Array], _Installed, list[Array] | None]:
         """Wait for the host's update of a layer; return the shards of its parameters."""
         layer = _layer(index)
         new, token = self.host.receive(leaves.trained, layer, carried.token)
@@ -114,7 +119,7 @@ class InstalledParams:
                 value = jnp.where(self.ready, value, spec.read(carried.params[i], layer))
             params.append(jax.lax.with_sharding_constraint(value, spec.sharding))
         frozen = self.plan.take_params(self._stacks(), leaves.frozen, record, layer)
-        return params + frozen, _Installed(params, token)
+        return params + frozen, _Installed(params, token), in_flight
 
     def stores_beside(self, stack: StackPlan) -> bool:
         """Return False: the program stores nothing over the host link."""
@@ -181,10 +186,16 @@ class _UpdatingInTick(UpdatingParams):
         return stack.reading
 
     def take(
-        self, carried: UpdatingState, leaves: RecordLeaves, record: Sequence[Array], index: Index
-    ) -> tuple[list[Array], Any]:
+        self,
+        carried: UpdatingState,
+        leaves: RecordLeaves,
+        record: Sequence[Array],
+        index: Index,
+        in_flight: list[Array] | None,
+    ) -> tuple[list[Array], Any, list[Array] | None]:
         """Update a layer; return the shards of its parameters."""
-        return super().take(carried, leaves, record or self.fetch(carried, leaves, index), index)
+        record = record or self.fetch(carried, leaves, index)
+        return super().take(carried, leaves, record, index, in_flight)
 
 
 class HostUpdateInForward(UpdateInForward):

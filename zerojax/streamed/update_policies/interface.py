@@ -124,8 +124,13 @@ class ParamSource(Protocol[Carried]):
         ...
 
     def take(
-        self, carried: Carried, leaves: RecordLeaves, record: Sequence[Array], index: Index
-    ) -> tuple[list[Array], Any]:
+        self,
+        carried: Carried,
+        leaves: RecordLeaves,
+        record: Sequence[Array],
+        index: Index,
+        in_flight: list[Array] | None,
+    ) -> tuple[list[Array], Any, list[Array] | None]:
         """Return the shards of a record's parameters, and what `put` writes once they are used.
 
         Args:
@@ -133,6 +138,8 @@ class ParamSource(Protocol[Carried]):
           leaves: the leaves of the record.
           record: the arrays that `fetch` returned; empty if nothing was fetched.
           index: index of the record.
+          in_flight: a record that is fetched from the stacks that `put` writes, or None. It is the
+            third result, which may depend on the update.
         """
         ...
 
@@ -238,10 +245,16 @@ class StoredParams:
         return self.plan.read_params(self.stacks(carried), self.plan.away(leaves.all), index)
 
     def take(
-        self, carried: Any, leaves: RecordLeaves, record: Sequence[Array], index: Index
-    ) -> tuple[list[Array], None]:
+        self,
+        carried: Any,
+        leaves: RecordLeaves,
+        record: Sequence[Array],
+        index: Index,
+        in_flight: list[Array] | None,
+    ) -> tuple[list[Array], None, list[Array] | None]:
         """Return the shards of a record's parameters."""
-        return self.plan.take_params(self.stacks(carried), leaves.all, record, index), None
+        shards = self.plan.take_params(self.stacks(carried), leaves.all, record, index)
+        return shards, None, in_flight
 
     def stores_beside(self, stack: StackPlan) -> bool:
         """Return False: nothing is stored."""
