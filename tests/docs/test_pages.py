@@ -82,16 +82,13 @@ ROWS = ("When to use it", "What it costs", "What it excludes", "How sure it is")
 REFUSALS = {
     "params off the device": ("stages", "parameters off the device"),
     "gather_ahead=True": ("stages", "`gather_ahead`"),
-    "in_forward' is not supported with params='nvme'": ("nvme", '`update="in_forward"`'),
     "delayed_update=True is not supported with params='nvme'": ("nvme", "`delayed_update`"),
-    "in_forward' is not supported with grads='nvme'": ("nvme", '`update="in_forward"`'),
     "delayed_update=True is not supported with grads='nvme'": ("nvme", "`delayed_update`"),
-    "in_forward' is not supported with opt_state='nvme'": ("nvme", '`update="in_forward"`'),
     "opt_state_device_fraction=0.5": ("offload", "`opt_state_device_fraction` excludes"),
     "delayed_update=True needs": ("offload", '`update="in_backward"` excludes'),
     "clip_norm=1.0": ("offload", "`clip_norm`"),
     "precision='fp16'": ("precision", 'fp16 excludes `update="in_backward"`'),
-    "in_forward' is not supported with update_on": ("offload", '`update="in_forward"` excludes'),
+    "in_forward' is not supported with update_on": ("offload", '`update="in_forward"` on the host'),
     "activations='nvme'": ("activations", '`activations="nvme"` excludes `delayed_update`'),
 }
 
