@@ -101,7 +101,7 @@ def assert_equal_training(case: dict[str, Any], data: list[Any], **kwargs: Any) 
     return actual
 
 
-@pytest.mark.by_default("bf16", "params_on_device")
+@pytest.mark.by_default("params_on_device")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_a_host_update_after_backward(case):
     rows = assert_equal_training(case, toys.batches(STEPS))
@@ -109,7 +109,7 @@ def test_equals_a_host_update_after_backward(case):
         assert {bool(row["grad_norm"] > case["clip_norm"]) for row in rows} == {True, False}
 
 
-@pytest.mark.by_default("nan", "fp16_on_device")
+@pytest.mark.by_default("nan")
 @pytest.mark.parametrize("case", SKIPS.values(), ids=SKIPS)
 def test_skipped_steps_leave_everything_as_it_was(case):
     data = toys.batches(STEPS)
@@ -128,7 +128,7 @@ def test_skipped_steps_leave_everything_as_it_was(case):
     assert not bool(state.pending.ready)
 
 
-@pytest.mark.by_default("all_on_host")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [ALL_ON_HOST, MIXED], ids=["all_on_host", "params_on_device"])
 def test_averages_of_the_weights(case):
     tx = optax.chain(optax.adamw(1e-2), zj.Ema(0.9))
@@ -152,7 +152,7 @@ def test_several_stacks(case):
     assert_equal_training(case, data, model=model, tx=optax.adamw(1e-2))
 
 
-@pytest.mark.by_default("params_on_device")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case", [{**ALL_ON_HOST, "gather_ahead": True}, MIXED], ids=["ahead", "params_on_device"]
 )
@@ -237,7 +237,7 @@ def test_checkpoints_hold_the_pending_update(saved, restored, tmp_path):
         checkpointer.restore(build("after_backward", toys.small(), **case))
 
 
-@pytest.mark.by_default("microbatches")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changed",
     [{"clip_norm": None}, {"num_microbatches": 4}, {"precision": "bf16"}],
@@ -421,6 +421,7 @@ def test_backward_reads_what_forward_passed_on_when_compiled_for_a_gpu(gather_ah
     assert len(sources) > 2
 
 
+@pytest.mark.exhaustive
 def test_activations_on_a_disk(tmp_path):
     case = {**ALL_ON_HOST, "clip_norm": 1.2, "activations": "nvme"}
     data = toys.batches(3)

@@ -31,7 +31,7 @@ FRACTIONS = {
 }
 
 
-@pytest.mark.by_default("all_on_host", "opt_state_alone")
+@pytest.mark.by_default("opt_state_alone")
 @pytest.mark.parametrize("case", FRACTIONS.values(), ids=FRACTIONS)
 def test_layers_with_state_on_the_device_equal_an_update_after_backward(case):
     rows = assert_same({**case, "clip_norm": 1.2}, toys.batches(6))
