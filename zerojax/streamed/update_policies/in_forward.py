@@ -282,7 +282,7 @@ class UpdatingParams:
         late_tick = _LinkTick(now.fetch, None if has_master else now.fetch, now.consume)
         transfer = DuplexTransfer(
             LateRecord(self.records, leaf_ids),
-            self.plan.forward_groups(leaf_ids),
+            self.plan.forward_groups(),
             late_tick,
             [record],
             states,
