@@ -256,6 +256,8 @@ def test_a_program_refuses_an_unsettled_state_of_another_program():
     with pytest.raises(ValueError, match="of another program"):
         other.params(state)
     with pytest.raises(ValueError, match="of another program"):
+        other.settle(state)
+    with pytest.raises(ValueError, match="of another program"):
         next(other.iter_params(state))
 
 

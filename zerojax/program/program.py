@@ -551,11 +551,13 @@ class Program:
           state: state from `init` or the previous step. It is donated.
 
         Raises:
-          ValueError: the state was already donated.
+          ValueError: the state was already donated, or another program left an update in it.
           RuntimeError: an update on the host failed.
+          SwapError: a record on disk could not be moved; the state is lost.
         """
         check_is_there(state)
         if self.config.update != "in_forward":
+            self._is_unsettled(state)  # raises for a state of another program
             return state
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state, self._state_numbers)
