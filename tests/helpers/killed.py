@@ -36,13 +36,14 @@ DATA = toys.batches(7, size=8)
 
 
 def build(swap: pathlib.Path, tier: str) -> zj.Program:
-    """Return a program in a tier, or in host memory with update="in_forward"."""
+    """Return a program in a tier, or with update="in_forward" in host memory or on a disk."""
     fields: dict[str, Any] = {"params": tier, "opt_state": tier}
-    if tier == "nvme":
-        fields["swap_dir"] = str(swap)
-    if tier == "in_forward":
-        fields = dict.fromkeys(("params", "grads", "opt_state"), "pinned_host")
+    if tier.startswith("in_forward"):
+        state_tier = "nvme" if tier.endswith("nvme") else "pinned_host"
+        fields = dict.fromkeys(("params", "grads", "opt_state"), state_tier)
         fields |= {"update": "in_forward", "clip_norm": 1.0}
+    if tier.endswith("nvme"):
+        fields["swap_dir"] = str(swap)
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     return zj.build_train_step(
         toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh
