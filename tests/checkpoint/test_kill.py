@@ -70,7 +70,7 @@ def logged(folder: pathlib.Path, name: str) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.by_default("1-nvme", "1-in_forward")
+@pytest.mark.by_default("1-in_forward_nvme")
 @pytest.mark.parametrize("tier", ["device", "nvme", "in_forward", "in_forward_nvme"])
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):

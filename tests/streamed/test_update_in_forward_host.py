@@ -140,7 +140,7 @@ def test_averages_of_the_weights(case):
     assert_same(program.ema_params(program.settle(state)), after.ema_params(last))
 
 
-@pytest.mark.by_default("params_on_device")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [{**ALL_ON_HOST, "precision": "bf16"}, {**ALL_ON_HOST, "gather_ahead": True}, MIXED],

@@ -52,6 +52,7 @@ def test_every_share_on_the_device_equals_an_update_after_backward(
     assert_same({**case, "clip_norm": 1.2}, toys.batches(3))
 
 
+@pytest.mark.exhaustive
 def test_a_state_in_part_on_the_device_is_read_and_restored(tmp_path):
     # A step makes the parameters from masters, and fetches nothing for a layer with masters on the
     # device: an evaluation reads parameters that the schedule does not list.
