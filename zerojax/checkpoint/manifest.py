@@ -339,7 +339,8 @@ class SavedState:
         if scalars.size > 3 and np.any(self.values.get("pending.ready", False)):
             raise CheckpointError(
                 f"the checkpoint {self.folder} was saved with update='in_forward' before its last "
-                "update was applied: restore it, and save the result of program.settle(state)"
+                "update was applied: restore it, and save the result of program.settle(state) in "
+                "another directory"
             )
 
     @property

@@ -350,7 +350,7 @@ def _may_be_left(name: str, saved: SavedState) -> bool:
             raise CheckpointError(
                 f"the checkpoint {saved.folder} holds a pending update: restore it with the "
                 "setting that it was saved with, delayed_update=True or update='in_forward', or "
-                "save the result of program.settle(state)"
+                "save the result of program.settle(state) in another directory"
             )
         return True
     return name.startswith("loss_scale.") or name == ROUNDING_STEP
