@@ -10,15 +10,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+import test_update_in_forward
 import toys
+from test_update_in_forward import ALL_ON_HOST, HOST, train
 
 import zerojax as zj
 from host_offload.host_update import delayed
 from zerojax import aot
 
-HOST = "pinned_host"
 STEPS = 6
-ALL_ON_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST}
 MIXED = {"opt_state": HOST, "precision": "bf16"}  # parameters and masters in different places
 CASES = {
     "all_on_host": {**ALL_ON_HOST, "clip_norm": 1.2},
@@ -48,19 +48,7 @@ SKIPS = {
 def build(
     update: str, model: Any = None, tx: Any = None, update_on: str = "host", **fields: Any
 ) -> zj.Program:
-    config = zj.ZeroConfig(**{"stage": 3, "update": update, "update_on": update_on, **fields})
-    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
-
-
-def train(program: zj.Program, data: list[Any], state: Any = None) -> tuple[list[dict], Any]:
-    """Return the metrics of each step, and the last state."""
-    state = program.init(jax.random.key(0)) if state is None else state
-    rows = []
-    for batch in data:
-        state, metrics = jax.block_until_ready(program.step(state, batch))
-        rows.append({name: np.asarray(value) for name, value in metrics.items()})
-    return rows, state
+    return test_update_in_forward.build(update, model, tx, update_on=update_on, **fields)
 
 
 def arrays(state: Any) -> Any:

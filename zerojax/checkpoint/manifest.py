@@ -329,7 +329,7 @@ class SavedState:
             raise _refused(path, error) from error
 
     def check_settled(self) -> None:
-        """Check that the weights are those that the last step made.
+        """Check that no update of the weights is pending.
 
         Raises:
           CheckpointError: the next step's forward would update the weights first.

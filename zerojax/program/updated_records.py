@@ -55,7 +55,7 @@ class RecordSettler:
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether the records are exactly those that the next step would make.
+        """Whether the records equal the next step's, bit for bit.
 
         A whole-leaf optimizer has sums and products, which XLA may compute in another order in
         another program. An update on the host has kernels of its own.
