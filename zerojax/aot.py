@@ -258,6 +258,8 @@ def gpu_mesh(
     data: int = 1,
     fsdp: int = -1,
     tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
 ) -> Mesh:
     """Return a mesh of `hosts` x `gpus_per_host` GPUs that need not be present.
 
@@ -268,10 +270,14 @@ def gpu_mesh(
       data: size of the axis `data`, as in `zerojax.make_mesh`.
       fsdp: size of the axis `fsdp`; -1 takes the remaining devices.
       tensor: size of the axis `tensor`.
+      context: size of the axis `context`.
+      expert: size of the axis `expert`.
 
     Raises:
       ValueError: the chip is unknown, or the sizes do not fit the devices.
       RuntimeError: the CUDA plugin is missing, or JAX looked for a driver.
     """
     devices = gpu_devices(chip, hosts, gpus_per_host)
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+    return make_mesh(
+        data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, devices=devices
+    )

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.grads import unreduced_grads
-from zerojax.sharding import BATCH_AXES
 
+BATCH_AXES = ("data", "fsdp")
 BATCH = PartitionSpec(BATCH_AXES)
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax.sharding.partition import leaf_spec, param_specs
-from zerojax.sharding.specs import parse_axes, without_axis
+from zerojax.sharding.specs import parse_axes, without_axes
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_leaf_spec_is_always_valid(shape, base, first_dim):
     assert len(axes) == len(set(axes))
     for n, entry in zip(shape, spec.sharded, strict=True):
         assert n % math.prod(mesh.shape[a] for a in parse_axes(entry)) == 0
-    assert without_axis(spec.sharded, "fsdp") == spec.base == base
+    assert without_axes(spec.sharded, "fsdp") == spec.base == base
     assert ("fsdp" in axes) == (spec.replicated is None)
     assert all("fsdp" not in parse_axes(entry) for entry in spec.sharded[:first_dim])
     jax.sharding.NamedSharding(mesh, P(*spec.sharded)).shard_shape(tuple(shape))

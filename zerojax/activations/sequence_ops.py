@@ -21,7 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.sharding import TENSOR, Spec, without_axis
+from zerojax.sharding import TENSOR, Spec, without_axes
 
 Array = jax.Array
 GATHER = "zerojax_gather_sequence"
@@ -40,7 +40,7 @@ def gather_sequence(x: Array, spec: Spec, mesh: Mesh, copies: bool = False) -> A
         entries of an array. Cotangents that a loop sums are then summed on each device and reduced
         after the loop, instead of in each iteration.
     """
-    gathered = without_axis(spec, TENSOR)
+    gathered = without_axes(spec, TENSOR)
 
     def forward(x: Array) -> Array:
         y = constrain(constrain(x, spec, mesh), gathered, mesh)
@@ -67,7 +67,7 @@ def scatter_sequence(y: Array, spec: Spec, mesh: Mesh, copies: int | None = None
       mesh: the device mesh.
       copies: dim, of size t, that holds the partial sums as entries; None if y is a single value.
     """
-    gathered = without_axis(spec, TENSOR)
+    gathered = without_axes(spec, TENSOR)
 
     def total(y: Array) -> Array:
         if copies is None:

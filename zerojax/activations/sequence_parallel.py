@@ -53,14 +53,14 @@ from zerojax.activations.sequence_walk import (
 from zerojax.jaxprs import trace
 from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.sharding import (
-    BATCH_AXES,
-    FSDP,
     TENSOR,
     Spec,
+    batch_axes,
     num_batch_shards,
     param_specs,
     parse_axes,
-    without_axis,
+    without_axes,
+    zero_axes,
 )
 from zerojax.tiling import parse
 from zerojax.trees import Params
@@ -182,7 +182,7 @@ def _leaving(
         for n, spec in _stream_specs(select_stream(out), mesh).items():
             # Without the constraint, the partitioner splits tokens by the sequence too, and may
             # gather the table for them.
-            gathered = constrain(leaves[n], without_axis(spec, TENSOR), mesh)
+            gathered = constrain(leaves[n], without_axes(spec, TENSOR), mesh)
             leaves[n] = scatter_sequence(gathered, spec, mesh)
         return jax.tree.unflatten(tree, leaves)
 
@@ -256,7 +256,7 @@ def _param_splits(
     """Return the path and the split of each leaf of some trees of parameters, in order."""
     splits = list[tuple[str, Split]]()
     for tree, tree_specs in zip(params, specs, strict=True):
-        for path, spec in param_specs(tree, tree_specs, mesh, FSDP).items():
+        for path, spec in param_specs(tree, tree_specs, mesh, zero_axes(mesh)).items():
             splits.append((path, tuple(map(parse_axes, spec.base))))
     return splits
 
@@ -319,5 +319,5 @@ def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
             f"tensor={t}, and {shape[1]} does not divide by {t}: pad the sequences to "
             f"{-(-shape[1] // t) * t}, or leave sequence_parallel=False"
         )
-    rows = BATCH_AXES if shape[0] % num_batch_shards(mesh) == 0 else None
+    rows = batch_axes(mesh) if shape[0] % num_batch_shards(mesh) == 0 else None
     return (rows, TENSOR, *(None,) * (len(shape) - 2))

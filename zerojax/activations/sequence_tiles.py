@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from zerojax.activations.flow import Split, as_spec, tensor_dims
 from zerojax.activations.sequence_ops import constrain
 from zerojax.jaxprs import FlatJaxpr, Instruction, bind, find_product, read
-from zerojax.sharding import TENSOR, without_axis
+from zerojax.sharding import TENSOR, without_axes
 from zerojax.tiling import TileLoop, is_wide_product, loop_over, wide_product
 
 Array = jax.Array
@@ -158,7 +158,7 @@ class Entries:
             y = jax.vmap(wide_product)(*operands)
         else:
             y = self._dot(i.eqn, operands)
-        spec = without_axis(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
+        spec = without_axes(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
         return constrain(y, (TENSOR, *spec), self.mesh)
 
     def _split_dim(self, i: Instruction, w: int) -> int:

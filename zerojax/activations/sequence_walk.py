@@ -30,7 +30,14 @@ from zerojax.jaxprs import (
     list_regions,
     read,
 )
-from zerojax.sharding import BATCH_AXES, TENSOR, Spec, num_batch_shards, parse_axes, without_axis
+from zerojax.sharding import (
+    TENSOR,
+    Spec,
+    batch_axes,
+    num_batch_shards,
+    parse_axes,
+    without_axes,
+)
 from zerojax.tiling import TileLoop, parse
 
 Array = jax.Array
@@ -212,7 +219,7 @@ class SequenceInterpreter:
         spec = as_spec(split)
         if any(d >= len(split) - len(i.eqn.params["fft_lengths"]) for d in tensor_dims(split)):
             values = [self.gather(i.ins[0], values[0], spec)]
-            spec = without_axis(spec, TENSOR)
+            spec = without_axes(spec, TENSOR)
         # Constrain both ends, which also constrains the transform of the cotangent.
         operand = constrain(values[0], spec, self.mesh)
         outs, out_splits = self.plain(i, [operand], [_as_split(spec)])
@@ -268,7 +275,7 @@ class SequenceInterpreter:
             values = list(values)
             values[d] = self.gather(i.ins[d], values[d], spec)
             splits = list(splits)
-            splits[d] = _as_split(without_axis(spec, TENSOR))
+            splits[d] = _as_split(without_axes(spec, TENSOR))
         outs, out_splits = self.plain(i, values, splits)
         if kind == "column":
             self.note(i, paths, kind, why if is_gathered else "its operand is whole")
@@ -452,7 +459,7 @@ class SequenceInterpreter:
                 hoisted[n] = as_spec(split)
         splits = list(splits)
         for n, spec in hoisted.items():
-            splits[n] = _as_split(without_axis(spec, TENSOR))
+            splits[n] = _as_split(without_axes(spec, TENSOR))
         walk = self._walk_unit(loop, unit, params, splits)
 
         walked = Walked(walk.kinds, walk.scattered, walk.splits)
@@ -568,7 +575,7 @@ def split_as_batch(a: Any, mesh: Mesh) -> Split:
     if not shape:
         return ()
     is_batch = shape[0] % num_batch_shards(mesh) == 0
-    return (BATCH_AXES if is_batch else (), *((),) * (len(shape) - 1))
+    return (batch_axes(mesh) if is_batch else (), *((),) * (len(shape) - 1))
 
 
 def _kind(

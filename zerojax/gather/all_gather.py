@@ -24,7 +24,7 @@ def gather(x: jax.Array, stored: Spec, unsharded: Spec, cotangent: Spec, mesh: M
     Args:
       x: the parameter as stored, of any shape.
       stored: spec of `x` before the gather.
-      unsharded: spec of the result: `stored` without the `fsdp` axis.
+      unsharded: spec of the result: `stored` without the ZeRO axes.
       cotangent: spec to which the gradient of `x` is reduced.
       mesh: the device mesh.
 

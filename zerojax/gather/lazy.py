@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from pallas_kernels.linear_cross_entropy.vjp import LSE
 from zerojax.gather.all_gather import gather
 from zerojax.jaxprs import ELEMENTWISE, bind
-from zerojax.sharding import Spec, without_axis
+from zerojax.sharding import Spec, without_axes
 
 Array = jax.Array
 UNIT_POLICY = jax.checkpoint_policies.save_only_these_names(LSE)
@@ -69,6 +69,7 @@ class Shard:
       value: the shard, in the compute dtype; the only array that is kept for backward.
       root_stored: spec of the shard.
       root_cotangent: spec of the shard's gradient.
+      axes: the ZeRO axes that split the shard or its gradient, which a gather removes.
       moves: equations between the shard and the value.
     """
 
@@ -76,6 +77,7 @@ class Shard:
     value: Array
     root_stored: Spec
     root_cotangent: Spec
+    axes: tuple[str, ...]
     moves: tuple[Move, ...] = ()
 
     @property
@@ -114,11 +116,11 @@ class Shard:
             value = move(value)
         return value
 
-    def gathered(self, mesh: Mesh, axis: str) -> Array:
+    def gathered(self, mesh: Mesh) -> Array:
         """Return the unsharded value, gathered at the move where the dtype is narrowest."""
         num_early_moves = self._num_early_moves
         shard = dataclasses.replace(self, moves=self.moves[:num_early_moves])
-        unsharded = without_axis(shard.stored, axis)
+        unsharded = without_axes(shard.stored, *self.axes)
         value = gather(shard.moved(), shard.stored, unsharded, shard.cotangent, mesh)
         for move in self.moves[num_early_moves:]:
             value = move(value)
@@ -186,7 +188,6 @@ class Rule:
 
     Attributes:
       mesh: the device mesh.
-      axis: the mesh axis that is gathered.
       remat: whether gathered values must not live from forward to backward (stage 3).
       budget_bytes: gathered bytes that neighbouring uses may share in one unit.
       region_bytes: largest size of a rematerialised region that is gathered at its top, in gathered
@@ -195,7 +196,6 @@ class Rule:
     """
 
     mesh: Mesh
-    axis: str
     remat: bool
     budget_bytes: int
     region_bytes: int
@@ -203,7 +203,7 @@ class Rule:
 
     def gather(self, source: Shard) -> Array:
         """Return the gathered value of `source`."""
-        return source.gathered(self.mesh, self.axis)
+        return source.gathered(self.mesh)
 
 
 def union(lazies: Sequence[Lazy]) -> tuple[Shard, ...]:

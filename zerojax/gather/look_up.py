@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.gather.all_gather import gather
 from zerojax.jaxprs import bind
-from zerojax.sharding import BATCH_AXES, DATA, Spec, num_batch_shards, without_axis
+from zerojax.sharding import DATA, Spec, batch_axes, num_batch_shards, without_axes
 
 Array = jax.Array
 
@@ -60,7 +60,7 @@ def sends_rows(
     ids_shape: tuple[int, ...],
     cotangent: Spec,
     mesh: Mesh,
-    axis: str,
+    axes: tuple[str, ...],
 ) -> bool:
     """Return whether sending rows is possible and takes fewer elements than reducing the table.
 
@@ -73,12 +73,15 @@ def sends_rows(
         index.
       cotangent: spec of the table's gradient.
       mesh: the device mesh.
-      axis: the ZeRO axis.
+      axes: the ZeRO axes of the table.
     """
-    num_shards = mesh.shape[axis]
+    # XLA would gather the rows to send them over several axes at once.
+    if len(axes) != 1:
+        return False
+    num_shards = mesh.shape[axes[0]]
     vocab_size, width = table_shape
     # A table that the user already shards (tensor parallelism) is left to the partitioner.
-    if any(without_axis(cotangent, axis)):
+    if any(without_axes(cotangent, *axes)):
         return False
     if width % num_shards or ids_shape[0] % num_batch_shards(mesh):
         return False
@@ -89,7 +92,12 @@ def sends_rows(
 
 
 def look_up(
-    eqn: jex.JaxprEqn, table: Array, ids: Array, cotangent: Spec, mesh: Mesh, axis: str
+    eqn: jex.JaxprEqn,
+    table: Array,
+    ids: Array,
+    cotangent: Spec,
+    mesh: Mesh,
+    axes: tuple[str, ...],
 ) -> Array:
     """Apply a look-up to a gathered table.
 
@@ -102,14 +110,14 @@ def look_up(
       ids: i32[B, ..., 1], indices of the rows.
       cotangent: spec of the table's gradient.
       mesh: the device mesh.
-      axis: the ZeRO axis.
+      axes: the ZeRO axes of the table.
 
     Returns:
       The rows, [B, ..., H].
     """
-    if not sends_rows(table.shape, ids.shape, cotangent, mesh, axis):
+    if not sends_rows(table.shape, ids.shape, cotangent, mesh, axes):
         # Unsharded here, and cut into shards where the table was gathered.
-        unsharded = without_axis(cotangent, axis)
+        unsharded = without_axes(cotangent, *axes)
         return bind(eqn, [gather(table, unsharded, unsharded, unsharded, mesh), ids])[0]
     abstract_table = jax.ShapeDtypeStruct(table.shape, table.dtype)
 
@@ -121,7 +129,7 @@ def look_up(
         return op(table, ids), ids
 
     def backward(ids: Array, g: Array) -> tuple[Array, None]:
-        return _sum_rows(eqn, abstract_table, ids, g, cotangent, mesh, axis), None
+        return _sum_rows(eqn, abstract_table, ids, g, cotangent, mesh, axes[0]), None
 
     op.defvjp(forward, backward)
     return op(table, ids)
@@ -145,7 +153,7 @@ def _sum_rows(
     def by_replica(value: Array) -> Array:
         # A dim for `data` makes the sums of different replicas different elements, so they are
         # added where this code says.
-        return constrain(value.reshape(mesh.shape[DATA], -1, *value.shape[1:]), *BATCH_AXES)
+        return constrain(value.reshape(mesh.shape[DATA], -1, *value.shape[1:]), *batch_axes(mesh))
 
     def scatter(ids: Array, g: Array) -> Array:
         # The look-up's own transpose, which treats ids out of range as the look-up does.

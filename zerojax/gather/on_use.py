@@ -35,7 +35,7 @@ How the interpreter treats each kind of equation:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,7 +81,7 @@ from zerojax.jaxprs import (
     rebind_scan,
     trace,
 )
-from zerojax.sharding import Spec, without_axis
+from zerojax.sharding import Spec, without_axes
 from zerojax.trees import Params
 
 Array = jax.Array
@@ -93,6 +93,7 @@ def gather_on_use(
     *args: Any,
     stored: dict[str, Spec],
     cotangents: dict[str, Spec],
+    axes: Mapping[str, tuple[str, ...]],
     rule: Rule,
 ) -> Any:
     """Evaluate `loss(params, *args)`, gathering each parameter where it is used.
@@ -103,6 +104,7 @@ def gather_on_use(
       *args: further arguments of `loss`, treated as data.
       stored: spec of each leaf, by `jax.tree_util.keystr`.
       cotangents: spec of each leaf's gradient, by `jax.tree_util.keystr`.
+      axes: the ZeRO axes in each leaf's specs, by `jax.tree_util.keystr`; a gather removes them.
       rule: how to gather.
 
     Returns:
@@ -113,7 +115,7 @@ def gather_on_use(
     inputs: list[Any] = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         path = jax.tree_util.keystr(key_path)
-        shard = Shard(path, leaf, stored[path], cotangents[path])
+        shard = Shard(path, leaf, stored[path], cotangents[path], axes[path])
         inputs.append(Lazy((shard,)))
     outs = GatherInterpreter(rule, program, inputs + jax.tree.leaves(args)).run()
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
@@ -361,7 +363,7 @@ class GatherInterpreter:
             return None
         source = lazy.sources[0]
         # A replicated table's gradient is reduced unsharded, so no rows are sent.
-        if without_axis(source.cotangent, self.rule.axis) != source.cotangent:
+        if without_axes(source.cotangent, *source.axes) != source.cotangent:
             return source
         return None
 
@@ -417,7 +419,7 @@ class GatherInterpreter:
             ids,
             table_source.cotangent,
             self.rule.mesh,
-            self.rule.axis,
+            table_source.axes,
         )
         env[instruction.outs[0]] = rows
 

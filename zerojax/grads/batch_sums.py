@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.jaxprs import LINEAR, Instruction, Ref, bind, list_regions, read
-from zerojax.sharding import BATCH_AXES, parse_axes
+from zerojax.sharding import batch_axes, parse_axes
 
 _REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 _MOVED = frozenset({"transpose", "convert_element_type", "copy", "name", "pvary"})
@@ -145,8 +145,8 @@ def is_initial_value(i: Instruction, position: int) -> bool:
 
 def find_reductions(eqn: jex.JaxprEqn, mesh: Mesh) -> list[Sequence[Step] | None]:
     """Return for each result of a shard_map the steps from a batch sum to the result, or None."""
-    batch_axes = {axis for axis in BATCH_AXES if mesh.shape[axis] > 1}
-    if not batch_axes:  # one batch shard: nothing to leave out
+    needed_axes = {axis for axis in batch_axes(mesh) if mesh.shape[axis] > 1}
+    if not needed_axes:  # one batch shard: nothing to leave out
         return [None] * len(eqn.outvars)
     (region,) = list_regions(eqn)
     program = region.flatten()
@@ -154,7 +154,7 @@ def find_reductions(eqn: jex.JaxprEqn, mesh: Mesh) -> list[Sequence[Step] | None
     reductions: list[Sequence[Step] | None] = []
     for ref in program.outputs:
         steps, summed_axes = _follow_reductions(ref, makers)
-        reductions.append(steps if batch_axes <= summed_axes else None)
+        reductions.append(steps if needed_axes <= summed_axes else None)
     return reductions
 
 
@@ -180,19 +180,22 @@ def _follow_reductions(
     return steps[::-1], summed_axes
 
 
-def apply_without_batch_sums(steps: Sequence[Step], slots: Mapping[int, Any]) -> jax.Array:
+def apply_without_batch_sums(
+    steps: Sequence[Step], slots: Mapping[int, Any], mesh: Mesh
+) -> jax.Array:
     """Return a result of a shard_map as a row of this device, not summed over the batch's axes.
 
     Args:
       steps: the steps from the sum to the result.
       slots: values of the body's slots.
+      mesh: the device mesh.
     """
     value = read(steps[0].operand, slots)
     for step in steps:
         if step.eqn.primitive.name not in _REDUCTIONS:
             (value,) = bind(step.eqn, [value])
             continue
-        other_axes = tuple(sorted(_list_summed_axes(step.eqn) - set(BATCH_AXES)))
+        other_axes = tuple(sorted(_list_summed_axes(step.eqn) - set(batch_axes(mesh))))
         if other_axes:
             value = jax.lax.psum(value, other_axes)
     return jnp.asarray(value)[None]

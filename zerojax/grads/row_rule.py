@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split
-from zerojax.sharding import BATCH_AXES, num_batch_shards
+from zerojax.sharding import batch_axes, num_batch_shards
 
 Array = jax.Array
 
@@ -27,7 +27,7 @@ def unreduced_sharding(mesh: Mesh, unsharded: Sequence[Any]) -> NamedSharding:
       mesh: the device mesh.
       unsharded: partition spec of the unsharded leaf, which can only use the axis `tensor`.
     """
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, *unsharded))
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh), *unsharded))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class RowRule:
             and shape[:1] == (self.batch_size,)
             and self.batch_size % self.num_rows == 0
         )
-        first_dim = (BATCH_AXES,) if is_batch else ()
+        first_dim = (batch_axes(self.mesh),) if is_batch else ()
         return first_dim + ((),) * (len(shape) - len(first_dim))
 
     def batch_dim(self, split: Split) -> int:
         """Return the dim that is split like the batch, or -1."""
         for dim, axes in enumerate(split):
-            if axes is not ANY and not set(BATCH_AXES).isdisjoint(axes):
+            if axes is not ANY and not set(batch_axes(self.mesh)).isdisjoint(axes):
                 return dim
         return -1
 

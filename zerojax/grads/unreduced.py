@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.grads.rewriter import Derivative, IsOpaque, TracedDerivative
 from zerojax.grads.row_rule import RowRule
 from zerojax.grads.unreduced_rewriter import UnreducedGradRewriter
-from zerojax.sharding import DATA, FSDP, pad_spec, without_axis
+from zerojax.sharding import DATA, batch_axes, pad_spec, without_axes
 from zerojax.trees import Params
 
 Array = jax.Array
@@ -121,12 +121,11 @@ def reduced(value: Array, sharding: NamedSharding) -> Array:
     """
     mesh = sharding.mesh
     spec = pad_spec(sharding.spec, value.ndim - 1)
-    if mesh.shape[DATA] > 1 and without_axis(spec, FSDP) != spec:
+    shards = tuple(axis for axis in batch_axes(mesh) if axis != DATA)
+    if mesh.shape[DATA] > 1 and without_axes(spec, *shards) != spec:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
-        value = jnp.sum(
-            jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(DATA, FSDP))),
-            1,
-        )
+        rows = NamedSharding(mesh, PartitionSpec(DATA, shards))
+        value = jnp.sum(jax.lax.with_sharding_constraint(value, rows), 1)
         value = jax.lax.with_sharding_constraint(
             value, NamedSharding(mesh, PartitionSpec(DATA, *spec))
         )

@@ -43,7 +43,7 @@ from zerojax.jaxprs import (
     rebind_scan,
     rebind_shard_map,
 )
-from zerojax.sharding import BATCH_AXES, TENSOR, pad_spec, parse_axes, without_axis
+from zerojax.sharding import batch_axes, pad_spec, parse_axes, without_axes
 
 Array = jax.Array
 _ENTERED = ENTERED["unreduced_grads"] - INLINED - {"shard_map"}
@@ -352,6 +352,7 @@ class UnreducedGradRewriter(GradRewriter):
         if dims is None:
             return self.by_default(i)
         mesh = self.rule.mesh
+        rows = batch_axes(mesh)
 
         def convolve_part(*operands: Any) -> Array:
             return i.eqn.primitive.bind(*operands, **i.eqn.params)[None]
@@ -359,11 +360,10 @@ class UnreducedGradRewriter(GradRewriter):
         run = jax.shard_map(
             convolve_part,
             mesh=mesh,
-            in_specs=tuple(
-                PartitionSpec(*(None,) * dims[n], BATCH_AXES) for n in range(len(i.ins))
-            ),
-            out_specs=PartitionSpec(BATCH_AXES),
-            axis_names=set(BATCH_AXES if mesh.shape[TENSOR] > 1 else mesh.axis_names),
+            in_specs=tuple(PartitionSpec(*(None,) * dims[n], rows) for n in range(len(i.ins))),
+            out_specs=PartitionSpec(rows),
+            # The partitioner splits the other axes, such as `tensor`.
+            axis_names=set(rows if mesh.size > self.rule.num_rows else mesh.axis_names),
             check_vma=False,
         )
         return [run(*(self.plain(ref) for ref in i.ins))]
@@ -381,7 +381,7 @@ class UnreducedGradRewriter(GradRewriter):
         value = self.rows(i.ins[0])
         if spec is None:
             return [self.rule.constrain(value)]
-        return [self.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
+        return [self.rule.constrain(value, *self._without_batch(pad_spec(spec, value.ndim - 1)))]
 
     def enter(self, i: Instruction) -> list[Any]:
         """Rewrite the regions of an instruction.
@@ -423,7 +423,7 @@ class UnreducedGradRewriter(GradRewriter):
                 reductions[n] = None
             elif reductions[n] is not None:
                 spec = pad_spec(out_specs[n], _ndim(i.eqn.outvars[n]))
-                out_specs[n] = PartitionSpec(BATCH_AXES, *_without_batch(spec))
+                out_specs[n] = PartitionSpec(batch_axes(self.rule.mesh), *self._without_batch(spec))
 
         def run(values: Sequence[Any]) -> list[Any]:
             slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
@@ -431,10 +431,20 @@ class UnreducedGradRewriter(GradRewriter):
             outs = program.results(slots)
             for n, steps in enumerate(reductions):
                 if steps is not None:
-                    outs[n] = apply_without_batch_sums(steps, slots)
+                    outs[n] = apply_without_batch_sums(steps, slots, self.rule.mesh)
             return outs
 
         return rebind_shard_map(i.eqn, run, [self.plain(ref) for ref in i.ins], tuple(out_specs))
+
+    def _without_batch(self, spec: Sequence[Any]) -> tuple[Any, ...]:
+        """Return a spec without the batch's axes; unconstrained dims stay unconstrained."""
+        unconstrained = PartitionSpec.UNCONSTRAINED
+        sharded = tuple(None if entry is unconstrained else entry for entry in spec)
+        sharded = without_axes(sharded, *batch_axes(self.rule.mesh))
+        pairs = zip(spec, sharded, strict=True)
+        return tuple(
+            unconstrained if entry is unconstrained else remaining for entry, remaining in pairs
+        )
 
     rules: ClassVar[Rules] = {
         "optimization_barrier": barrier,
@@ -474,15 +484,3 @@ def _join_result_splits(
             chosen = split
             break
     return ((),) * (ndim - len(chosen)) + chosen
-
-
-def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a spec without the batch's axes; unconstrained dims stay unconstrained."""
-    unconstrained = PartitionSpec.UNCONSTRAINED
-    sharded = tuple(None if entry is unconstrained else entry for entry in spec)
-    for axis in BATCH_AXES:
-        sharded = without_axis(sharded, axis)
-    pairs = zip(spec, sharded, strict=True)
-    return tuple(
-        unconstrained if entry is unconstrained else remaining for entry, remaining in pairs
-    )

@@ -14,9 +14,18 @@ to partition the products of unstacked leaves.
 
 import math
 
+from jax.sharding import Mesh
+
 from zerojax.formulas import collective_elements
 from zerojax.memory.leaves import reduced_itemsize
-from zerojax.sharding import DATA, FSDP, STAGES, local_elements, parse_axes
+from zerojax.sharding import (
+    DATA,
+    STAGES,
+    list_axes,
+    local_elements,
+    parse_axes,
+    zero_axes,
+)
 from zerojax.state import Layout, Leaf, OwnedTransformation
 from zerojax.streamed import StreamedStep
 
@@ -55,8 +64,14 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
 
 
 def _is_split(layout: Layout, leaf: Leaf) -> bool:
-    """Return whether `fsdp` splits a leaf's optimizer state."""
+    """Return whether ZeRO splits a leaf's optimizer state."""
     return STAGES[layout.config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
+
+
+def _num_leaf_shards(leaf: Leaf, mesh: Mesh) -> int:
+    """Return the number of devices over which ZeRO splits, or could split, a leaf."""
+    own_axes = list_axes(leaf.spec.base)
+    return math.prod(mesh.shape[axis] for axis in zero_axes(mesh) if axis not in own_axes)
 
 
 def _num_reductions(layout: Layout) -> int:
@@ -68,7 +83,7 @@ def _elements_sent(layout: Layout, leaf: Leaf, is_streamed: bool) -> dict[str, f
     """Return the elements that each device sends of a leaf, by collective, in closed form."""
     mesh = layout.mesh
     stage = layout.config.stage
-    shards = mesh.shape[FSDP]
+    shards = _num_leaf_shards(leaf, mesh)
     count = layout.config.num_microbatches
     reductions = _num_reductions(layout)
     elements = local_elements(leaf.shape, leaf.spec.base, mesh)
@@ -94,7 +109,7 @@ def _replica_elements(layout: Layout, leaf: Leaf) -> float:
     if replicas == 1 or leaf.frozen or not _is_split(layout, leaf):
         return 0.0
     elements = local_elements(leaf.shape, leaf.spec.base, layout.mesh)
-    shard = elements / layout.mesh.shape[FSDP]
+    shard = elements / _num_leaf_shards(leaf, layout.mesh)
     return 2 * shard * (replicas - 1) / replicas * _num_reductions(layout)
 
 

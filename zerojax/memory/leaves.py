@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.precision import PRECISIONS
-from zerojax.sharding import FSDP, STAGES, local_elements, stored_spec, without_axis
+from zerojax.sharding import STAGES, local_elements, num_zero_shards, stored_spec
 from zerojax.state import Layout, Leaf, RecordSpec, is_away
 from zerojax.trees import Tree
 
@@ -76,7 +76,9 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
     """
     # Otherwise parameters are stored in full on the device: nothing is gathered, but quantized
     # weights are decoded all the same.
-    is_gathered = STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
+    is_gathered = STAGES[layout.config.stage].params and (
+        num_zero_shards(layout.mesh) > 1 or fetched
+    )
     if not is_gathered and not layout.encodings:
         return 0
     num_tiles = {group.name: group.num_tiles for group in layout.groups}
@@ -85,8 +87,8 @@ def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> in
     for leaf in layout.all_leaves:
         size = decoded_bytes(leaf, layout)
         if is_gathered:
-            spec = without_axis(leaf.spec.sharded, FSDP)
-            size += local_elements(leaf.shape, spec, layout.mesh) * leaf.dtype.itemsize
+            elements = local_elements(leaf.shape, leaf.spec.base, layout.mesh)
+            size += elements * leaf.dtype.itemsize
         if leaf.is_stacked:
             # A stacked leaf counts all layers, but only some are gathered at a time: one, or two
             # with gather_ahead.

@@ -9,7 +9,7 @@ in order. The first rule for a name applies whose axes no other dim of the param
 
 Two kinds of names are dropped, and from_flax logs them once:
 
-    `fsdp` and `data`, from a rule or directly    ZeRO chooses the dim that they split
+    `fsdp`, `data`, `context`                     ZeRO chooses the dim that they split
     a name without a rule, if there are rules     the dim stays unsplit, as in Flax; a rule
                                                   ("*", "refuse") refuses all such names instead,
                                                   and (name, "refuse") refuses one of them
@@ -17,7 +17,8 @@ Two kinds of names are dropped, and from_flax logs them once:
 Without rules, a name is a mesh axis, which is checked when the program is built.
 
 Activations: while a module runs, `flax.linen.with_logical_constraint` reads the same rules. A dim
-to which a rule assigns `fsdp` or `data` is left to the partitioner, which splits it like the batch.
+to which a rule assigns an axis of the batch, or `context`, is left to the partitioner, which splits
+it like the batch and its tokens.
 
 A model that constrains activations by axes of its own mesh, such as
 `jax.lax.with_sharding_constraint(x, P("dp", None, "tp"))`, runs under the program's mesh with these
@@ -37,12 +38,14 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from zerojax.sharding import BATCH_AXES, TENSOR
+from zerojax.sharding import AXES, CONTEXT, DATA, FSDP, TENSOR
 
 logger = logging.getLogger("zerojax")
 
 Rules = Sequence[tuple[str, Any]]
 
+_ASSIGNED = (DATA, FSDP, CONTEXT)
+"""Axes that a parameter's spec cannot name."""
 ANY_NAME = "*"
 REFUSE = "refuse"
 ZERO_ASSIGNS = "ZeRO assigns it"
@@ -113,7 +116,7 @@ class AxisNames:
             # Flax.
             if any(name == known for known, _ in rules):
                 return ()
-            if not has_rules or name in (*BATCH_AXES, TENSOR):
+            if not has_rules or name in AXES:
                 return (name,)
             if ANY_NAME in refused:
                 raise ValueError(
@@ -124,9 +127,9 @@ class AxisNames:
             return ()
 
         def keep(axis: str) -> bool:
-            if axis in BATCH_AXES:
+            if axis in _ASSIGNED:
                 self._dropped[axis, ZERO_ASSIGNS] += 1
-            return axis not in BATCH_AXES
+            return axis not in _ASSIGNED
 
         spec = []
         for entry in entries:
@@ -188,8 +191,8 @@ def _activation_entry(axes: Any, mesh_axes: Sequence[str], module_names: Mapping
       module_names: the modules' names of axes of the mesh.
     """
     axes = _names(axes)
-    constrained = [axis for axis in axes if axis in mesh_axes and axis not in BATCH_AXES]
-    if not constrained and not set(axes).isdisjoint(BATCH_AXES):
+    constrained = [axis for axis in axes if axis in mesh_axes and axis == TENSOR]
+    if not constrained and not set(axes).isdisjoint(AXES):
         return PartitionSpec.UNCONSTRAINED
     return _entry([module_names.get(axis, axis) for axis in constrained])
 

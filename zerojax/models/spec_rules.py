@@ -183,6 +183,6 @@ def _check(subject: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int)
         raise ValueError(f"{subject}, which names an axis twice")
     if FSDP in axes:
         raise ValueError(
-            f"{subject}: ZeRO chooses the dim that {FSDP!r} splits, so use only other axes, such "
-            "as 'tensor'"
+            f"{subject}: ZeRO chooses the dim that {FSDP!r} splits, so "
+            "use only other axes, such as 'tensor'"
         )

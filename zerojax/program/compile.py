@@ -27,7 +27,15 @@ from zerojax.models import LayeredModel, Model
 from zerojax.optim import LearningRates, learning_rates
 from zerojax.program.call_order import order_calls
 from zerojax.program.step import Scratch, Step
-from zerojax.sharding import FSDP, STAGES, ActivationSpec, Rows, batch_size, explicit, named
+from zerojax.sharding import (
+    STAGES,
+    ActivationSpec,
+    Rows,
+    batch_size,
+    explicit,
+    named,
+    num_zero_shards,
+)
 from zerojax.state import (
     Layout,
     TrainState,
@@ -431,7 +439,7 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     widening = 2 if layout.reduces_in_float32 else 1  # gradients relative to parameters
     # A Model's layers are unknown, so its collectives are combined up to one leaf.
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
-    shards = layout.mesh.shape[FSDP]
+    shards = num_zero_shards(layout.mesh)
     # XLA compares the all_gather threshold with the full array, and the reduce_scatter threshold
     # with the shard.
     options: dict[str, Any] = {

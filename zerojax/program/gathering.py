@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerojax.gather import Rule, gather_on_use
-from zerojax.sharding import FSDP, STAGES, stored_spec
+from zerojax.sharding import STAGES, stored_spec
 from zerojax.state import Layout, unit_bytes
 from zerojax.trees import Params
 
@@ -68,9 +68,11 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
         for path, spec in layout.specs.items()
     }
 
+    axes = {path: spec.added_axes for path, spec in layout.specs.items()}
+
     def gather(function: Callable[..., Any], params: Params, *args: Any) -> Any:
         return gather_on_use(
-            function, params, *args, stored=stored, cotangents=cotangents, rule=rule
+            function, params, *args, stored=stored, cotangents=cotangents, axes=axes, rule=rule
         )
 
     return gather
@@ -84,7 +86,6 @@ def build_rule(layout: Layout, remat: bool, report: Callable[[str], None]) -> Ru
     leaves, layer = unit_bytes(layout)
     return Rule(
         mesh=layout.mesh,
-        axis=FSDP,
         remat=remat,
         budget_bytes=max(leaves),
         region_bytes=layer,

@@ -1,7 +1,6 @@
 """Which mesh axes split what: mesh, stage table, specs, parameter leaves, batches, activations."""
 
 from zerojax.sharding.activations import ActivationSpec as ActivationSpec
-from zerojax.sharding.activations import batch_axes as batch_axes
 from zerojax.sharding.batches import Rows as Rows
 from zerojax.sharding.batches import abstract_batch as abstract_batch
 from zerojax.sharding.batches import batch_size as batch_size
@@ -9,14 +8,21 @@ from zerojax.sharding.batches import check_batch as check_batch
 from zerojax.sharding.batches import place_any_batch as place_any_batch
 from zerojax.sharding.batches import place_batch as place_batch
 from zerojax.sharding.batches import split_microbatches as split_microbatches
-from zerojax.sharding.mesh import BATCH_AXES as BATCH_AXES
+from zerojax.sharding.mesh import AXES as AXES
+from zerojax.sharding.mesh import CONTEXT as CONTEXT
 from zerojax.sharding.mesh import DATA as DATA
+from zerojax.sharding.mesh import EXPERT as EXPERT
 from zerojax.sharding.mesh import FSDP as FSDP
+from zerojax.sharding.mesh import OPTIONAL_AXES as OPTIONAL_AXES
 from zerojax.sharding.mesh import TENSOR as TENSOR
 from zerojax.sharding.mesh import Axes as Axes
+from zerojax.sharding.mesh import batch_axes as batch_axes
+from zerojax.sharding.mesh import context_size as context_size
 from zerojax.sharding.mesh import make_mesh as make_mesh
 from zerojax.sharding.mesh import num_batch_shards as num_batch_shards
+from zerojax.sharding.mesh import num_zero_shards as num_zero_shards
 from zerojax.sharding.mesh import own_mesh as own_mesh
+from zerojax.sharding.mesh import zero_axes as zero_axes
 from zerojax.sharding.partition import LeafSpec as LeafSpec
 from zerojax.sharding.partition import Replicated as Replicated
 from zerojax.sharding.partition import broadcast_specs as broadcast_specs
@@ -30,9 +36,10 @@ from zerojax.sharding.scope import uncommitted as uncommitted
 from zerojax.sharding.scope import without_mesh as without_mesh
 from zerojax.sharding.specs import Spec as Spec
 from zerojax.sharding.specs import explicit as explicit
+from zerojax.sharding.specs import list_axes as list_axes
 from zerojax.sharding.specs import named as named
 from zerojax.sharding.specs import pad_spec as pad_spec
 from zerojax.sharding.specs import parse_axes as parse_axes
 from zerojax.sharding.specs import place as place
-from zerojax.sharding.specs import without_axis as without_axis
+from zerojax.sharding.specs import without_axes as without_axes
 from zerojax.sharding.stages import STAGES as STAGES

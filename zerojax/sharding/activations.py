@@ -1,12 +1,20 @@
 """How batches, activations and the residuals saved for backward are split over the mesh.
 
-    batch     tokens[B_(data, fsdp), S]
-    inside    x[B_(data, fsdp), S, D]            the partitioner chooses the other dims
-    saved     x[M, B_(data, fsdp), S, D]         M > 1 microbatches add a leading dim
-    stream    x[B_(data, fsdp), S_tensor, D]     between layers, with sequence parallelism
+    batch     tokens[B_(data, fsdp), T]
+    inside    x[B_(data, fsdp), T, D]            the partitioner chooses the other dims
+    saved     x[M, B_(data, fsdp), T, D]         M > 1 microbatches add a leading dim
+    stream    x[B_(data, fsdp), T_tensor, D]     between layers, with sequence parallelism
                                                  (`zerojax.activations`)
 
-One rule covers all of them: dim 0 of a microbatch is split like the batch.
+One rule covers all of them: dim 0 of a microbatch is split like the batch. On a mesh with `expert`
+that axis splits dim 0 too. On a mesh with `context` that axis splits dim 1, the tokens, of all but
+the batch, where it divides:
+
+    inside    x[B_(data, fsdp), T_context, D]
+    stream    x[B_(data, fsdp), T_(context, tensor), D]
+
+A batch arrives with complete sequences, and the program cuts them: each process then loads the same
+rows on any mesh.
 """
 
 import dataclasses
@@ -15,7 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.sharding.mesh import BATCH_AXES, TENSOR, num_batch_shards
+from zerojax.sharding.mesh import CONTEXT, TENSOR, batch_axes, context_size, num_batch_shards
 from zerojax.sharding.specs import Spec, named
 
 
@@ -37,12 +45,19 @@ class ActivationSpec:
 
     def __str__(self) -> str:
         """Return how x is split between layers; the partitioner chooses the dims shown as "..."."""
-        rest = f"T_{TENSOR}, H" if self.is_stream and self.mesh.shape[TENSOR] > 1 else "..."
-        return f"x[B_({', '.join(BATCH_AXES)}), {rest}]"
+        sequence_axes = [CONTEXT] if context_size(self.mesh) > 1 else []
+        if self.is_stream and self.mesh.shape[TENSOR] > 1:
+            sequence_axes.append(TENSOR)
+        rest = "..."
+        if len(sequence_axes) == 1:
+            rest = f"T_{sequence_axes[0]}, H"
+        elif sequence_axes:
+            rest = f"T_({', '.join(sequence_axes)}), H"
+        return f"x[B_({', '.join(batch_axes(self.mesh))}), {rest}]"
 
     def batch(self, ndim: int) -> NamedSharding:
-        """Return a batch leaf's sharding: dim 0 over `data` and `fsdp`; scalars are replicated."""
-        return named(self.mesh, (BATCH_AXES,) if ndim else ())
+        """Return a batch leaf's sharding: dim 0 over the batch's axes; scalars are replicated."""
+        return named(self.mesh, (batch_axes(self.mesh),) if ndim else ())
 
     def constrain(self, x: Any) -> Any:
         """Split dim 0 of one microbatch's activations like the batch.
@@ -105,13 +120,19 @@ class ActivationSpec:
     def _split(self, shape: tuple[int, ...], unsplit: Any) -> tuple[Any, ...]:
         """Return the spec of one microbatch's activation.
 
-        All dims get the entry `unsplit`, except dim 0 (the batch) and a stream's sequence dim.
+        All dims get the entry `unsplit`, except dim 0 (the batch) and dim 1 (the sequence) where
+        `context` divides it, or in a stream `context` and `tensor`.
         """
-        if self.is_stream and len(shape) >= 3 and shape[1] % self.mesh.shape[TENSOR] == 0:
-            return (BATCH_AXES, TENSOR, *(unsplit,) * (len(shape) - 2))
-        return (BATCH_AXES, *(unsplit,) * (len(shape) - 1))
-
-
-def batch_axes(mesh: Any) -> tuple[str, ...]:
-    """Return the axes of a mesh, concrete or abstract, that split dim 0 of a batch."""
-    return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+        context = context_size(self.mesh)
+        sequence_axes: tuple[str, ...] = ()
+        if context > 1 and len(shape) >= 2 and shape[1] % context == 0:
+            sequence_axes = (CONTEXT,)
+        stream_shards = context * self.mesh.shape[TENSOR]
+        if self.is_stream and len(shape) >= 3 and shape[1] % stream_shards == 0:
+            sequence_axes += (TENSOR,)
+        entries = [batch_axes(self.mesh), *(unsplit,) * (len(shape) - 1)]
+        if len(sequence_axes) == 1:
+            entries[1] = sequence_axes[0]
+        elif sequence_axes:
+            entries[1] = sequence_axes
+        return tuple(entries)

@@ -1,4 +1,4 @@
-"""Batches on a mesh: dim 0 is split over `data` and `fsdp`; each process may provide a part.
+"""Batches on a mesh: dim 0 is split over the batch's axes; each process may provide a part.
 
 A batch that does not divide is padded before it is placed on the devices: its last row is repeated.
 The program removes the padding before anything reads the batch. It then computes with exactly the
@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from zerojax.sharding.activations import ActivationSpec
-from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
+from zerojax.sharding.mesh import batch_axes, num_batch_shards
 from zerojax.sharding.scope import is_on_another_mesh
 from zerojax.sharding.specs import named
 from zerojax.trees import Batch
@@ -329,7 +329,7 @@ def check_batch(batch: Batch, mesh: Mesh, num_microbatches: int) -> int:
     size = batch_size(batch)
     shards = num_batch_shards(mesh)
     if size % (shards * num_microbatches):
-        axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
+        axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in batch_axes(mesh))
         least = shards * num_microbatches
         raise ValueError(
             f"a batch of {size} does not divide by {axes} x num_microbatches "

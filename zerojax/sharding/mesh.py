@@ -1,9 +1,21 @@
-"""The device mesh: `data` (replicas), `fsdp` (ZeRO shards) and `tensor` (tensor parallelism).
+"""The device mesh: its axes, and which of them split batches and state.
+
+    data       replicas of the state
+    fsdp       ZeRO shards
+    expert     expert parallelism: each shard holds some of the experts (`zerojax.experts`)
+    context    context parallelism: each shard holds some tokens of a sequence (`zerojax.context`)
+    tensor     tensor parallelism
 
 The axes are in this order. The last one is the innermost, so neighboring devices share a tensor
-group, then a ZeRO group. With devices listed host by host, `fsdp` = GPUs per node and `data` =
-nodes is hybrid sharding (MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209): state is sharded
-inside a node and replicated across nodes, and only gradients cross nodes.
+group, then a context group. A mesh has `expert` and `context` only if they have more than one
+device. With devices listed host by host, `fsdp` = GPUs per node and `data` = nodes is hybrid
+sharding (MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209): state is sharded inside a node
+and replicated across nodes, and only gradients cross nodes.
+
+Two functions say what the axes split, and the rest of the package asks them:
+
+    batch_axes(mesh)   data, fsdp, expert      dim 0 of a batch, and of what depends on it
+    zero_axes(mesh)    fsdp, expert, context   state, except for the axes in a leaf's own spec
 """
 
 import itertools
@@ -23,22 +35,38 @@ Axes = Mapping[str, str | tuple[str, ...]]
 """For each axis of this package, the axis or axes of a user's mesh that it stands for."""
 DATA = "data"
 FSDP = "fsdp"
+EXPERT = "expert"
+CONTEXT = "context"
 TENSOR = "tensor"
-AXES = (DATA, FSDP, TENSOR)
-BATCH_AXES = (DATA, FSDP)
-"""Axes that split dim 0 of a batch."""
+AXES = (DATA, FSDP, EXPERT, CONTEXT, TENSOR)
+"""All axes, the outermost first."""
+OPTIONAL_AXES = (EXPERT, CONTEXT)
+"""Axes that a mesh has only if they have more than one device."""
+_BATCH_AXES = (DATA, FSDP, EXPERT)
+_ZERO_AXES = (FSDP, EXPERT, CONTEXT)
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequence[Any] | None = None
+    data: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    *,
+    context: int = 1,
+    expert: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Arrange devices in a mesh with the axes `data`, `fsdp` and `tensor`.
+    """Arrange devices in a mesh with the axes `data`, `fsdp`, `expert`, `context` and `tensor`.
+
+    The mesh has `expert` and `context` only if they have more than one device.
 
     Args:
       data: number of replicas of the sharded state.
       fsdp: number of ZeRO shards.
-      tensor: number of tensor-parallel shards. At most one of the three may be -1, which stands for
+      tensor: number of tensor-parallel shards. At most one of the axes may be -1, which stands for
         the remaining devices.
+      context: number of shards of each sequence (`zerojax.attention`). They are ZeRO shards too.
+      expert: number of shards of the experts (`zerojax.moe`). For the rest of the state they are
+        ZeRO shards, and they split the batch as `fsdp` does.
       devices: the devices, host by host; `jax.devices()` by default. Devices of a compile-only
         topology are accepted.
 
@@ -46,7 +74,7 @@ def make_mesh(
       ValueError: the axes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
+    sizes = {DATA: data, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
     for axis, size in sizes.items():
         number = as_integer(size)
         if number is None or (number < 1 and number != -1):
@@ -60,7 +88,8 @@ def make_mesh(
             f"{' and '.join(free)} are both -1: at most one axis may stand for the rest"
         )
     known = math.prod(size for size in sizes.values() if size != -1)
-    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    present = {axis: size for axis, size in sizes.items() if size != 1 or axis not in OPTIONAL_AXES}
+    product = " x ".join(f"{axis} {size}" for axis, size in present.items())
     if free and len(devices) % known:
         raise ValueError(
             f"{product}: {len(devices)} devices do not divide by {known}; choose axes that do"
@@ -72,16 +101,18 @@ def make_mesh(
             f"{product} = {known}, but there are {len(devices)} devices; set one axis to -1 "
             "for the rest"
         )
-    grid = np.asarray(devices, dtype=object).reshape(tuple(sizes.values()))
+    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis not in OPTIONAL_AXES)
+    grid = np.asarray(devices, dtype=object).reshape(tuple(sizes[axis] for axis in axes))
     # With Auto axes a model needs no annotations: the partitioner propagates shardings from the
     # constraints.
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
-    """Return a mesh with the automatic axes `data`, `fsdp` and `tensor` over any mesh's devices.
+    """Return a mesh with this package's axes, all automatic, over any mesh's devices.
 
-    The devices keep their order.
+    The devices keep their order. As from `make_mesh`, the result has `expert` and `context` only if
+    they have more than one device.
 
         own_mesh(Mesh(.., ("replica", "x", "y")), {"data": "replica", "fsdp": ("x", "y")})
 
@@ -103,8 +134,8 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
             "mesh must be a jax.sharding.Mesh, such as from zerojax.make_mesh, got "
             f"{type(mesh).__name__}"
         )
-    is_named = set(AXES) == set(mesh.axis_names)
-    if axes is None and is_named and all(kind == AxisType.Auto for kind in mesh.axis_types):
+    is_automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    if axes is None and is_automatic and set(mesh.axis_names) == set(_list_needed_axes(mesh.shape)):
         return mesh
     if axes is None:
         axes = {axis: axis for axis in AXES if axis in mesh.axis_names}
@@ -121,6 +152,11 @@ def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
         dict(merged.shape),
     )
     return merged
+
+
+def _list_needed_axes(sizes: Mapping[str, int]) -> list[str]:
+    """Return the axes that a mesh with these axis sizes has in this package."""
+    return [axis for axis in AXES if axis not in OPTIONAL_AXES or sizes.get(axis, 1) > 1]
 
 
 def _order_axes(mesh: Mesh, names_by_axis: Mapping[str, Sequence[str]]) -> list[str]:
@@ -151,10 +187,12 @@ def _order_axes(mesh: Mesh, names_by_axis: Mapping[str, Sequence[str]]) -> list[
         _check_neighbours(axis, [name for name in names if name in large], large)
 
     order = list(dict.fromkeys(owner[name] for name in large))
-    for number, axis in enumerate(AXES):
-        if axis not in order:
-            position = order.index(AXES[number - 1]) + 1 if number else 0
+    position = 0
+    for axis in AXES:
+        if axis not in order and axis not in OPTIONAL_AXES:
             order.insert(position, axis)
+        if axis in order:
+            position = order.index(axis) + 1
     return order
 
 
@@ -216,6 +254,29 @@ def _describe(mesh: Mesh) -> str:
     return "{" + ", ".join(f"{name!r}: {size} ({kind.name})" for (name, size), kind in kinds) + "}"
 
 
-def num_batch_shards(mesh: Mesh) -> int:
+def batch_axes(mesh: Any) -> tuple[str, ...]:
+    """Return the axes of a mesh, concrete or abstract, that split dim 0 of a batch."""
+    return tuple(axis for axis in _BATCH_AXES if axis in mesh.axis_names)
+
+
+def num_batch_shards(mesh: Any) -> int:
     """Return the number of devices over which dim 0 of a batch is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+
+
+def zero_axes(mesh: Any) -> tuple[str, ...]:
+    """Return the axes of a mesh over which ZeRO splits a leaf.
+
+    A leaf is not split again over the axes that its own spec names: `zerojax.sharding.leaf_spec`.
+    """
+    return tuple(axis for axis in _ZERO_AXES if axis in mesh.axis_names)
+
+
+def num_zero_shards(mesh: Any) -> int:
+    """Return the number of devices over which ZeRO splits a leaf whose spec names none of them."""
+    return math.prod(mesh.shape[axis] for axis in zero_axes(mesh))
+
+
+def context_size(mesh: Any) -> int:
+    """Return the number of shards of a sequence: the size of `context`, or 1."""
+    return mesh.shape.get(CONTEXT, 1)

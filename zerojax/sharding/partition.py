@@ -1,9 +1,10 @@
-"""From shapes to sharding specs: which dim of each leaf is split over the ZeRO axis.
+"""From shapes to sharding specs: which dim of each leaf is split over the ZeRO axes.
 
-The rule, per leaf: among the dims that the axis divides and that nothing else splits, choose the
-largest, or, in a layer's leaf, the first. If there is none, choose a dim that is already split and
-whose local size the axis divides. If there is none either, the leaf stays replicated and is
-reported.
+The axes are `fsdp`, and `expert` and `context` on a mesh that has them, less those that the leaf's
+own spec names. They split one dim together. The rule, per leaf: among the dims that the product of
+their sizes divides and that nothing else splits, choose the largest, or, in a layer's leaf, the
+first. If there is none, choose a dim that is already split and whose local size the product
+divides. If there is none either, the leaf stays replicated and is reported.
 
 A layer's leaf is split over its first dim, since an all_gather then writes each shard as one
 contiguous piece. If a later dim is split, XLA transposes the gathered leaf, and in a loop over
@@ -15,10 +16,10 @@ leaves, the model's own scan may slice the first dim, which must then stay unsha
     W[D, F_tensor]   -> W[D_fsdp, F_tensor]       the user's spec is kept
     b[F_tensor]      -> b[F_(tensor, fsdp)]
     blocks W[L, D, F]-> W[L, D_fsdp, F]           the layer dim is never split: a scan slices it
+    W[E_expert, D, F]-> W[E_expert, D_fsdp, F]    experts, which their own spec splits
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -27,13 +28,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.sharding.specs import Spec, pad_spec, parse_axes
+from zerojax.sharding.mesh import EXPERT, OPTIONAL_AXES, TENSOR
+from zerojax.sharding.specs import Spec, list_axes, pad_spec, parse_axes, without_axes
 from zerojax.trees import Params, Tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replicated:
-    """A leaf that the ZeRO axis does not split.
+    """A leaf that the ZeRO axes do not split.
 
     Attributes:
       name: path of the leaf.
@@ -51,38 +53,48 @@ class LeafSpec:
     """How one parameter leaf may be split.
 
     Attributes:
-      base: the user's spec (tensor parallelism), padded to one entry per dim.
-      sharded: `base`, with the ZeRO axis added to one dim.
-      replicated: why `sharded` equals `base`, or None if the ZeRO axis splits the leaf.
+      base: the user's spec (tensor and expert parallelism), padded to one entry per dim. An
+        all_gather restores it.
+      sharded: `base`, with the leaf's ZeRO axes added to one dim.
+      replicated: why `sharded` equals `base`, or None if the ZeRO axes split the leaf.
     """
 
     base: Spec
     sharded: Spec
     replicated: str | None
 
+    @property
+    def added_axes(self) -> tuple[str, ...]:
+        """The axes that `sharded` names, and `base` does not."""
+        own = set(list_axes(self.base))
+        return tuple(axis for axis in list_axes(self.sharded) if axis not in own)
+
 
 def leaf_spec(
     shape: Sequence[int],
     mesh: Mesh,
-    axis: str,
+    axes: tuple[str, ...],
     base: Spec | None = None,
     *,
     first_dim: int = 0,
     min_shard_bytes: int = 0,
 ) -> LeafSpec:
-    """Choose the dim of one leaf that `axis` splits.
+    """Choose the dim of one leaf that `axes` split.
 
     Args:
       shape: shape of the unsharded leaf.
       mesh: the device mesh.
-      axis: the ZeRO axis.
+      axes: the axes to add, such as `zerojax.sharding.zero_axes(mesh)`. Those that `base` names are
+        left out.
       base: the user's spec, one entry per dim, or None.
       first_dim: first dim that may be split (1 for stacked layers, 2 for stacks of tiles in
         layers).
       min_shard_bytes: a leaf with fewer bytes in float32 stays replicated.
     """
     base = pad_spec(base or (), len(shape))
-    size = mesh.shape[axis]
+    named_axes = list_axes(base)
+    axes = tuple(axis for axis in axes if axis not in named_axes)
+    size = math.prod(mesh.shape[axis] for axis in axes)
     # Local dim sizes on one device, as the user's spec splits them.
     local = [n // _num_shards(entry, mesh) for n, entry in zip(shape, base, strict=True)]
     if size == 1:
@@ -92,15 +104,14 @@ def leaf_spec(
         return LeafSpec(base, base, f"smaller than min_shard_bytes={min_shard_bytes}")
     dims = [d for d in range(first_dim, len(shape)) if local[d] and local[d] % size == 0]
     if not dims:
-        return LeafSpec(
-            base, base, f"no dim of {tuple(local[first_dim:])} divides by {axis}={size}"
-        )
+        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        return LeafSpec(base, base, f"no dim of {tuple(local[first_dim:])} divides by {sizes}")
     free = [d for d in dims if base[d] is None]
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
-    # The ZeRO axis is last within its dim, so removing it leaves the user's own split.
-    entry = (*parse_axes(base[split_dim]), axis)
+    # The added axes are last within their dim, so removing them leaves the user's own split.
+    entry = (*parse_axes(base[split_dim]), *axes)
     sharded = list(base)
-    sharded[split_dim] = entry if len(entry) > 1 else axis
+    sharded[split_dim] = entry if len(entry) > 1 else entry[0]
     return LeafSpec(base, tuple(sharded), None)
 
 
@@ -113,7 +124,7 @@ def param_specs(
     abstract_params: Params,
     user_specs: Any,
     mesh: Mesh,
-    axis: str,
+    axes: tuple[str, ...],
     *,
     first_dims: Mapping[str, int] = MappingProxyType({}),
     min_shard_bytes: int = 0,
@@ -125,7 +136,7 @@ def param_specs(
       user_specs: None, or a tree of PartitionSpec or None that has the structure of the parameters
         or is a prefix of it.
       mesh: the device mesh.
-      axis: the ZeRO axis.
+      axes: the ZeRO axes, `zerojax.sharding.zero_axes(mesh)`.
       first_dims: number of leading dims (layers and tiles) that are never split, by path; 0 for
         missing paths.
       min_shard_bytes: leaves with fewer bytes in float32 stay replicated.
@@ -134,23 +145,26 @@ def param_specs(
       LeafSpec by path (`jax.tree_util.keystr`).
 
     Raises:
-      ValueError: a user's spec names an unknown axis or the ZeRO axis, names an axis twice, has too
-        many entries, or does not divide its leaf. All such leaves are listed.
+      ValueError: a user's spec names an unknown axis or one that only ZeRO assigns, names an axis
+        twice, has too many entries, or does not divide its leaf. All such leaves are listed.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
+    absent = [axis for axis in OPTIONAL_AXES if axis not in mesh.shape]
     bases = broadcast_specs(user_specs, abstract_params)
     specs = dict[str, LeafSpec]()
     misfits = list[str]()
-    for (key_path, leaf), base in zip(leaves, bases, strict=True):
+    for (key_path, leaf), given in zip(leaves, bases, strict=True):
+        # A model with experts is used on meshes without `expert` too.
+        base = PartitionSpec(*without_axes(tuple(given), *absent))
         path = jax.tree_util.keystr(key_path)
-        reason = misfit(path, leaf.shape, base, mesh, axis)
+        reason = misfit(path, leaf.shape, base, mesh, axes)
         if reason is not None:
             misfits.append(reason)
             continue
         specs[path] = leaf_spec(
             leaf.shape,
             mesh,
-            axis,
+            axes,
             pad_spec(base, len(leaf.shape)),
             first_dim=first_dims.get(path, 0),
             min_shard_bytes=min_shard_bytes,
@@ -194,12 +208,12 @@ def broadcast_specs(prefix: Any, tree: Tree) -> list[PartitionSpec]:
 
 
 def misfit(
-    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axis: str
+    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, zero_axes: Sequence[str]
 ) -> str | None:
     """Return why a user's spec does not fit its leaf and the mesh, or None if it fits."""
     if len(spec) > len(shape):
         return f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}"
-    axes = list(itertools.chain(*map(parse_axes, spec)))
+    axes = list_axes(spec)
     if len(set(axes)) < len(axes):
         return f"{path}: spec {spec} names an axis twice"
     for dim, entry in enumerate(spec):
@@ -212,9 +226,10 @@ def misfit(
                     f"from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), "
                     "with None for an unsharded dim"
                 )
-            if name == axis:
+            if name in zero_axes and name != EXPERT:
                 return (
-                    f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give only tensor axes"
+                    f"{path}: spec {spec} names {name!r}, which ZeRO assigns; give only "
+                    f"{TENSOR!r}, or {EXPERT!r} in the dim that counts experts"
                 )
             split *= mesh.shape[name]
         if shape[dim] % split:
@@ -227,7 +242,7 @@ def misfit(
 
 
 def replicated_leaves(abstract_params: Params, specs: dict[str, LeafSpec]) -> list[Replicated]:
-    """List the leaves that the ZeRO axis does not split, largest first."""
+    """List the leaves that the ZeRO axes do not split, largest first."""
     replicated = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]:
         path = jax.tree_util.keystr(key_path)

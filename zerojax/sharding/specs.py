@@ -6,6 +6,7 @@ Two functions build one, because JAX treats the two cases differently: `named` f
 results of a program, `place` for moves inside it.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +32,16 @@ def parse_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def without_axis(spec: Spec, axis: str) -> Spec:
-    """Return `spec` with mesh axis `axis` removed: the spec after an all_gather over it."""
+def list_axes(spec: Sequence | PartitionSpec) -> list[str]:
+    """Return the mesh axes that a spec names, in order of its dims."""
+    return list(itertools.chain(*map(parse_axes, spec)))
+
+
+def without_axes(spec: Spec, *axes: str) -> Spec:
+    """Return `spec` with some mesh axes removed: the spec after an all_gather over them."""
 
     def drop(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        rest = tuple(a for a in parse_axes(entry) if a != axis)
+        rest = tuple(a for a in parse_axes(entry) if a not in axes)
         return rest[0] if len(rest) == 1 else (rest or None)
 
     return tuple(drop(entry) for entry in spec)

@@ -41,7 +41,6 @@ from zerojax.models import (
 )
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import (
-    FSDP,
     STAGES,
     LeafSpec,
     Replicated,
@@ -49,6 +48,7 @@ from zerojax.sharding import (
     param_specs,
     replicated_leaves,
     stored_spec,
+    zero_axes,
 )
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.encodings import Encoding, encode_leaves, list_encodings, with_decoded
@@ -235,7 +235,7 @@ def _build_weights(model: Model | LayeredModel, config: ZeroConfig, mesh: Mesh) 
         params,
         model_specs,
         mesh,
-        FSDP,
+        zero_axes(mesh),
         first_dims=_count_first_dims(model, params),
         min_shard_bytes=config.min_shard_bytes,
     )
@@ -343,7 +343,7 @@ def _trace_optimizer(
         opt_map = OptStateMap(opt_state, tx.owners)
     else:
         opt_map = map_opt_state(opt_state, master)
-    specs = opt_state_specs(opt_map, weights.leaves, mesh, FSDP, config.min_shard_bytes)
+    specs = opt_state_specs(opt_map, weights.leaves, mesh, zero_axes(mesh), config.min_shard_bytes)
     return _Optimizer(tx, opt_map, specs, update_jaxpr)
 
 
@@ -585,11 +585,10 @@ def _report_replicated(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
     names = "; ".join(f"{r.name} ({r.num_bytes} B: {r.why})" for r in replicated[:8])
     more = f"; and {len(replicated) - 8} more" if len(replicated) > 8 else ""
     logger.warning(
-        "%d leaves, %d float32 bytes, stay replicated over %s=%d: %s%s",
+        "%d leaves, %d float32 bytes, stay replicated over %s: %s%s",
         len(replicated),
         sum(r.num_bytes for r in replicated),
-        FSDP,
-        mesh.shape[FSDP],
+        " x ".join(f"{axis}={mesh.shape[axis]}" for axis in zero_axes(mesh)),
         names,
         more,
     )

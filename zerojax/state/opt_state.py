@@ -117,7 +117,11 @@ _NOT_OFFERED = {
 
 
 def opt_state_specs(
-    opt_map: OptStateMap, params: Sequence[Leaf], mesh: Mesh, axis: str, min_shard_bytes: int
+    opt_map: OptStateMap,
+    params: Sequence[Leaf],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    min_shard_bytes: int,
 ) -> tuple[LeafSpec, ...]:
     """Return a LeafSpec for each leaf of the optimizer state.
 
@@ -129,7 +133,7 @@ def opt_state_specs(
       opt_map: the parameter leaf that owns each state leaf.
       params: the trainable parameter leaves.
       mesh: the device mesh.
-      axis: name of the mesh axis that splits state.
+      axes: the mesh axes that split state.
       min_shard_bytes: float32 bytes below which a leaf stays replicated.
     """
 
@@ -137,7 +141,7 @@ def opt_state_specs(
         if owner is not None and shape == params[owner].shape:
             return params[owner].spec
         lead = 0 if owner is None else params[owner].lead
-        return leaf_spec(shape, mesh, axis, first_dim=lead, min_shard_bytes=min_shard_bytes)
+        return leaf_spec(shape, mesh, axes, first_dim=lead, min_shard_bytes=min_shard_bytes)
 
     return tuple(
         spec(tuple(leaf.shape), owner)

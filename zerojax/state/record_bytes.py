@@ -17,7 +17,7 @@ from host_offload.schedule import (
     build_unstacked,
 )
 from zerojax.config import ZeroConfig
-from zerojax.sharding import FSDP, STAGES, local_elements, stored_spec
+from zerojax.sharding import STAGES, local_elements, num_zero_shards, stored_spec
 from zerojax.state.leaves import Leaf
 from zerojax.state.records import RecordSpec
 from zerojax.state.state_records import StateRecords
@@ -148,7 +148,7 @@ def is_gathered(records: StateRecords) -> bool:
     if layout.encodings:
         return True
     fetched = any(record.is_away for record in (*records.params, *records.frozen))
-    return STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
+    return STAGES[layout.config.stage].params and (num_zero_shards(layout.mesh) > 1 or fetched)
 
 
 def stored_bytes(records: StateRecords, leaf_ids: Sequence[int]) -> int:

@@ -571,7 +571,7 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
         return LeafSpec(spec, spec, None)
     if len(shape) > 1 and spec[1] is None and shape[1] and shape[1] % mesh.shape[TENSOR] == 0:
         return LeafSpec(spec, (spec[0], TENSOR, *spec[2:]), None)
-    return leaf_spec(shape, mesh, TENSOR, spec)
+    return leaf_spec(shape, mesh, (TENSOR,), spec)
 
 
 def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:

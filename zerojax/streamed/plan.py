@@ -39,12 +39,10 @@ from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, u
 from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import (
-    FSDP,
     ActivationSpec,
     Spec,
     named,
     num_batch_shards,
-    without_axis,
 )
 from zerojax.state import (
     DiskArgument,
@@ -609,7 +607,7 @@ class StreamedPlan:
     def gather(self, shards: Sequence[Array], leaf_ids: Sequence[int]) -> list[Array]:
         """All_gather the shards of some leaves of a record: W[D_fsdp, F] -> W[D, F]."""
         return [
-            self._gather(shard, self.params[i].spec)
+            self._gather(shard, self.params[i].spec, self._gathered_spec(i))
             for i, shard in zip(leaf_ids, shards, strict=True)
         ]
 
@@ -619,14 +617,18 @@ class StreamedPlan:
         Otherwise, XLA after 0.10 may pass shards into a loop that follows a loop over layers, and
         gather them in each of its iterations.
         """
-        shardings = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in leaf_ids]
+        shardings = [named(self.mesh, self._gathered_spec(i)) for i in leaf_ids]
         return [
             jax.lax.with_sharding_constraint(w, sharding)
             for w, sharding in zip(gathered, shardings, strict=True)
         ]
 
-    def _gather(self, shard: Array, spec: Spec) -> Array:
-        gathered_spec = without_axis(spec, FSDP)
+    def _gathered_spec(self, index: int) -> Spec:
+        """Return the spec of a leaf's gathered record: the leaf's own spec, without ZeRO's axes."""
+        leaf = self.leaves[index]
+        return leaf.spec.base[leaf.lead :]
+
+    def _gather(self, shard: Array, spec: Spec, gathered_spec: Spec) -> Array:
         if gathered_spec == spec:
             return shard
         # Both ends are constrained. Without the first constraint, GSPMD might gather the array from
@@ -652,7 +654,7 @@ class StreamedPlan:
             return self.on_shards(grads, indices)
         constrained = list[Array]()
         for g, i in zip(grads, indices, strict=True):
-            sharding = unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP))
+            sharding = unreduced_sharding(self.mesh, self._gathered_spec(i))
             # Results of a loop over tiles have no row dim.
             if g.ndim == len(sharding.spec):
                 g = jax.lax.with_sharding_constraint(g, sharding)

@@ -27,7 +27,7 @@ from host_offload.schedule import (
 from zerojax.activations import MODES
 from zerojax.config import ZeroConfig
 from zerojax.optim import Pieces, RecordUpdate
-from zerojax.sharding import FSDP, STAGES
+from zerojax.sharding import STAGES, num_zero_shards
 from zerojax.state import (
     LayerRange,
     Layout,
@@ -244,7 +244,7 @@ def build_facts(records: StateRecords, run: LayerRange) -> RunFacts:
         num_tiles={group.name: group.num_tiles for group in stack.groups},
         has_master=layout.has_master,
         both_ways=records.both_ways,
-        is_split=records.mesh.shape[FSDP] > 1,
+        is_split=num_zero_shards(records.mesh) > 1,
     )
 
 

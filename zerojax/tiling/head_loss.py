@@ -19,7 +19,14 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import linear_cross_entropy as op
-from zerojax.sharding import FSDP, TENSOR, batch_axes, leaf_spec, pad_spec
+from zerojax.sharding import (
+    FSDP,
+    TENSOR,
+    batch_axes,
+    leaf_spec,
+    pad_spec,
+    zero_axes,
+)
 
 
 def linear_cross_entropy(
@@ -82,4 +89,4 @@ def grad_spec(shape: tuple[int, ...], gathered: PartitionSpec, mesh: Any) -> Par
     """Return the spec of the gradient of a gathered w[D, V]: split over `fsdp` like any leaf."""
     if FSDP not in mesh.axis_names:
         return gathered
-    return PartitionSpec(*leaf_spec(shape, mesh, FSDP, pad_spec(gathered, 2)).sharded)
+    return PartitionSpec(*leaf_spec(shape, mesh, zero_axes(mesh), pad_spec(gathered, 2)).sharded)
