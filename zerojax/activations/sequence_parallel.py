@@ -45,6 +45,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.activations.flow import Split
 from zerojax.activations.sequence_ops import constrain, scatter_sequence
 from zerojax.activations.sequence_walk import (
+    STREAM_AXES,
     BlockProduct,
     Rule,
     SequenceInterpreter,
@@ -56,6 +57,7 @@ from zerojax.sharding import (
     TENSOR,
     Spec,
     batch_axes,
+    context_size,
     num_batch_shards,
     param_specs,
     parse_axes,
@@ -308,16 +310,21 @@ def _stream_specs(x: Any, mesh: Mesh) -> dict[int, Spec]:
 def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
     """Return P((data, fsdp), tensor, None) for a leaf of x.
 
+    On a mesh with `context`, dim 1 is split over `context` and `tensor`.
+
     Raises:
-      ValueError: dim 1 of the leaf is not divisible by `tensor`.
+      ValueError: dim 1 of the leaf is not divisible by `tensor`, or by `context` x `tensor`.
     """
     shape = jnp.shape(a)
-    t = mesh.shape[TENSOR]
-    if shape[1] % t:
+    axes = STREAM_AXES if context_size(mesh) > 1 else (TENSOR,)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if shape[1] % shards:
+        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
         raise ValueError(
             f"sequence_parallel=True splits dim 1 of x{path}, of shape {tuple(shape)}, over "
-            f"tensor={t}, and {shape[1]} does not divide by {t}: pad the sequences to "
-            f"{-(-shape[1] // t) * t}, or leave sequence_parallel=False"
+            f"{sizes}, and {shape[1]} does not divide by {shards}: pad the sequences to "
+            f"{-(-shape[1] // shards) * shards}, or leave sequence_parallel=False"
         )
     rows = batch_axes(mesh) if shape[0] % num_batch_shards(mesh) == 0 else None
-    return (rows, TENSOR, *(None,) * (len(shape) - 2))
+    entry = axes if len(axes) > 1 else axes[0]
+    return (rows, entry, *(None,) * (len(shape) - 2))

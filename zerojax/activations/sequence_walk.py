@@ -31,9 +31,11 @@ from zerojax.jaxprs import (
     read,
 )
 from zerojax.sharding import (
+    CONTEXT,
     TENSOR,
     Spec,
     batch_axes,
+    context_size,
     num_batch_shards,
     parse_axes,
     without_axes,
@@ -41,6 +43,8 @@ from zerojax.sharding import (
 from zerojax.tiling import TileLoop, parse
 
 Array = jax.Array
+STREAM_AXES = (CONTEXT, TENSOR)
+"""Axes that split the sequence of a stream, the outer one first."""
 _ENTERED = ENTERED["sequence_parallel"] - INLINED
 _OTHER_PRODUCTS = ("conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _AROUND = {
@@ -401,9 +405,10 @@ class SequenceInterpreter:
             return None
         if split is None:
             split = split_as_batch(jax.ShapeDtypeStruct(shape, jnp.float32), self.mesh)
-        if tensor_dims(split) or (split[1] is not ANY and split[1]):
+        if tensor_dims(split) or (split[1] is not ANY and set(split[1]) - {CONTEXT}):
             return None
-        return as_spec((split[0], (TENSOR,), *split[2:]))
+        axes = STREAM_AXES if context_size(self.mesh) > 1 else (TENSOR,)
+        return as_spec((split[0], axes, *split[2:]))
 
     # --- regions that hold products ---------------------------------------------------------------
 
@@ -570,12 +575,17 @@ def _as_split(spec: Spec) -> Split:
 
 
 def split_as_batch(a: Any, mesh: Mesh) -> Split:
-    """Return the split of an array whose dim 0 is the batch, if it is divisible."""
+    """Return the split of an array whose dim 0 is the batch, and dim 1 the sequence.
+
+    A dim that does not divide is not split.
+    """
     shape = jnp.shape(a)
-    if not shape:
-        return ()
-    is_batch = shape[0] % num_batch_shards(mesh) == 0
-    return (batch_axes(mesh) if is_batch else (), *((),) * (len(shape) - 1))
+    split: list[Any] = [()] * len(shape)
+    if shape and shape[0] % num_batch_shards(mesh) == 0:
+        split[0] = batch_axes(mesh)
+        if len(shape) > 1 and context_size(mesh) > 1 and shape[1] % context_size(mesh) == 0:
+            split[1] = (CONTEXT,)
+    return tuple(split)
 
 
 def _kind(

@@ -271,7 +271,7 @@ def reduce_shards(lazy: Lazy) -> Lazy:
     value = reduce([s.value for s in sources])
     path = " and ".join(dict.fromkeys(s.path for s in sources))
     unsharded: Spec = (None,) * value.ndim
-    return Lazy((Shard(path, value, unsharded, unsharded),))
+    return Lazy((Shard(path, value, unsharded, unsharded, ()),))
 
 
 def slice_layer(stack: Any, value: Any) -> Any:
@@ -284,7 +284,8 @@ def slice_layer(stack: Any, value: Any) -> Any:
     if not isinstance(stack, Lazy):
         return value
     source = stack.sources[0]
-    return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
+    stored = source.stored[1:]
+    return Lazy((Shard(source.path, value, stored, source.cotangent[1:], source.axes),))
 
 
 @jax.custom_jvp

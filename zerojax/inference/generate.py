@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import streams
 from zerojax.inference.arguments import (
@@ -34,7 +34,13 @@ from zerojax.inference.arguments import (
 from zerojax.inference.sampling import next_tokens
 from zerojax.models import LAST, LayeredModel, at_last
 from zerojax.program import Program
-from zerojax.sharding import ActivationSpec, num_batch_shards, uncommitted, without_mesh
+from zerojax.sharding import (
+    OPTIONAL_AXES,
+    ActivationSpec,
+    num_batch_shards,
+    uncommitted,
+    without_mesh,
+)
 from zerojax.state import TrainState
 
 logger = logging.getLogger("zerojax")
@@ -78,7 +84,9 @@ def generate(
     Raises:
       ValueError: an argument has a wrong type or is out of range, or the model does not support
         this use; the error names the argument.
+      NotImplementedError: the program's mesh has `expert` or `context`.
     """
+    _check_mesh(program.mesh)
     rows = checked_prompts(prompts)
     lengths = np.asarray([len(row) for row in rows])
     max_new_tokens = checked_count(max_new_tokens, int(lengths.max()))
@@ -111,6 +119,16 @@ def generate(
         if not is_open.any():
             break
     return [np.asarray(row, np.int32) for row in new_tokens]
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    """Raise NotImplementedError for a mesh on which nothing is generated."""
+    extra = [f"{axis}={mesh.shape[axis]}" for axis in OPTIONAL_AXES if axis in mesh.shape]
+    if extra:
+        raise NotImplementedError(
+            f"generate does not run on a mesh with {' and '.join(extra)}: save a checkpoint, and "
+            "restore it with a program on a mesh with these devices on fsdp"
+        )
 
 
 def _padded_batch(

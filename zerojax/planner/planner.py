@@ -73,7 +73,13 @@ from zerojax.planner.search import (
 from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
-from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
+from zerojax.sharding import (
+    OPTIONAL_AXES,
+    Axes,
+    abstract_batch,
+    own_mesh,
+    without_mesh,
+)
 from zerojax.trees import Batch
 from zerojax.user_values import as_integer, as_number
 
@@ -133,6 +139,7 @@ def plan(
         available bytes, and the nearest change that fits.
       ValueError: fields are unknown or contradict each other, the batch does not divide evenly, or
         the machine lacks a figure.
+      NotImplementedError: the mesh has `expert` or `context`.
     """
     with _log_once():
         if axes is not None and not isinstance(mesh, Mesh):
@@ -141,9 +148,21 @@ def plan(
             )
         if isinstance(mesh, Mesh) and not isinstance(model, Sizes):
             mesh = own_mesh(mesh, axes)
+            _check_axes(mesh)
         return Planner(
             model, tx, mesh, batch, machine, fixed, min_disk_days, tiles, rounds_moments
         ).plan(validate)
+
+
+def _check_axes(mesh: Mesh) -> None:
+    """Raise NotImplementedError for a mesh whose steps the planner cannot predict."""
+    extra = [f"{axis}={mesh.shape[axis]}" for axis in OPTIONAL_AXES if axis in mesh.shape]
+    if extra:
+        raise NotImplementedError(
+            f"zj.plan cannot predict what a step sends on a mesh with {' and '.join(extra)}: plan "
+            "on a mesh with these devices on fsdp, and compare the bytes with "
+            "program.memory(batch) on this mesh"
+        )
 
 
 @contextlib.contextmanager

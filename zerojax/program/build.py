@@ -19,7 +19,18 @@ from zerojax.program.program import Program
 from zerojax.program.step import Step
 from zerojax.resident import ResidentStep
 from zerojax.runtime import find_peers
-from zerojax.sharding import DATA, TENSOR, Axes, own_mesh, parse_axes, without_mesh
+from zerojax.sharding import (
+    CONTEXT,
+    DATA,
+    EXPERT,
+    TENSOR,
+    Axes,
+    context_size,
+    list_axes,
+    own_mesh,
+    parse_axes,
+    without_mesh,
+)
 from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
 from zerojax.trees import Batch
@@ -129,6 +140,7 @@ def assemble(
     with jax.set_mesh(mesh):
         records = StateRecords(build_layout(model, tx, config, mesh, by_layer))
         gathered_early = GatheredEarly()
+        _check_axes(records.layout)
         _check_reductions(records.layout)
         tx = records.layout.tx  # a rule that combines elements of a leaf is applied to each layer
         check_ema(records.layout)
@@ -162,6 +174,31 @@ def _check_arguments(model: Model | LayeredModel, config: ZeroConfig) -> None:
             f"device_budget_bytes={config.device_budget_bytes} bounds the records that a streamed "
             "step has in flight, but this step does not stream: leave it None, or move params, "
             "grads, opt_state or activations of a LayeredModel off the device"
+        )
+
+
+def _check_axes(layout: Layout) -> None:
+    """Raise an error if the axes `expert` and `context` do not fit the model and the config.
+
+    Raises:
+      ValueError: no leaf of the model names `expert`.
+      NotImplementedError: rings of tensor parallelism on a mesh with `context`.
+    """
+    mesh = layout.mesh
+    if EXPERT in mesh.shape:
+        named_axes = set[str]()
+        for leaf in layout.all_leaves:
+            named_axes.update(list_axes(leaf.spec.base))
+        if EXPERT not in named_axes:
+            raise ValueError(
+                f"the mesh has {EXPERT}={mesh.shape[EXPERT]}, but no weight of the model is split "
+                f"over {EXPERT!r}: give the experts' weights a spec such as P('expert', None, "
+                "'tensor'), as zerojax.MoE does, or put these devices on fsdp"
+            )
+    if context_size(mesh) > 1 and layout.config.tensor_overlap:
+        raise NotImplementedError(
+            f"tensor_overlap=True is not supported on a mesh with {CONTEXT}={context_size(mesh)}: "
+            "set tensor_overlap=False"
         )
 
 

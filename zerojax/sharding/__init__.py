@@ -22,6 +22,7 @@ from zerojax.sharding.mesh import make_mesh as make_mesh
 from zerojax.sharding.mesh import num_batch_shards as num_batch_shards
 from zerojax.sharding.mesh import num_zero_shards as num_zero_shards
 from zerojax.sharding.mesh import own_mesh as own_mesh
+from zerojax.sharding.mesh import splits_activations as splits_activations
 from zerojax.sharding.mesh import zero_axes as zero_axes
 from zerojax.sharding.partition import LeafSpec as LeafSpec
 from zerojax.sharding.partition import Replicated as Replicated

@@ -277,6 +277,11 @@ def num_zero_shards(mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in zero_axes(mesh))
 
 
+def splits_activations(mesh: Any) -> bool:
+    """Return whether axes split activations in other dims than the batch."""
+    return mesh.shape[TENSOR] > 1 or context_size(mesh) > 1
+
+
 def context_size(mesh: Any) -> int:
     """Return the number of shards of a sequence: the size of `context`, or 1."""
     return mesh.shape.get(CONTEXT, 1)

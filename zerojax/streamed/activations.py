@@ -21,6 +21,8 @@ the traced block is also cut at its loops over tiles (`zerojax.streamed.tiled_bl
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +33,17 @@ from jax.sharding import Mesh, PartitionSpec
 from host_offload.schedule import TileLoops
 from zerojax.activations import MODES, flow
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
-from zerojax.sharding import TENSOR, ActivationSpec, LeafSpec, Spec, leaf_spec, named, parse_axes
+from zerojax.sharding import (
+    CONTEXT,
+    TENSOR,
+    ActivationSpec,
+    LeafSpec,
+    Spec,
+    leaf_spec,
+    named,
+    parse_axes,
+    splits_activations,
+)
 from zerojax.state import RecordSpec, pick, read_layer, write_layer
 from zerojax.streamed.microbatches import LayerInputs
 from zerojax.streamed.plan import StackPlan, StreamedPlan
@@ -431,7 +443,7 @@ class BlockTracer:
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return the spec of each residual, or None where the partitioner has a choice."""
-        if self.mesh.shape[TENSOR] == 1:  # no choice: all residuals are split like the batch
+        if not splits_activations(self.mesh):  # all residuals are split like the batch
             return [None] * len(layer.residuals)
         _, x, key, given = args
         spec = ActivationSpec(self.mesh)
@@ -460,6 +472,7 @@ class BlockTracer:
         plan = self.plan
         stack = self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
+        trained = [i for i in stack.operands if not plan.leaves[i].frozen]
         # With overlap, the mode decides whether rings keep a gathered value or send it again, so
         # the program differs between modes.
         has_rings = self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1
@@ -472,7 +485,7 @@ class BlockTracer:
             tiled=bool(stack.groups),
             frozen=frozen,
             of_context=self.model.enter is not None,
-            transform=plan.derivative,
+            transform=functools.partial(plan.derivative, leaf_ids=trained),
             numbers=not has_rings,
         )
         if not stack.groups:
@@ -569,8 +582,12 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
     """
     if any(TENSOR in parse_axes(entry) for entry in spec):
         return LeafSpec(spec, spec, None)
-    if len(shape) > 1 and spec[1] is None and shape[1] and shape[1] % mesh.shape[TENSOR] == 0:
-        return LeafSpec(spec, (spec[0], TENSOR, *spec[2:]), None)
+    sequence_axes = parse_axes(spec[1]) if len(shape) > 1 else ()
+    if len(shape) > 1 and set(sequence_axes) <= {CONTEXT} and shape[1]:
+        axes = (*sequence_axes, TENSOR)
+        if shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            entry = axes if len(axes) > 1 else TENSOR
+            return LeafSpec(spec, (spec[0], entry, *spec[2:]), None)
     return leaf_spec(shape, mesh, (TENSOR,), spec)
 
 
