@@ -12,8 +12,8 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import zerojax.linen as linen
     from host_offload.disk import SwapError as SwapError
-    from zerojax import linen as linen
     from zerojax.checkpoint import Checkpointer as Checkpointer
     from zerojax.checkpoint import CheckpointError as CheckpointError
     from zerojax.checkpoint import IteratorError as IteratorError

@@ -62,7 +62,7 @@ def test_a_layer_sends_its_cells_to_the_experts_and_back(activations, mesh_name)
             cells = count_cells(mesh) * layers.EXPERTS
             assert c.num_bytes == 2 * cells * layers.WIDTH
             sent[c.computation] += 1
-    # Only "remat" sends again what forward has sent: the tokens, but not the results.
+    # Only "remat" sends again what forward has sent.
     in_backward = {"save": 2, "selective": 2, "remat": 4}[activations]
     assert sorted(sent.values()) == [2, in_backward]
 

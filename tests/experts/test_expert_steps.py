@@ -43,13 +43,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(layer: Any, axes: dict[str, int], **fields: Any) -> tuple[list[float], Any]:
-    """Return the losses of some steps and the weights after them."""
+def build(layer: Any, axes: dict[str, int], **fields: Any) -> zj.Program:
     size = int(np.prod(list(axes.values())))
     mesh = zj.make_mesh(**axes, devices=jax.devices()[:size])
     # A large eps: gradients that are almost 0 would otherwise differ in sign.
     tx = optax.adam(1e-2, eps=1e-2)
-    with zj.build_train_step(layers.model(layer), tx, zj.ZeroConfig(**fields), mesh) as program:
+    return zj.build_train_step(layers.model(layer), tx, zj.ZeroConfig(**fields), mesh)
+
+
+def train(layer: Any, axes: dict[str, int], **fields: Any) -> tuple[list[float], Any]:
+    """Return the losses of some steps and the weights after them."""
+    with build(layer, axes, **fields) as program:
         state = program.init(jax.random.key(0))
         losses = []
         for batch in layers.batches(STEPS):
@@ -78,3 +82,23 @@ def test_steps_equal_a_dense_loop(config, mesh, tmp_path):
     wanted_losses, wanted_params = expected(fields.get("num_microbatches", 1))
     np.testing.assert_allclose(losses, wanted_losses, rtol=2e-6)
     toys.assert_trees_close(params, wanted_params, atol=5e-6)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2_expert2", "fsdp2_expert2_context2"])
+@pytest.mark.exhaustive
+def test_sums_of_experts_gradients_are_kept_to_the_end_of_the_step(mesh, caplog):
+    program = build(zj.moe, MESHES[mesh], **CONFIGS["reduce_once"])
+    program.lower(layers.batches(1)[0])
+    assert "is reduced in each microbatch" not in caplog.text
+
+
+def test_a_batch_that_does_not_divide_is_evaluated_as_it_is():
+    (batch,) = layers.batches(1, rows=5)
+    found = []
+    for layer, axes in (
+        (layers.one_by_one, {"fsdp": 1}),
+        (functools.partial(zj.moe, capacity_factor=None), MESHES["fsdp2_expert2"]),
+    ):
+        with build(layer, axes) as program:
+            found.append(float(program.eval(program.init(jax.random.key(0)), batch)))
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-6)
