@@ -55,7 +55,7 @@ from zerojax.optim import (
     update_on_host,
 )
 from zerojax.resident.segments import keep_by_segments
-from zerojax.sharding import STAGES, TENSOR, ActivationSpec, split_microbatches
+from zerojax.sharding import STAGES, ActivationSpec, split_microbatches, splits_activations
 from zerojax.state import (
     Index,
     Layout,
@@ -307,7 +307,7 @@ def plain_objective(
 
 
 def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
-    """Return how tensor parallelism shards some parameters, or None if it shards nothing.
+    """Return how some parameters are sharded, or None if only the batch of activations is split.
 
     An encoded leaf has no known sharding here, since it is decoded where it is used.
 
@@ -316,7 +316,7 @@ def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Split
       leaves: the parameter leaves.
       lead: number of leading dims to leave out.
     """
-    if layout.mesh.shape[TENSOR] == 1:
+    if not splits_activations(layout.mesh):
         return None
     return Splits(
         layout.mesh,

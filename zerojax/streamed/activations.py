@@ -362,7 +362,9 @@ class BlockTracer:
         if x_tier == "nvme" and self.layout.disk is not None:
             x_arrays = self._declare_on_disk(x_arrays, x_names)
 
-        spec = ActivationSpec(self.mesh, count)
+        # A residual such as attention's scores has the sequence in another dim than the stream.
+        lengths = [a.shape[1] for a in x_leaves if len(a.shape) > 1]
+        spec = ActivationSpec(self.mesh, count, length=max(lengths, default=None))
         residuals = list[SavedArray]()
         triples = zip(layer.shapes, layer.offloaded, self._specs(layer, args), strict=True)
         for a, is_offloaded, known in triples:

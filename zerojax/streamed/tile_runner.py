@@ -367,8 +367,8 @@ class _TileDerivative:
 
     Attributes:
       call: the loop.
-      leaf_ids: leaf of each trainable stack of tiles, whose gradients the update policy uses tile by
-        tile.
+      leaf_ids: leaves of the trainable stacks of tiles, whose gradients the update policy uses tile
+        by tile.
       shared: operands that all tiles read, whose cotangents are summed over tiles.
       sliced: operands of which each tile reads one slice, whose cotangents are placed side by side.
       in_float32: for each operand, whether its cotangent is part of a gradient that is summed in
