@@ -12,12 +12,16 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import zerojax.linen as linen
     from host_offload.disk import SwapError as SwapError
     from zerojax.checkpoint import Checkpointer as Checkpointer
     from zerojax.checkpoint import CheckpointError as CheckpointError
     from zerojax.checkpoint import IteratorError as IteratorError
     from zerojax.config import Segment as Segment
     from zerojax.config import ZeroConfig as ZeroConfig
+    from zerojax.experts import MoE as MoE
+    from zerojax.experts import expert_loss as expert_loss
+    from zerojax.experts import moe as moe
     from zerojax.hf import Lora as Lora
     from zerojax.hf import export_hf as export_hf
     from zerojax.hf import export_peft as export_peft
@@ -54,7 +58,6 @@ if TYPE_CHECKING:
     from zerojax.tiling import TiledDense as TiledDense
     from zerojax.tiling import TiledMLP as TiledMLP
     from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
-    from zerojax.tiling import linen as linen
     from zerojax.weights import export_orbax as export_orbax
     from zerojax.weights import export_safetensors as export_safetensors
     from zerojax.weights import import_params as import_params
@@ -70,6 +73,7 @@ _HOME = {
     "Lora": "zerojax.hf",
     "Loss": "zerojax.models",
     "LossScaling": "zerojax.precision",
+    "MoE": "zerojax.experts",
     "Machine": "zerojax.planner",
     "Model": "zerojax.models",
     "Plan": "zerojax.planner",
@@ -89,6 +93,7 @@ _HOME = {
     "ZeroConfig": "zerojax.config",
     "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
+    "expert_loss": "zerojax.experts",
     "export_hf": "zerojax.hf",
     "export_orbax": "zerojax.weights",
     "export_peft": "zerojax.hf",
@@ -99,9 +104,9 @@ _HOME = {
     "import_params": "zerojax.weights",
     "join_cluster": "zerojax.runtime",
     "linear_cross_entropy": "zerojax.tiling",
-    "linen": "zerojax.tiling",
     "machine": "zerojax.planner",
     "make_mesh": "zerojax.sharding",
+    "moe": "zerojax.experts",
     "perplexity": "zerojax.inference",
     "plan": "zerojax.planner",
     "probe": "zerojax.planner",
@@ -125,6 +130,7 @@ __all__ = [
     "Loss",
     "LossScaling",
     "Machine",
+    "MoE",
     "Model",
     "Plan",
     "PlanError",
@@ -144,6 +150,7 @@ __all__ = [
     "__version__",
     "autotune",
     "build_train_step",
+    "expert_loss",
     "export_hf",
     "export_orbax",
     "export_peft",
@@ -157,6 +164,7 @@ __all__ = [
     "linen",
     "machine",
     "make_mesh",
+    "moe",
     "perplexity",
     "plan",
     "probe",

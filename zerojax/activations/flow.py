@@ -84,6 +84,17 @@ def flow(
     return {slot: split_to_spec(split, avals.get(slot)) for slot, split in splits.items()}
 
 
+def has_island(program: FlatJaxpr) -> bool:
+    """Return whether a program has a `jax.shard_map`, which may split a value by any dim."""
+    return any(_is_or_has_island(i.eqn) for i in program.instructions)
+
+
+def _is_or_has_island(eqn: jex.JaxprEqn) -> bool:
+    if eqn.primitive.name == "shard_map":
+        return True
+    return any(_is_or_has_island(e) for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns)
+
+
 def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
     """Return a split as a spec, or None if nothing is known about it."""
     if split is None:
@@ -161,6 +172,8 @@ class SplitAnalysis(Analysis[Split | None]):
         # Each device computes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
             return free
+        if name == "sharding_constraint" and ins[0] is None:
+            return [_constrained_fully(eqn)]
         known = [split for split in ins if split is not None]
         if len(known) < len(ins) or name in self.enters:
             raise _Unclear
@@ -195,10 +208,14 @@ class SplitAnalysis(Analysis[Split | None]):
 
     def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Split | None]) -> list[Split | None]:
         """Return how the results are split, by their specs and by the splits inside."""
+        manual = manual_axes(eqn)
+        is_left = any(size > 1 and axis not in manual for axis, size in self.sizes.items())
 
         def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
-            if split is None:
+            if split is None and is_left:
                 return None
+            if split is None:  # no axis is left to the partitioner
+                split = ((),) * _ndim(v)
             # The axes of the shard_map come first: other axes split each of its devices' pieces.
             pairs = zip(map(parse_axes, pad_spec(spec, _ndim(v))), split, strict=True)
             return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
@@ -519,6 +536,13 @@ def _constraint(
         if entry is not PartitionSpec.UNCONSTRAINED:
             split[d] = parse_axes(entry)
     return [tuple(split)]
+
+
+def _constrained_fully(eqn: jex.JaxprEqn) -> Split | None:
+    """Return the split that a constraint of every dim gives to a value of unknown split."""
+    ndim = _ndim(eqn.outvars[0])
+    (split,) = _constraint(eqn, [(ANY,) * ndim], {})
+    return None if split is None or ANY in split else split
 
 
 def _same(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> Sequence[Split]:

@@ -55,7 +55,7 @@ from zerojax.optim import (
     update_on_host,
 )
 from zerojax.resident.segments import keep_by_segments
-from zerojax.sharding import STAGES, ActivationSpec, split_microbatches, splits_activations
+from zerojax.sharding import STAGES, ActivationSpec, split_microbatches
 from zerojax.state import (
     Index,
     Layout,
@@ -306,8 +306,8 @@ def plain_objective(
     return build_objective(model, region=region, constrain=constrain)
 
 
-def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
-    """Return how some parameters are sharded, or None if only the batch of activations is split.
+def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits:
+    """Return how some parameters are sharded, from which the splits of activations follow.
 
     An encoded leaf has no known sharding here, since it is decoded where it is used.
 
@@ -316,8 +316,6 @@ def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Split
       leaves: the parameter leaves.
       lead: number of leading dims to leave out.
     """
-    if not splits_activations(layout.mesh):
-        return None
     return Splits(
         layout.mesh,
         tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in leaves),

@@ -31,7 +31,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.schedule import TileLoops
-from zerojax.activations import MODES, flow
+from zerojax.activations import MODES, flow, has_island
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
 from zerojax.sharding import (
     CONTEXT,
@@ -445,7 +445,8 @@ class BlockTracer:
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return the spec of each residual, or None where the partitioner has a choice."""
-        if not splits_activations(self.mesh):  # all residuals are split like the batch
+        # Otherwise all residuals are split like the batch.
+        if not splits_activations(self.mesh) and not has_island(layer.program):
             return [None] * len(layer.residuals)
         _, x, key, given = args
         spec = ActivationSpec(self.mesh)
