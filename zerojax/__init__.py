@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import IteratorError as IteratorError
     from zerojax.config import Segment as Segment
     from zerojax.config import ZeroConfig as ZeroConfig
+    from zerojax.context import attention as attention
     from zerojax.hf import Lora as Lora
     from zerojax.hf import export_hf as export_hf
     from zerojax.hf import export_peft as export_peft
@@ -87,6 +88,7 @@ _HOME = {
     "TrainState": "zerojax.state",
     "Tuned": "zerojax.planner",
     "ZeroConfig": "zerojax.config",
+    "attention": "zerojax.context",
     "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
     "export_hf": "zerojax.hf",
@@ -142,6 +144,7 @@ __all__ = [
     "Tuned",
     "ZeroConfig",
     "__version__",
+    "attention",
     "autotune",
     "build_train_step",
     "export_hf",

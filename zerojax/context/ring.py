@@ -1,0 +1,172 @@
+"""Attention over a ring of devices: keys and values visit every device, and queries stay.
+
+    turn n of c:   device i has the keys, values and segment ids of device i - n
+                   it sends them to device i + 1 while it computes with them
+
+(arXiv:2310.01889.) A device sends c - 1 times its keys, values and segment ids, of T / c tokens.
+Causal attention is in zigzag order (`zerojax.context.zigzag`): in the first turn a device sees its own
+chunks, and in each other turn half of the pairs of blocks, whichever device the keys are from.
+
+In backward the gradients of keys and values follow them around, one turn behind: a device adds
+its own part to the sum that arrived while it was computed. After c - 1 turns the sums are one step
+from home, so c permutes bring back each of the two gradients. They are float32.
+
+A permute never depends on the products of the turn that it overlaps with. Barriers hold both
+together: both end before the next turn begins, so that XLA neither delays a permute nor issues
+all of them at the start.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.context.blocks import (
+    Cut,
+    Grads,
+    Pairs,
+    accumulate,
+    accumulate_grads,
+    cut_outputs,
+    finish,
+    grouped,
+    list_pairs,
+    start,
+    zero_grads,
+)
+from zerojax.context.call import Call, Kept, Operands
+from zerojax.context.scores import Tokens
+from zerojax.context.zigzag import chunk_starts, from_zigzag, to_zigzag
+from zerojax.sharding import CONTEXT
+
+Array = jax.Array
+
+
+class _Travelling(NamedTuple):
+    """What goes around the ring, in blocks: keys, values, and segment ids if there are any."""
+
+    k: Array
+    v: Array
+    segment_ids: Array | None
+
+
+def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
+    """Return a device's outputs [B, T_context, N, D], and what backward reads."""
+    q, k, v, segment_ids, window = operands
+    if call.scores.causal:
+        q, k, v = (to_zigzag(a, place, call.size) for a in (q, k, v))
+        if segment_ids is not None:
+            segment_ids = to_zigzag(segment_ids, place, call.size)
+    ring = _Ring(call, place, q.shape[1], window)
+    q_blocks = grouped(ring.cut.cut(q), k.shape[2])
+    present = ring.cut_keys(k, v, segment_ids)
+    q_tokens = ring.tokens(place, present.segment_ids)
+    state = start(q_blocks)
+    for turn in range(call.size):
+        following = ring.passed(present) if turn < call.size - 1 else present
+        k_tokens = ring.tokens(ring.behind(turn), present.segment_ids)
+        pairs = ring.pairs(turn)
+        state = accumulate(
+            call.scores, state, q_blocks, q_tokens, present.k, present.v, k_tokens, pairs
+        )
+        present, state = jax.lax.optimization_barrier((following, state))
+    o, lse = finish(state, ring.cut, q.dtype)
+    if not call.scores.causal:
+        return o, Kept(None, None, None, None, lse)
+    return from_zigzag(o, place, call.size), Kept(q, k, v, segment_ids, lse)
+
+
+def backward(
+    call: Call, place: Array, kept: Kept, window: Array | None, do: Array, delta: Array
+) -> tuple[Array, Array, Array]:
+    """Return a device's gradients of queries, keys and values.
+
+    Args:
+      call: the attention.
+      place: i32[], the device's place in the ring.
+      kept: what forward kept, in zigzag order if the attention is causal.
+      window: i32[], or None.
+      do: cotangents of the outputs, in the model's order.
+      delta: f32[B, T_context, N], sums over D of do o, in the model's order.
+    """
+    q, k, v, segment_ids, lse = kept
+    assert q is not None and k is not None and v is not None
+    if call.scores.causal:
+        do, delta = (to_zigzag(a, place, call.size) for a in (do, delta))
+    ring = _Ring(call, place, q.shape[1], window)
+    q_blocks = grouped(ring.cut.cut(q), k.shape[2])
+    outputs = cut_outputs(ring.cut, do, lse, delta, k.shape[2])
+    present = ring.cut_keys(k, v, segment_ids)
+    q_tokens = ring.tokens(place, present.segment_ids)
+    dq, *sums = zero_grads(q_blocks, present.k)
+    zeros = list(sums)
+    for turn in range(call.size):
+        following = ring.passed(present) if turn < call.size - 1 else present
+        arriving = [ring.passed(a) for a in sums] if turn else zeros
+        k_tokens = ring.tokens(ring.behind(turn), present.segment_ids)
+        own = accumulate_grads(
+            call.scores,
+            Grads(dq, *zeros),
+            q_blocks,
+            q_tokens,
+            outputs,
+            present.k,
+            present.v,
+            k_tokens,
+            ring.pairs(turn),
+        )
+        present, arriving, own = jax.lax.optimization_barrier((following, arriving, own))
+        dq = own.dq
+        sums = [a + b for a, b in zip(arriving, (own.dk, own.dv), strict=True)]
+    sums = [ring.passed(a) for a in sums]
+    dq = ring.cut.join(dq).reshape(q.shape)
+    grads = [a.astype(q.dtype) for a in (dq, *map(ring.cut.join, sums))]
+    if call.scores.causal:
+        grads = [from_zigzag(a, place, call.size) for a in grads]
+    return grads[0], grads[1], grads[2]
+
+
+class _Ring:
+    """One device's place in the ring, and its blocks."""
+
+    def __init__(self, call: Call, place: Array, length: int, window: Array | None) -> None:
+        self.call = call
+        self.place = place
+        self.window = window
+        chunks = 2 if call.scores.causal else 1
+        self.cut = Cut(chunks, length // chunks, call.block)
+
+    def passed(self, a: Any) -> Any:
+        """Pass arrays to the next device, and return those of the device behind."""
+        size = self.call.size
+        moves = [(n, (n + 1) % size) for n in range(size)]
+        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, CONTEXT, moves), a)
+
+    def behind(self, turn: int) -> Array:
+        """Return the place of the device whose keys are here in a turn."""
+        return (self.place - turn) % self.call.size
+
+    def cut_keys(self, k: Array, v: Array, segment_ids: Array | None) -> _Travelling:
+        """Return keys, values and segment ids in blocks."""
+        ids = None if segment_ids is None else self.cut.cut(segment_ids)
+        return _Travelling(self.cut.cut(k), self.cut.cut(v), ids)
+
+    def tokens(self, place: Array, segment_ids: Array | None) -> Tokens:
+        """Return the tokens that the device at `place` holds."""
+        if self.call.scores.causal:
+            starts = chunk_starts(place, self.call.size, self.cut.length)
+        else:
+            starts = place[None] * self.cut.length
+        return self.cut.tokens(starts, segment_ids, self.window)
+
+    def pairs(self, turn: int) -> Pairs:
+        """Return the pairs of blocks that a turn computes."""
+        if not turn or not self.call.scores.causal:
+            return list_pairs(self.call.scores, self.cut)
+        # Late queries see the early chunk of any other device. The second pair of chunks is that of
+        # the early ones if the keys are from a device before this one, else of the late ones.
+        n = self.cut.count
+        i, j = np.divmod(np.arange(n * n, dtype=np.int32), np.int32(n))
+        shift = jnp.where(self.behind(turn) < self.place, 0, n).astype(jnp.int32)
+        return Pairs(jnp.concatenate([i + n, i + shift]), jnp.concatenate([j, j + shift]))
