@@ -9,13 +9,15 @@ chunks, and in each other turn half of the pairs of blocks, whichever device the
 
 In backward the gradients of keys and values follow them around, one turn behind: a device adds
 its own part to the sum that arrived while it was computed. After c - 1 turns the sums are one step
-from home, so c permutes bring back each of the two gradients. They are float32.
+from home, so c permutes bring back each of the two gradients, in float32 but for the last ones.
 
-A permute never depends on the products of the turn that it overlaps with. Barriers hold both
-together: both end before the next turn begins, so that XLA neither delays a permute nor issues
-all of them at the start.
+A permute never depends on the products of its turn. XLA for GPUs keeps one permute in flight, and
+runs others alone. So the pairs of blocks of a turn are computed in parts, one beside each permute,
+and a barrier ends both before the next permute begins.
 """
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ from zerojax.context.blocks import (
     Cut,
     Grads,
     Pairs,
+    State,
     accumulate,
     accumulate_grads,
     cut_outputs,
@@ -62,15 +65,27 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
     q_blocks = grouped(ring.cut.cut(q), k.shape[2])
     present = ring.cut_keys(k, v, segment_ids)
     q_tokens = ring.tokens(place, present.segment_ids)
-    state = start(q_blocks)
-    for turn in range(call.size):
-        following = ring.passed(present) if turn < call.size - 1 else present
+
+    def run_turn(
+        turn: Any, present: _Travelling, state: State, sends: bool = True
+    ) -> tuple[_Travelling, State]:
         k_tokens = ring.tokens(ring.behind(turn), present.segment_ids)
-        pairs = ring.pairs(turn)
-        state = accumulate(
-            call.scores, state, q_blocks, q_tokens, present.k, present.v, k_tokens, pairs
+
+        def compute(state: State, pairs: Pairs) -> State:
+            return accumulate(
+                call.scores, state, q_blocks, q_tokens, present.k, present.v, k_tokens, pairs
+            )
+
+        sent = present if sends else None
+        following, state = ring.compute_beside(sent, compute, state, ring.pairs(turn))
+        return following, state
+
+    following, state = run_turn(0, present, start(q_blocks))
+    if call.size > 2:
+        following, state = jax.lax.fori_loop(
+            1, call.size - 1, lambda turn, carry: run_turn(turn, *carry), (following, state)
         )
-        present, state = jax.lax.optimization_barrier((following, state))
+    _, state = run_turn(call.size - 1, following, state, sends=False)
     o, lse = finish(state, ring.cut, q.dtype)
     if not call.scores.causal:
         return o, Kept(None, None, None, None, lse)
@@ -99,29 +114,33 @@ def backward(
     outputs = cut_outputs(ring.cut, do, lse, delta, k.shape[2])
     present = ring.cut_keys(k, v, segment_ids)
     q_tokens = ring.tokens(place, present.segment_ids)
-    dq, *sums = zero_grads(q_blocks, present.k)
-    zeros = list(sums)
-    for turn in range(call.size):
-        following = ring.passed(present) if turn < call.size - 1 else present
-        arriving = [ring.passed(a) for a in sums] if turn else zeros
+
+    def run_turn(turn: Any, present: _Travelling, sums: Any, dq: Array, sends: bool = True) -> Any:
+        """Return what arrived, the sums of dk and dv for the present keys, and dq."""
         k_tokens = ring.tokens(ring.behind(turn), present.segment_ids)
-        own = accumulate_grads(
-            call.scores,
-            Grads(dq, *zeros),
-            q_blocks,
-            q_tokens,
-            outputs,
-            present.k,
-            present.v,
-            k_tokens,
-            ring.pairs(turn),
+
+        def compute(grads: Grads, pairs: Pairs) -> Grads:
+            operands = q_blocks, q_tokens, outputs, present.k, present.v, k_tokens
+            return accumulate_grads(call.scores, grads, *operands, pairs)
+
+        sent = (present if sends else None, sums)
+        own = zero_grads(q_blocks, present.k)._replace(dq=dq)
+        arrived, own = ring.compute_beside(sent, compute, own, ring.pairs(turn))
+        following, sums = arrived
+        added = own.dk, own.dv
+        if sums is not None:
+            added = jax.tree.map(jnp.add, sums, added)
+        return following, added, own.dq
+
+    carry = run_turn(0, present, None, jnp.zeros(q_blocks.shape, jnp.float32))
+    if call.size > 2:
+        carry = jax.lax.fori_loop(
+            1, call.size - 1, lambda turn, carry: run_turn(turn, *carry), carry
         )
-        present, arriving, own = jax.lax.optimization_barrier((following, arriving, own))
-        dq = own.dq
-        sums = [a + b for a, b in zip(arriving, (own.dk, own.dv), strict=True)]
-    sums = [ring.passed(a) for a in sums]
+    _, sums, dq = run_turn(call.size - 1, *carry, sends=False)
+    dk, dv = (ring.cut.join(ring.passed(a.astype(k.dtype))) for a in sums)
     dq = ring.cut.join(dq).reshape(q.shape)
-    grads = [a.astype(q.dtype) for a in (dq, *map(ring.cut.join, sums))]
+    grads = [a.astype(q.dtype) for a in (dq, dk, dv)]
     if call.scores.causal:
         grads = [from_zigzag(a, place, call.size) for a in grads]
     return grads[0], grads[1], grads[2]
@@ -137,13 +156,40 @@ class _Ring:
         chunks = 2 if call.scores.causal else 1
         self.cut = Cut(chunks, length // chunks, call.block)
 
-    def passed(self, a: Any) -> Any:
-        """Pass arrays to the next device, and return those of the device behind."""
+    def passed(self, a: Array) -> Array:
+        """Pass an array to the next device, and return the array of the device behind."""
         size = self.call.size
-        moves = [(n, (n + 1) % size) for n in range(size)]
-        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, CONTEXT, moves), a)
+        return jax.lax.ppermute(a, CONTEXT, [(n, (n + 1) % size) for n in range(size)])
 
-    def behind(self, turn: int) -> Array:
+    def compute_beside(
+        self, sent: Any, compute: Callable[[Any, Pairs], Any], carry: Any, pairs: Pairs
+    ) -> tuple[Any, Any]:
+        """Pass a tree of arrays on, and compute with pairs of blocks at the same time.
+
+        Args:
+          sent: what is passed on.
+          compute: function from a carry and some pairs to the next carry.
+          carry: the first carry.
+          pairs: pairs of blocks.
+
+        Returns:
+          What arrived, and the last carry.
+        """
+        waiting, tree = jax.tree.flatten(sent)
+        if not waiting:
+            return sent, compute(carry, pairs)
+        parts = _split(pairs, [a.nbytes for a in waiting])
+        arrived: list[Array] = []
+        for part in parts:
+            array, *waiting = waiting
+            permuted = self.passed(array)
+            if len(part.queries):
+                carry = compute(carry, part)
+            permuted, carry, waiting = jax.lax.optimization_barrier((permuted, carry, waiting))
+            arrived.append(permuted)
+        return jax.tree.unflatten(tree, arrived), carry
+
+    def behind(self, turn: Any) -> Array:
         """Return the place of the device whose keys are here in a turn."""
         return (self.place - turn) % self.call.size
 
@@ -160,9 +206,10 @@ class _Ring:
             starts = place[None] * self.cut.length
         return self.cut.tokens(starts, segment_ids, self.window)
 
-    def pairs(self, turn: int) -> Pairs:
-        """Return the pairs of blocks that a turn computes."""
-        if not turn or not self.call.scores.causal:
+    def pairs(self, turn: Any) -> Pairs:
+        """Return the pairs of blocks that a turn computes; turn 0 is a Python integer."""
+        is_first = isinstance(turn, int) and turn == 0
+        if is_first or not self.call.scores.causal:
             return list_pairs(self.call.scores, self.cut)
         # Late queries see the early chunk of any other device. The second pair of chunks is that of
         # the early ones if the keys are from a device before this one, else of the late ones.
@@ -170,3 +217,16 @@ class _Ring:
         i, j = np.divmod(np.arange(n * n, dtype=np.int32), np.int32(n))
         shift = jnp.where(self.behind(turn) < self.place, 0, n).astype(jnp.int32)
         return Pairs(jnp.concatenate([i + n, i + shift]), jnp.concatenate([j, j + shift]))
+
+
+def _split(pairs: Pairs, weights: Sequence[int]) -> list[Pairs]:
+    """Return the pairs in parts as long as the weights say, each with a pair if there are enough."""
+    total = len(pairs.queries)
+    least = int(total >= len(weights))
+    shares = np.cumsum(weights) / sum(weights) * (total - least * len(weights))
+    ends = np.rint(shares).astype(int) + least * np.arange(1, len(weights) + 1)
+    bounds = [0, *map(int, ends)]
+    return [
+        Pairs(pairs.queries[start:end], pairs.keys[start:end])
+        for start, end in itertools.pairwise(bounds)
+    ]
