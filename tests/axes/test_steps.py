@@ -93,7 +93,10 @@ def train(
     )
     with program:
         state = program.init(jax.random.key(0))
-        losses, state = toys.run(program, state, long_decoder.batches(STEPS))
+        losses = []
+        for batch in long_decoder.batches(STEPS):
+            state, metrics = program.step(state, batch)
+            losses.append(float(metrics["loss"]))
         state = program.settle(state)
         layers = [jax.device_get(tree) for _, tree in program.iter_params(state)]
     return np.asarray(losses, np.float32), layers

@@ -128,7 +128,7 @@ def test_a_frequent_token_is_summed_in_float32():
         return jnp.sum(p["table"][batch["ids"]])
 
     program = build(loss, 256, {"fsdp": 8}, stage=3, precision="bf16")
-    assert sends_rows((256, H), (8, 128, 1), ("fsdp", None), program.mesh, "fsdp")
+    assert sends_rows((256, H), (8, 128, 1), ("fsdp", None), program.mesh, ("fsdp",))
     state, data = program.init(jax.random.key(0)), {"ids": np.zeros((8, 128), np.int32)}
     _, metrics = program.step(state, data)
     np.testing.assert_allclose(float(metrics["grad_norm"]), 1024 * H**0.5, rtol=1e-3)
@@ -158,4 +158,4 @@ def test_a_frequent_token_is_summed_in_float32():
     ],
 )
 def test_rows_are_sent_where_they_are_fewer(table, rows, cotangent, mesh, expected):
-    assert sends_rows(table, (*rows, 1), cotangent, zj.make_mesh(**mesh), "fsdp") == expected
+    assert sends_rows(table, (*rows, 1), cotangent, zj.make_mesh(**mesh), ("fsdp",)) == expected

@@ -126,6 +126,7 @@ def model(
         head,
         context=lambda batch: batch["segment_ids"],
         specs={"block": EXPERT_SPECS if experts else SPECS},
+        stochastic=dropout > 0,
     )
 
 

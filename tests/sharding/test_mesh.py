@@ -33,6 +33,24 @@ def test_a_mesh_of_make_mesh_is_taken_as_it_is(caplog):
     assert not caplog.records
 
 
+def test_a_mesh_has_expert_and_context_where_they_are_above_1():
+    mesh = zj.make_mesh(data=1, fsdp=-1, tensor=2, context=2, expert=2)
+    assert tuple(mesh.shape.items()) == (
+        ("data", 1),
+        ("fsdp", 1),
+        ("expert", 2),
+        ("context", 2),
+        ("tensor", 2),
+    )
+    assert own_mesh(mesh) is mesh
+    assert tuple(zj.make_mesh(fsdp=4, context=-1).shape) == ("data", "fsdp", "context", "tensor")
+    assert tuple(zj.make_mesh(fsdp=8).shape) == ("data", "fsdp", "tensor")
+    with pytest.raises(ValueError, match=r"data 1 x fsdp 4 x context 4 x tensor 1 = 16, but there"):
+        zj.make_mesh(fsdp=4, context=4)
+    with pytest.raises(ValueError, match=r"context='2': a positive integer"):
+        zj.make_mesh(context="2")
+
+
 @pytest.mark.parametrize(
     ("sizes", "axes", "expected"),
     [
@@ -51,6 +69,16 @@ def test_a_mesh_of_make_mesh_is_taken_as_it_is(caplog):
             {"x": 2, "one": 1, "y": 4},
             {"fsdp": ("x", "y"), "data": "one"},
             {"data": 1, "fsdp": 8, "tensor": 1},
+        ),
+        (
+            {"cp": 2, "experts": 2, "x": 2},
+            {"context": "cp", "expert": "experts", "fsdp": "x"},
+            {"context": 2, "expert": 2, "data": 1, "fsdp": 2, "tensor": 1},
+        ),
+        (
+            {"fsdp": 4, "expert": 1, "context": 2},
+            None,
+            {"data": 1, "fsdp": 4, "context": 2, "tensor": 1},
         ),
         ({"data": 2, "fsdp": 2, "tensor": 2}, None, {"data": 2, "fsdp": 2, "tensor": 2}),
         ({"fsdp": 4}, None, {"data": 1, "fsdp": 4, "tensor": 1}),
@@ -75,7 +103,7 @@ def test_any_mesh_is_taken_with_its_devices_in_their_order(sizes, axes, expected
         (
             {"x": 4, "y": 2},
             {"fsdp": "x"},
-            r"the axis 'y' of 2 devices, .* none of data, fsdp, tensor.*axes=\{\"fsdp\": 'y'\}",
+            r"the axis 'y' of 2 devices, .* none of data, fsdp, expert, context, tensor.*axes=\{\"fsdp\": 'y'\}",
         ),
         ({"x": 8}, None, "'x' of 8 devices"),
         (
@@ -83,7 +111,11 @@ def test_any_mesh_is_taken_with_its_devices_in_their_order(sizes, axes, expected
             {"fsdp": "z"},
             r"axes\['fsdp'\]='z': the mesh has the axes \('x',\), and no 'z'",
         ),
-        ({"x": 8}, {"zero": "x"}, "axes has the key 'zero', and the axes are data, fsdp, tensor"),
+        (
+            {"x": 8},
+            {"zero": "x"},
+            "axes has the key 'zero', and the axes are data, fsdp, expert, context, tensor",
+        ),
         ({"x": 8}, {"fsdp": 0}, r"axes\['fsdp'\]=0: the name of a mesh axis"),
         ({"x": 8}, {"fsdp": "x", "data": "x"}, "names 'x' twice"),
         ({"x": 8}, ["x"], r"axes=\['x'\]: a dict is needed"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
+from zerojax.sharding import batch_axes, zero_axes
 from zerojax.sharding.partition import leaf_spec, param_specs
 from zerojax.sharding.specs import parse_axes, without_axes
 
@@ -46,34 +47,65 @@ def test_mesh_of_other_axes_is_refused():
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, b, k: jnp.sum(p["w"]))
     with pytest.raises(
-        ValueError, match=r"'shards' of 8 devices, which is none of data, fsdp, tensor"
+        ValueError,
+        match=r"'shards' of 8 devices, which is none of data, fsdp, expert, context, tensor",
     ):
         zj.build_train_step(model, None, zj.ZeroConfig(), mesh)  # type: ignore[arg-type]
 
 
 def test_leaf_spec_takes_the_largest_dim_that_divides_and_of_layers_the_first():
     mesh = zj.make_mesh(fsdp=4, tensor=2)
-    assert leaf_spec((8, 16), mesh, "fsdp").sharded == (None, "fsdp")
-    assert leaf_spec((8, 18), mesh, "fsdp").sharded == ("fsdp", None)
-    assert leaf_spec((64, 16), mesh, "fsdp", ("tensor", None)).sharded == ("tensor", "fsdp")
-    assert leaf_spec((64, 15), mesh, "fsdp", ("tensor", None)).sharded == (("tensor", "fsdp"), None)
-    assert leaf_spec((64,), mesh, "fsdp", ("tensor",)).sharded == (("tensor", "fsdp"),)
-    assert leaf_spec((64, 4, 4), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
-    assert leaf_spec((64, 4, 32), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
-    assert leaf_spec((64, 6, 32), mesh, "fsdp", first_dim=1).sharded == (None, None, "fsdp")
-    assert leaf_spec((64, 8, 4, 32), mesh, "fsdp", first_dim=2).sharded == (
+    assert leaf_spec((8, 16), mesh, ("fsdp",)).sharded == (None, "fsdp")
+    assert leaf_spec((8, 18), mesh, ("fsdp",)).sharded == ("fsdp", None)
+    assert leaf_spec((64, 16), mesh, ("fsdp",), ("tensor", None)).sharded == ("tensor", "fsdp")
+    assert leaf_spec((64, 15), mesh, ("fsdp",), ("tensor", None)).sharded == (
+        ("tensor", "fsdp"),
+        None,
+    )
+    assert leaf_spec((64,), mesh, ("fsdp",), ("tensor",)).sharded == (("tensor", "fsdp"),)
+    assert leaf_spec((64, 4, 4), mesh, ("fsdp",), first_dim=1).sharded == (None, "fsdp", None)
+    assert leaf_spec((64, 4, 32), mesh, ("fsdp",), first_dim=1).sharded == (None, "fsdp", None)
+    assert leaf_spec((64, 6, 32), mesh, ("fsdp",), first_dim=1).sharded == (None, None, "fsdp")
+    assert leaf_spec((64, 8, 4, 32), mesh, ("fsdp",), first_dim=2).sharded == (
         None,
         None,
         "fsdp",
         None,
     )
-    assert leaf_spec((64, 8, 32), mesh, "fsdp", (None, "tensor", None), first_dim=1).sharded == (
+    assert leaf_spec((64, 8, 32), mesh, ("fsdp",), (None, "tensor", None), first_dim=1).sharded == (
         None,
         "tensor",
         "fsdp",
     )
-    assert leaf_spec((7, 3), mesh, "fsdp").replicated is not None
-    assert leaf_spec((), mesh, "fsdp").replicated is not None
+    assert leaf_spec((7, 3), mesh, ("fsdp",)).replicated is not None
+    assert leaf_spec((), mesh, ("fsdp",)).replicated is not None
+
+
+def test_every_zero_axis_splits_a_leaf_but_those_of_its_own_spec():
+    mesh = zj.make_mesh(fsdp=2, expert=2, context=2)
+    axes = zero_axes(mesh)
+    assert axes == ("fsdp", "expert", "context")
+    assert batch_axes(mesh) == ("data", "fsdp", "expert")
+    assert leaf_spec((8, 16), mesh, axes).sharded == (None, axes)
+    spec = leaf_spec((3, 4, 8, 5), mesh, axes, (None, "expert", None, None), first_dim=1)
+    assert spec.sharded == (None, "expert", ("fsdp", "context"), None)
+    assert spec.added_axes == ("fsdp", "context")
+    assert spec.base == (None, "expert", None, None)
+    why = leaf_spec((7, 12), mesh, axes).replicated
+    assert why == "no dim of (7, 12) divides by fsdp=2 x expert=2 x context=2"
+
+
+def test_specs_that_name_expert_fit_meshes_without_it():
+    tree = {"w": jax.ShapeDtypeStruct((4, 8, 6), jnp.float32)}
+    user_specs = {"w": P("expert", None, "tensor")}
+    mesh = zj.make_mesh(fsdp=4, tensor=2)
+    (spec,) = param_specs(tree, user_specs, mesh, zero_axes(mesh)).values()
+    assert spec.sharded == (None, "fsdp", "tensor")
+    mesh = zj.make_mesh(fsdp=2, expert=2, context=2)
+    (spec,) = param_specs(tree, user_specs, mesh, zero_axes(mesh)).values()
+    assert spec.sharded == ("expert", ("fsdp", "context"), "tensor")
+    with pytest.raises(ValueError, match="names 'context', which ZeRO assigns"):
+        param_specs(tree, {"w": P("context")}, mesh, zero_axes(mesh))
 
 
 @given(
@@ -86,7 +118,7 @@ def test_leaf_spec_is_always_valid(shape, base, first_dim):
     base = tuple(base[: len(shape)]) + (None,) * (len(shape) - len(base))
     if base.count("tensor") > 1 or any(s and n % 2 for n, s in zip(shape, base, strict=True)):
         return
-    spec = leaf_spec(shape, mesh, "fsdp", base, first_dim=first_dim)
+    spec = leaf_spec(shape, mesh, ("fsdp",), base, first_dim=first_dim)
     axes = [a for entry in spec.sharded for a in parse_axes(entry)]
     assert len(axes) == len(set(axes))
     for n, entry in zip(shape, spec.sharded, strict=True):
@@ -112,5 +144,5 @@ def test_leaf_spec_is_always_valid(shape, base, first_dim):
 def test_given_specs_that_do_not_fit_are_refused(spec, words):
     tree = {"w": jax.ShapeDtypeStruct((8, 7), jnp.float32)}
     with pytest.raises(ValueError) as e:  # noqa: PT011
-        param_specs(tree, spec, zj.make_mesh(fsdp=4, tensor=2), "fsdp")
+        param_specs(tree, spec, zj.make_mesh(fsdp=4, tensor=2), ("fsdp",))
     assert all(word in str(e.value) for word in words), e.value

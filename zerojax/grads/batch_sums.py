@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.jaxprs import LINEAR, Instruction, Ref, bind, list_regions, read
-from zerojax.sharding import batch_axes, parse_axes
+from zerojax.sharding import parse_axes
 
 _REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 _MOVED = frozenset({"transpose", "convert_element_type", "copy", "name", "pvary"})
@@ -143,10 +143,18 @@ def is_initial_value(i: Instruction, position: int) -> bool:
 # --- reductions in a shard_map ------------------------------------------------------------------
 
 
-def find_reductions(eqn: jex.JaxprEqn, mesh: Mesh) -> list[Sequence[Step] | None]:
-    """Return for each result of a shard_map the steps from a batch sum to the result, or None."""
-    needed_axes = {axis for axis in batch_axes(mesh) if mesh.shape[axis] > 1}
-    if not needed_axes:  # one batch shard: nothing to leave out
+def find_reductions(
+    eqn: jex.JaxprEqn, mesh: Mesh, axes: Sequence[str]
+) -> list[Sequence[Step] | None]:
+    """Return for each result of a shard_map the steps from a batch sum to the result, or None.
+
+    Args:
+      eqn: the shard_map.
+      mesh: the device mesh.
+      axes: axes of the batch over which a result must be summed.
+    """
+    needed_axes = {axis for axis in axes if mesh.shape[axis] > 1}
+    if not needed_axes:  # one row: nothing to leave out
         return [None] * len(eqn.outvars)
     (region,) = list_regions(eqn)
     program = region.flatten()
@@ -181,21 +189,21 @@ def _follow_reductions(
 
 
 def apply_without_batch_sums(
-    steps: Sequence[Step], slots: Mapping[int, Any], mesh: Mesh
+    steps: Sequence[Step], slots: Mapping[int, Any], axes: Sequence[str]
 ) -> jax.Array:
-    """Return a result of a shard_map as a row of this device, not summed over the batch's axes.
+    """Return a result of a shard_map as a row of this device, not summed over some axes.
 
     Args:
       steps: the steps from the sum to the result.
       slots: values of the body's slots.
-      mesh: the device mesh.
+      axes: the axes that split the rows.
     """
     value = read(steps[0].operand, slots)
     for step in steps:
         if step.eqn.primitive.name not in _REDUCTIONS:
             (value,) = bind(step.eqn, [value])
             continue
-        other_axes = tuple(sorted(_list_summed_axes(step.eqn) - set(batch_axes(mesh))))
+        other_axes = tuple(sorted(_list_summed_axes(step.eqn) - set(axes)))
         if other_axes:
             value = jax.lax.psum(value, other_axes)
     return jnp.asarray(value)[None]

@@ -7,6 +7,7 @@ constrain      g[R_(data, fsdp), D, F]      each device holds one row
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +16,33 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split
-from zerojax.sharding import batch_axes, num_batch_shards
+from zerojax.sharding import batch_axes, list_axes, num_batch_shards
 
 Array = jax.Array
 
 
-def unreduced_sharding(mesh: Mesh, unsharded: Sequence[Any]) -> NamedSharding:
-    """Return the sharding of an unreduced gradient.
+def row_axes(mesh: Mesh, unsharded: Sequence[Any]) -> tuple[str, ...]:
+    """Return the axes that split the rows of a leaf's unreduced gradient.
+
+    They are the batch's axes, without those that split the leaf itself: with experts over `expert`,
+    the devices of an expert group hold the gradients of different experts.
 
     Args:
       mesh: the device mesh.
-      unsharded: partition spec of the unsharded leaf, which can only use the axis `tensor`.
+      unsharded: partition spec of the unsharded leaf: its axes `tensor` and `expert`.
     """
-    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh), *unsharded))
+    own_axes = list_axes(unsharded)
+    return tuple(axis for axis in batch_axes(mesh) if axis not in own_axes)
+
+
+def count_rows(mesh: Mesh, unsharded: Sequence[Any]) -> int:
+    """Return the number of rows of a leaf's unreduced gradient, for arguments as in `row_axes`."""
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh, unsharded))
+
+
+def unreduced_sharding(mesh: Mesh, unsharded: Sequence[Any]) -> NamedSharding:
+    """Return the sharding of a leaf's unreduced gradient, for arguments as in `row_axes`."""
+    return NamedSharding(mesh, PartitionSpec(row_axes(mesh, unsharded), *unsharded))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +51,20 @@ class RowRule:
 
     Attributes:
       mesh: the device mesh.
+      axes: axes that split the rows.
       batch_size: number of examples of a microbatch.
       reduced_early: descriptions of the sums that were reduced where they are made.
     """
 
     mesh: Mesh
+    axes: tuple[str, ...]
     batch_size: int
     reduced_early: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
-        """R, the number of batch shards."""
-        return num_batch_shards(self.mesh)
+        """R, the number of devices along `axes`."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def guess_split(self, shape: tuple[int, ...], is_data: bool) -> Split:
         """Return how an array is split: in dim 0 if it is data with the length of the batch."""
@@ -55,7 +72,7 @@ class RowRule:
             is_data
             and self.batch_size > 0
             and shape[:1] == (self.batch_size,)
-            and self.batch_size % self.num_rows == 0
+            and self.batch_size % num_batch_shards(self.mesh) == 0
         )
         first_dim = (batch_axes(self.mesh),) if is_batch else ()
         return first_dim + ((),) * (len(shape) - len(first_dim))
@@ -73,7 +90,8 @@ class RowRule:
         The partitioner chooses the sharding of the other dims unless `spec` gives it.
         """
         other_dims = spec or (PartitionSpec.UNCONSTRAINED,) * (value.ndim - 1)
-        return jax.lax.with_sharding_constraint(value, unreduced_sharding(self.mesh, other_dims))
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *other_dims))
+        return jax.lax.with_sharding_constraint(value, sharding)
 
     def cut(self, value: Any, dim: int) -> Array:
         """Return an array with dim `dim` cut into R pieces, as dim 0: x[B, D] -> x[R, B / R, D]."""

@@ -29,7 +29,7 @@ rows sorted by experts), is reduced where it is made, put in row 0, and reported
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.grads.rewriter import Derivative, IsOpaque, TracedDerivative
-from zerojax.grads.row_rule import RowRule
+from zerojax.grads.row_rule import RowRule, row_axes
 from zerojax.grads.unreduced_rewriter import UnreducedGradRewriter
 from zerojax.sharding import DATA, batch_axes, pad_spec, without_axes
 from zerojax.trees import Params
@@ -50,6 +50,7 @@ def unreduced_grads(
     derivative: Derivative,
     mesh: Mesh,
     is_opaque: IsOpaque = lambda eqn: False,
+    unsharded: Sequence[Sequence[Any]] | None = None,
 ) -> Derivative:
     """Return a derivative whose gradients are per device: g[R_(data, fsdp), ...] instead of g[...].
 
@@ -57,12 +58,41 @@ def unreduced_grads(
       derivative: `derivative(cotangents, data, params) -> (gradients, others)`. Dim 0 of the first
         leaf of (cotangents, data) that is not a scalar is the batch; other leaves whose dim 0 has
         the same length are split in the same way.
-      mesh: the device mesh. R is the size of `data` times the size of `fsdp`.
+      mesh: the device mesh. R is the number of batch shards; for a leaf that `expert` splits, it
+        does not count the devices along that axis.
       is_opaque: function that says whether a `jit` stays one equation; gradients that it returns
         are left unchanged.
+      unsharded: spec of the unsharded leaf of each gradient, in the order of the gradients' leaves;
+        None if `expert` splits none of them.
 
     Returns:
       A function of the same arguments. Gradients keep their dtype, and `others` are unchanged.
+    """
+    if unsharded is None:
+        return _add_rows(derivative, mesh, is_opaque, batch_axes(mesh), None)
+    positions: dict[tuple[str, ...], set[int]] = {}
+    for position, spec in enumerate(unsharded):
+        positions.setdefault(row_axes(mesh, spec), set()).add(position)
+    for axes, group in positions.items():
+        derivative = _add_rows(derivative, mesh, is_opaque, axes, group)
+    return derivative
+
+
+def _add_rows(
+    derivative: Derivative,
+    mesh: Mesh,
+    is_opaque: IsOpaque,
+    axes: tuple[str, ...],
+    positions: Set[int] | None,
+) -> Derivative:
+    """Return a derivative that returns some gradients with rows.
+
+    Args:
+      derivative: the derivative, as in `unreduced_grads`.
+      mesh: the device mesh.
+      is_opaque: as in `unreduced_grads`.
+      axes: axes that split the rows.
+      positions: positions of these gradients among the leaves; None for all of them.
     """
 
     def run(cotangents: Any, data: Any, params: Params) -> Any:
@@ -70,7 +100,7 @@ def unreduced_grads(
         program = traced.program
         shapes = [jnp.shape(leaf) for leaf in traced.leaves]
         num_data = len(traced.cotangents) + len(traced.data)
-        rule = RowRule(mesh, _find_batch_size(shapes[:num_data]))
+        rule = RowRule(mesh, axes, _find_batch_size(shapes[:num_data]))
         splits = [rule.guess_split(shape, n < num_data) for n, shape in enumerate(shapes)]
 
         data_slots = list(traced.data)
@@ -79,11 +109,14 @@ def unreduced_grads(
             if rule.batch_dim(split) >= 0:
                 data_slots.append(slot)
 
+        is_wanted = list(traced.is_grad)
+        for position, is_grad in enumerate(traced.is_grad):
+            is_wanted[position] = is_grad and (positions is None or position in positions)
         rewriter = UnreducedGradRewriter(
             program,
             program.reached(traced.cotangents, by_result=True),
             program.reached(data_slots, by_result=True),
-            traced.is_grad,
+            is_wanted,
             is_opaque,
             rule,
             splits,
@@ -109,7 +142,7 @@ def _find_batch_size(shapes: Sequence[tuple[int, ...]]) -> int:
     return 0
 
 
-def reduced(value: Array, sharding: NamedSharding) -> Array:
+def reduced(value: Array, sharding: NamedSharding, unsharded: Sequence[Any]) -> Array:
     """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F].
 
     It is one reduction, in the gradient's dtype. With replicas it takes two steps, a reduce_scatter
@@ -118,10 +151,11 @@ def reduced(value: Array, sharding: NamedSharding) -> Array:
     Args:
       value: the unreduced gradient.
       sharding: sharding of the result.
+      unsharded: spec of the unsharded leaf.
     """
     mesh = sharding.mesh
     spec = pad_spec(sharding.spec, value.ndim - 1)
-    shards = tuple(axis for axis in batch_axes(mesh) if axis != DATA)
+    shards = tuple(axis for axis in row_axes(mesh, unsharded) if axis != DATA)
     if mesh.shape[DATA] > 1 and without_axes(spec, *shards) != spec:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
         rows = NamedSharding(mesh, PartitionSpec(DATA, shards))

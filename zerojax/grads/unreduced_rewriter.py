@@ -43,7 +43,7 @@ from zerojax.jaxprs import (
     rebind_scan,
     rebind_shard_map,
 )
-from zerojax.sharding import batch_axes, pad_spec, parse_axes, without_axes
+from zerojax.sharding import pad_spec, parse_axes, without_axes
 
 Array = jax.Array
 _ENTERED = ENTERED["unreduced_grads"] - INLINED - {"shard_map"}
@@ -193,7 +193,7 @@ class UnreducedGradRewriter(GradRewriter):
         if name == "optimization_barrier":
             return [out for ref, out in zip(i.ins, i.outs, strict=True) if is_among(ref, self.sums)]
         if name == "shard_map":
-            reductions = find_reductions(i.eqn, self.rule.mesh)
+            reductions = find_reductions(i.eqn, self.rule.mesh, self.rule.axes)
             pairs = zip(i.outs, reductions, strict=True)
             return [out for out, steps in pairs if steps is not None]
         if self.is_opaque(i.eqn):
@@ -352,7 +352,7 @@ class UnreducedGradRewriter(GradRewriter):
         if dims is None:
             return self.by_default(i)
         mesh = self.rule.mesh
-        rows = batch_axes(mesh)
+        rows = self.rule.axes
 
         def convolve_part(*operands: Any) -> Array:
             return i.eqn.primitive.bind(*operands, **i.eqn.params)[None]
@@ -381,7 +381,7 @@ class UnreducedGradRewriter(GradRewriter):
         value = self.rows(i.ins[0])
         if spec is None:
             return [self.rule.constrain(value)]
-        return [self.rule.constrain(value, *self._without_batch(pad_spec(spec, value.ndim - 1)))]
+        return [self.rule.constrain(value, *self._without_rows(pad_spec(spec, value.ndim - 1)))]
 
     def enter(self, i: Instruction) -> list[Any]:
         """Rewrite the regions of an instruction.
@@ -416,14 +416,14 @@ class UnreducedGradRewriter(GradRewriter):
         """Apply a shard_map; its results in `with_rows` skip the sums over the batch's axes."""
         (region,) = list_regions(i.eqn)
         program = region.flatten()
-        reductions = find_reductions(i.eqn, self.rule.mesh)
+        reductions = find_reductions(i.eqn, self.rule.mesh, self.rule.axes)
         out_specs = list(i.eqn.params["out_specs"])
         for n, out in enumerate(i.outs):
             if out not in self.with_rows:
                 reductions[n] = None
             elif reductions[n] is not None:
                 spec = pad_spec(out_specs[n], _ndim(i.eqn.outvars[n]))
-                out_specs[n] = PartitionSpec(batch_axes(self.rule.mesh), *self._without_batch(spec))
+                out_specs[n] = PartitionSpec(self.rule.axes, *self._without_rows(spec))
 
         def run(values: Sequence[Any]) -> list[Any]:
             slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
@@ -431,16 +431,16 @@ class UnreducedGradRewriter(GradRewriter):
             outs = program.results(slots)
             for n, steps in enumerate(reductions):
                 if steps is not None:
-                    outs[n] = apply_without_batch_sums(steps, slots, self.rule.mesh)
+                    outs[n] = apply_without_batch_sums(steps, slots, self.rule.axes)
             return outs
 
         return rebind_shard_map(i.eqn, run, [self.plain(ref) for ref in i.ins], tuple(out_specs))
 
-    def _without_batch(self, spec: Sequence[Any]) -> tuple[Any, ...]:
-        """Return a spec without the batch's axes; unconstrained dims stay unconstrained."""
+    def _without_rows(self, spec: Sequence[Any]) -> tuple[Any, ...]:
+        """Return a spec without the axes of the rows; unconstrained dims stay unconstrained."""
         unconstrained = PartitionSpec.UNCONSTRAINED
         sharded = tuple(None if entry is unconstrained else entry for entry in spec)
-        sharded = without_axes(sharded, *batch_axes(self.rule.mesh))
+        sharded = without_axes(sharded, *self.rule.axes)
         pairs = zip(spec, sharded, strict=True)
         return tuple(
             unconstrained if entry is unconstrained else remaining for entry, remaining in pairs

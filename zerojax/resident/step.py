@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule, list_moves, stacked_schedule
 from zerojax.activations import Splits, keep_products
-from zerojax.grads import float32_grads, reduced, unreduced_grads, unreduced_sharding
+from zerojax.grads import count_rows, float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
     OVERWRITTEN,
@@ -54,7 +55,7 @@ from zerojax.optim import (
     update_on_host,
 )
 from zerojax.resident.segments import keep_by_segments
-from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
+from zerojax.sharding import STAGES, TENSOR, ActivationSpec, split_microbatches
 from zerojax.state import (
     Index,
     Layout,
@@ -373,7 +374,8 @@ class _StepGrads:
         if layout.reduces_in_float32:
             derive = float32_grads(derive, layout.platform)
         if layout.reduces_once:
-            derive = unreduced_grads(derive, layout.mesh)
+            unsharded = [leaf.spec.base for leaf in layout.leaves]
+            derive = unreduced_grads(derive, layout.mesh, unsharded=unsharded)
         self._derive = derive
         # Sums over microbatches are on the update's shards, or each device holds its own.
         self.sum_shardings = self.update_shardings
@@ -482,10 +484,11 @@ class _StepGrads:
             grads = jax.lax.with_sharding_constraint(grads, self.sum_shardings)
             return _Sums(loss, grads, result.model_state), result.metrics
 
-        lead = (num_batch_shards(layout.mesh),) if layout.reduces_once else ()
-        zeros = jax.tree.map(
-            lambda a: jnp.zeros((*lead, *a.shape), jnp.float32), layout.abstract_params
-        )
+        def zeros_of(a: Any, sharding: NamedSharding) -> Array:
+            lead = (count_rows(layout.mesh, sharding.spec),) if layout.reduces_once else ()
+            return jnp.zeros((*lead, *a.shape), jnp.float32)
+
+        zeros = jax.tree.map(zeros_of, layout.abstract_params, layout.param_shardings(False))
         # A scan's carry has one sharding. Unless its initial value is sharded, XLA may hold the
         # sums unsharded.
         zeros = jax.lax.with_sharding_constraint(zeros, self.sum_shardings)
@@ -494,7 +497,12 @@ class _StepGrads:
         )
         grads = sums.grads
         if layout.reduces_once:
-            grads = jax.tree.map(reduced, grads, self.update_shardings)
+
+            def reduce(g: Array, sharding: NamedSharding, unsharded: NamedSharding) -> Array:
+                return reduced(g, sharding, unsharded.spec)
+
+            unsharded = layout.param_shardings(False)
+            grads = jax.tree.map(reduce, grads, self.update_shardings, unsharded)
         loss = sums.loss / self.count
         grads = jax.tree.map(lambda g: g / self.count, grads)
         return Gradients(loss, grads, summed(metrics), sums.model_state)

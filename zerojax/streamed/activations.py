@@ -21,6 +21,7 @@ the traced block is also cut at its loops over tiles (`zerojax.streamed.tiled_bl
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -471,6 +472,7 @@ class BlockTracer:
         plan = self.plan
         stack = self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
+        trained = [i for i in stack.operands if not plan.leaves[i].frozen]
         # With overlap, the mode decides whether rings keep a gathered value or send it again, so
         # the program differs between modes.
         has_rings = self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1
@@ -483,7 +485,7 @@ class BlockTracer:
             tiled=bool(stack.groups),
             frozen=frozen,
             of_context=self.model.enter is not None,
-            transform=plan.derivative,
+            transform=functools.partial(plan.derivative, leaf_ids=trained),
             numbers=not has_rings,
         )
         if not stack.groups:

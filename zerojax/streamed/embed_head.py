@@ -277,7 +277,7 @@ class EmbedHead:
         def derive(
             dx: Tree, d_context: Context, x: Tree, batch: Batch, key: Array | None
         ) -> tuple[list[Array], Tree]:
-            grads, before = self.plan.derivative(derivative)(
+            grads, before = self.plan.derivative(derivative, self.plan.unstacked)(
                 (dx, d_context), (x, batch, key), params
             )
             return self._reduced(grads), self.activations.constrain(before)
@@ -331,7 +331,7 @@ class EmbedHead:
             state is passed on from one microbatch to the next instead.
         """
         count = self.microbatches.count
-        derivative = self.plan.derivative(self._head_derivative)
+        derivative = self.plan.derivative(self._head_derivative, self.plan.unstacked)
         params = self._split(unstacked)
         total_weight = None
         if count > 1:
@@ -444,7 +444,9 @@ class EmbedHead:
         def derive(
             dx: Tree, batch: Batch, key: Array | None, state: ModelState
         ) -> tuple[list[Array], None]:
-            grads, _ = self.plan.derivative(derivative)(dx, (batch, key, state), params)
+            grads, _ = self.plan.derivative(derivative, self.plan.unstacked)(
+                dx, (batch, key, state), params
+            )
             return self._reduced(grads), None
 
         data = (dx, batch, keys, states)

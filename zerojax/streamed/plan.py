@@ -35,15 +35,17 @@ from host_offload.schedule import (
 )
 from zerojax.compat import most_link_groups, num_update_groups
 from zerojax.config import ZeroConfig, streams
-from zerojax.grads import Derivative, float32_grads, reduced, unreduced_grads, unreduced_sharding
+from zerojax.grads import (
+    Derivative,
+    count_rows,
+    float32_grads,
+    reduced,
+    unreduced_grads,
+    unreduced_sharding,
+)
 from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
-from zerojax.sharding import (
-    ActivationSpec,
-    Spec,
-    named,
-    num_batch_shards,
-)
+from zerojax.sharding import ActivationSpec, Spec, named
 from zerojax.state import (
     DiskArgument,
     Index,
@@ -483,17 +485,23 @@ class StreamedPlan:
             self.drained.blocks,
         )
 
-    def derivative(self, derivative: Derivative) -> Derivative:
+    def derivative(self, derivative: Derivative, leaf_ids: Sequence[int | None]) -> Derivative:
         """Return a derivative whose gradients are summed in `reduce_dtype`.
 
         With `reduces_once` it returns each device's own sums.
+
+        Args:
+          derivative: the derivative.
+          leaf_ids: indices of the leaves of its gradients, in order; None for an operand that is
+            computed from parameters.
         """
         # A loop over tiles stays one equation, where a block can be cut.
         is_loop = lambda eqn: marked(eqn) is not None  # noqa: E731
         if self.layout.reduces_in_float32:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
         if self.layout.reduces_once:
-            return unreduced_grads(derivative, self.mesh, is_loop)
+            unsharded = [() if i is None else self._gathered_spec(i) for i in leaf_ids]
+            return unreduced_grads(derivative, self.mesh, is_loop, unsharded)
         return derivative
 
     def grad_dtype(self, index: int) -> Any:
@@ -641,9 +649,13 @@ class StreamedPlan:
 
         The leaves belong to one record, or are unstacked.
         """
-        lead = (num_batch_shards(self.mesh),) if self.layout.reduces_once else ()
-        shapes = [(*lead, *self.leaves[i].record_shape) for i in indices]
-        return self.summed_at([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
+        zeros = list[Array]()
+        for i in indices:
+            shape = self.leaves[i].record_shape
+            if self.layout.reduces_once:
+                shape = (count_rows(self.mesh, self._gathered_spec(i)), *shape)
+            zeros.append(jnp.zeros(shape, jnp.float32))
+        return self.summed_at(zeros, indices)
 
     def summed_at(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Constrain gradients to where they are summed over microbatches.
@@ -670,7 +682,7 @@ class StreamedPlan:
             sharding = self.grads[i].sharding
             has_row_dim = g.ndim > len(self.leaves[i].record_shape)
             if has_row_dim:
-                on_shards.append(reduced(g, sharding))
+                on_shards.append(reduced(g, sharding, self._gathered_spec(i)))
             else:
                 on_shards.append(jax.lax.with_sharding_constraint(g, sharding))
         return on_shards

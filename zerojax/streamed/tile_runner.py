@@ -10,7 +10,7 @@ are summed in float32.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -202,17 +202,17 @@ class TileRunner:
     def _plan_derivative(self, call: TileLoopCall, group: TileGroup) -> "_TileDerivative":
         loop = call.loop
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
-        trained = list[int]()
+        leaf_ids = dict[int, int]()
         for position, leaf in zip(loop.tiles, self._in_tree(group), strict=True):
             if not self.plan.leaves[leaf].frozen:
-                trained.append(position)
+                leaf_ids[position] = leaf
         # Cotangents of untiled parameters become part of gradients.
         in_float32 = [
             of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
         ]
         return _TileDerivative(
             call=call,
-            trained=trained,
+            leaf_ids=leaf_ids,
             shared=[p for p in wanted if p not in loop.parts],
             sliced=[p for p in wanted if p in loop.parts],
             in_float32=in_float32,
@@ -276,7 +276,9 @@ class TileRunner:
             if p not in params:
                 data[p] = operands[p]
         dy_of_tile = loop.cotangent(dy, tile)
-        grads, cotangents = self.plan.derivative(derive)(dy_of_tile, data, params)
+        # A dict's leaves are in the order of its keys.
+        leaf_ids = [derivative.leaf_ids.get(position) for position in sorted(params)]
+        grads, cotangents = self.plan.derivative(derive, leaf_ids)(dy_of_tile, data, params)
         if self.plan.layout.reduces_once:
             # Only a tile's gradient is used here; the block adds up the other gradients.
             grads = {p: g if p in trained else jnp.sum(g, 0) for p, g in grads.items()}
@@ -365,7 +367,8 @@ class _TileDerivative:
 
     Attributes:
       call: the loop.
-      trained: trainable stacks of tiles, whose gradients the update policy uses tile by tile.
+      leaf_ids: leaves of the trainable stacks of tiles, whose gradients the update policy uses tile
+        by tile.
       shared: operands that all tiles read, whose cotangents are summed over tiles.
       sliced: operands of which each tile reads one slice, whose cotangents are placed side by side.
       in_float32: for each operand, whether its cotangent is part of a gradient that is summed in
@@ -373,10 +376,15 @@ class _TileDerivative:
     """
 
     call: TileLoopCall
-    trained: Sequence[int]
+    leaf_ids: Mapping[int, int]
     shared: Sequence[int]
     sliced: Sequence[int]
     in_float32: Sequence[bool]
+
+    @property
+    def trained(self) -> list[int]:
+        """Positions of the trainable stacks of tiles."""
+        return list(self.leaf_ids)
 
     @property
     def param_positions(self) -> list[int]:
