@@ -1,4 +1,4 @@
-"""Attention on one device, by blocks of queries and keys with a running softmax, and its derivative.
+"""Attention by blocks of queries and keys with a running softmax, and its derivative.
 
     for each pair (i, j) of a block of queries and a block of keys:
         s = scores(q[i], k[j]),  m' = max(m[i], max s),  p = exp(s - m')
@@ -10,10 +10,9 @@
     dv[j] += p^T do[i],  dp = do[i] v[j]^T,  ds = p (dp - delta) slope(s)
     dq[i] += ds k[j],    dk[j] += ds^T q[i]
 
-These are the recurrences of FlashAttention-2 (arXiv:2307.08691, sections 3.1.1 and 3.1.2), here over
-a list of pairs. No array is larger than the scores of one pair, block x block for each head. A pair
-in which no query sees a key is left out of the list. A query that sees no key has an output and a
-gradient of zeros.
+These are the recurrences of FlashAttention-2 (arXiv:2307.08691, section 3.1), here over a list of
+pairs. Scores are held for one pair at a time, block x block elements for each head. Pairs in which
+no query can see a key are left out. A query that sees no key has an output and a gradient of zeros.
 
 The state of the recurrence is an argument, so that a ring continues it with each device's keys.
 Products are in the dtype of the operands, with sums, softmax and gradients in float32.

@@ -61,21 +61,58 @@ class Operands(NamedTuple):
     window: Array | None
 
 
-class Kept(NamedTuple):
-    """What backward reads besides the outputs, as a method laid it out; dim 1 is split by `context`.
-
-    None stands for an operand that is kept as it is.
+class Saved(NamedTuple):
+    """What backward reads besides the outputs, in the layout of the method.
 
     Attributes:
       q: queries.
       k: keys.
       v: values.
-      segment_ids: segment ids.
+      segment_ids: segment ids, or None.
       lse: log-sum-exp of the scores of each query and head, float32.
     """
 
-    q: Array | None
-    k: Array | None
-    v: Array | None
+    q: Array
+    k: Array
+    v: Array
     segment_ids: Array | None
     lse: Array
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward besides the outputs. `context` splits dim 1.
+
+    Attributes:
+      lse: log-sum-exp of the scores of each query and head, float32.
+      q: queries in a layout of the method's own; None: they are kept as they came.
+      k: keys, like the queries.
+      v: values, like the queries.
+      segment_ids: segment ids, like the queries.
+    """
+
+    lse: Array
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+    segment_ids: Array | None = None
+
+    def without_copies(self, operands: Operands) -> Operands:
+        """Return the operands without those that are kept here in another layout."""
+        q, k, v, segment_ids, window = operands
+        return Operands(
+            None if self.q is not None else q,  # pyright: ignore[reportArgumentType]
+            None if self.k is not None else k,  # pyright: ignore[reportArgumentType]
+            None if self.v is not None else v,  # pyright: ignore[reportArgumentType]
+            None if self.segment_ids is not None else segment_ids,
+            window,
+        )
+
+    def filled(self, operands: Operands) -> Saved:
+        """Return what backward reads: what is kept here, and the other operands."""
+        return Saved(
+            operands.q if self.q is None else self.q,
+            operands.k if self.k is None else self.k,
+            operands.v if self.v is None else self.v,
+            operands.segment_ids if self.segment_ids is None else self.segment_ids,
+            self.lse,
+        )

@@ -40,9 +40,7 @@ def forward(scores: Scores, q: Array, k: Array, v: Array) -> tuple[Array, Array]
     return o, lse.astype(jnp.float32)
 
 
-def backward(
-    scores: Scores, q: Array, k: Array, v: Array, do: Array
-) -> tuple[Array, Array, Array]:
+def backward(scores: Scores, q: Array, k: Array, v: Array, do: Array) -> tuple[Array, Array, Array]:
     """Return the gradients of queries, keys and values.
 
     JAX offers cuDNN's backward only with its forward, which therefore runs again, on one device.

@@ -1,12 +1,12 @@
 """An attention as one equation with a derivative of its own, outside of the islands.
 
-    o, kept      = forward(q, k, v)              an island: a shard_map over all axes but `tensor`
-    dq, dk, dv   = backward(kept, o, do)         another one
+    o, kept      = forward(q, k, v)          an island: a shard_map over all axes but `tensor`
+    dq, dk, dv   = backward(kept, o, do)     another island
 
-Since the rule is outside, whatever differentiates a layer sees one equation that keeps o and `kept`:
-what each device got from others, and log-sum-exp. Backward then exchanges nothing that forward
-already did (`zerojax.activations.split_vjp`). Inside an island, `tensor` is left to the partitioner,
-which splits heads by it wherever the model's specs do.
+The rule is outside of the islands, so a traced layer has one equation for attention, which keeps o
+and `kept`: what each device received, and log-sum-exp. Backward then sends nothing again that
+forward sent (`zerojax.activations.split_vjp`). Inside of an island `tensor` is left to the
+partitioner, which splits heads as the model's specs do.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.context import gathered, local, ring, ulysses
-from zerojax.context.call import Call, Kept, Operands
+from zerojax.context.call import Call, Kept, Operands, Saved
 from zerojax.sharding import CONTEXT, TENSOR
 
 Array = jax.Array
@@ -46,32 +46,19 @@ def _forward(call: Call, operands: Operands) -> tuple[Array, Kept]:
 
 def _forward_rule(call: Call, operands: Operands) -> tuple[Array, tuple[Operands, Array, Kept]]:
     o, kept = _forward(call, operands)
-    unread = {
-        name: None
-        for name in ("q", "k", "v", "segment_ids")
-        if getattr(kept, name) is not None
-    }
-    # What the method kept in a layout of its own is not read as it came.
-    return o, (operands._replace(**unread), o, kept)
+    return o, (kept.without_copies(operands), o, kept)
 
 
-def _backward_rule(
-    call: Call, saved: tuple[Any, Array, Kept], do: Array
-) -> tuple[Operands]:
-    operands, o, kept = saved
-    filled = {
-        name: getattr(operands, name)
-        for name in ("q", "k", "v", "segment_ids")
-        if getattr(kept, name) is None
-    }
+def _backward_rule(call: Call, residuals: tuple[Operands, Array, Kept], do: Array) -> tuple[Any]:
+    operands, o, kept = residuals
     method = _METHODS[call.method]
 
-    def run(place: Any, arrays: tuple[Kept, Array | None, Array, Array]) -> Any:
-        kept, window, o, do = arrays
+    def run(place: Any, arrays: tuple[Saved, Array | None, Array, Array]) -> Any:
+        saved, window, o, do = arrays
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
-        return method.backward(call, place, kept, window, do, delta)
+        return method.backward(call, place, saved, window, do, delta)
 
-    arrays = (kept._replace(**filled), operands.window, o, do)
+    arrays = (kept.filled(operands), operands.window, o, do)
     if call.method == "local":
         dq, dk, dv = run(None, arrays)
     else:
@@ -85,8 +72,8 @@ attend.defvjp(_forward_rule, _backward_rule)
 def _island(call: Call, function: Any, arrays: Any) -> Any:
     """Return `function(place, arrays)`, run by each device on its shards.
 
-    Arrays and results have the batch in dim 0, and dim 1 is split over `context`; scalars are whole.
-    `place` is the device's place along `context`.
+    Arrays and results have the batch in dim 0 and are split over `context` in dim 1; scalars are
+    whole. `place` is the device's place along `context`.
     """
     leaves, tree = jax.tree.flatten(arrays)
     manual = set(getattr(call.mesh, "manual_axes", ()))

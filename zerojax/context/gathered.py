@@ -3,9 +3,9 @@
     k[B, T_context, K, D] -> k[B, T, K, D]                     all_gather, as v and segment ids
     dk[B, T, K, D]{U_context} -> dk[B, T_context, K, D]        reduce_scatter, as dv; float32
 
-Backward gathers keys and values a second time, so that no layer keeps them whole. If the window is
-static, only blocks in the windows of a device's queries are computed; else all of them are, and what
-is not visible is masked, which for causal attention is half of the work.
+Backward gathers keys and values a second time, so that no layer keeps them whole. With a static
+window, only blocks in the windows of a device's queries are computed. Otherwise all blocks are, and
+scores of invisible keys are masked, which for causal attention is half of the work.
 """
 
 import jax
@@ -23,7 +23,7 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Operands
+from zerojax.context.call import Call, Kept, Operands, Saved
 from zerojax.context.scores import Tokens
 from zerojax.sharding import CONTEXT
 
@@ -45,15 +45,14 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
         device.pairs(),
     )
     o, lse = finish(state, device.q_cut, q.dtype)
-    return o, Kept(None, None, None, None, lse)
+    return o, Kept(lse)
 
 
 def backward(
-    call: Call, place: Array, kept: Kept, window: Array | None, do: Array, delta: Array
+    call: Call, place: Array, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
     """Return a device's gradients of queries, keys and values; see `zerojax.context.ring`."""
-    q, k, v, segment_ids, lse = kept
-    assert q is not None and k is not None and v is not None
+    q, k, v, segment_ids, lse = saved
     device = _Device(call, place, q.shape[1], segment_ids, window)
     q_blocks = grouped(device.q_cut.cut(q), k.shape[2])
     k_blocks, v_blocks = device.gather_blocks(k, v)

@@ -66,9 +66,9 @@ def attention(
                   windows much shorter than T / c.
 
     The mesh is the one in scope, which in a train step is the program's. Inside of a
-    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. A derivative
-    keeps o, log-sum-exp and what arrived from other devices, so activations="save" and "selective"
-    exchange nothing of forward again, and "remat" does.
+    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. The
+    derivative keeps o, log-sum-exp and what arrived from other devices, so activations="save" and
+    "selective" send nothing of forward again; but "gather" gathers keys and values in backward too.
 
     Args:
       q: queries [B, T, N, D]: float32, bfloat16 or float16.
@@ -88,7 +88,8 @@ def attention(
         with N the query heads of a device.
 
     Raises:
-      ValueError: shapes, dtypes or options do not fit, or tokens or heads do not divide by the mesh.
+      ValueError: shapes, dtypes or options do not fit, or tokens or heads do not divide by the
+        mesh.
       NotImplementedError: cuDNN's kernel does not support this call.
     """
     _check_shapes(q, k, v, segment_ids)
@@ -163,7 +164,12 @@ def _split_rows(batch: int, mesh: Any, manual: set[str]) -> tuple[str, ...]:
 def _check_shapes(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
     """Raise ValueError unless q, k, v and segment ids fit together."""
     shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
-    if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3:] != k.shape[3:]:
+    if (
+        q.ndim != 4
+        or k.shape != v.shape
+        or q.shape[:2] != k.shape[:2]
+        or q.shape[3:] != k.shape[3:]
+    ):
         raise ValueError(f"attention needs q[B, T, N, D] and k, v[B, T, K, D], got {shapes}")
     if 0 in q.shape or 0 in k.shape or q.shape[2] % k.shape[2]:
         raise ValueError(
@@ -199,7 +205,8 @@ def _check_options(
         )
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
-            f"attention: implementation={implementation!r} is unknown: choose from xla, cudnn, or None"
+            f"attention: implementation={implementation!r} is unknown: choose from xla, cudnn, or "
+            "None"
         )
     if window is not None and not causal:
         raise ValueError(
@@ -220,16 +227,16 @@ def _check_options(
         raise ValueError(f"attention: block={block} must be at least 1")
 
 
-def _check_divides(
-    q: Array, k: Array, method: str, causal: bool, tensor: int, size: int
-) -> None:
+def _check_divides(q: Array, k: Array, method: str, causal: bool, tensor: int, size: int) -> None:
     """Raise ValueError unless tokens and heads divide by the mesh as a method needs it."""
     tokens = q.shape[1]
     heads = q.shape[2]
     is_zigzag = method == "ring" and causal
     shards = 2 * size if is_zigzag else size
     if tokens % shards:
-        why = f"2 x context={size}, since a causal ring" if is_zigzag else f"context={size}, since it"
+        why = (
+            f"2 x context={size}, since a causal ring" if is_zigzag else f"context={size}, since it"
+        )
         raise ValueError(
             f"attention: {tokens} tokens do not divide by {why} splits them in {shards}: pad the "
             f"sequences to {-(-tokens // shards) * shards}"
@@ -256,5 +263,6 @@ def _check_cudnn(
         fault = f"it is not built for method={method!r}: use method='ulysses'"
     if fault is not None:
         raise NotImplementedError(
-            f"attention: implementation='cudnn' cannot be used: {fault}; or leave out implementation"
+            f"attention: implementation='cudnn' cannot be used: {fault}; otherwise leave "
+            "implementation out"
         )

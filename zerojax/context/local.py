@@ -17,7 +17,7 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Operands
+from zerojax.context.call import Call, Kept, Operands, Saved
 
 Array = jax.Array
 
@@ -28,7 +28,7 @@ def forward(call: Call, place: Any, operands: Operands) -> tuple[Array, Kept]:
     q, k, v, segment_ids, window = operands
     if call.kernel == "cudnn":
         o, lse = cudnn.forward(call.scores, q, k, v)
-        return o, Kept(None, None, None, None, lse)
+        return o, Kept(lse)
     cut = Cut(1, q.shape[1], call.block)
     q_blocks = grouped(cut.cut(q), k.shape[2])
     ids = None if segment_ids is None else cut.cut(segment_ids)
@@ -37,16 +37,15 @@ def forward(call: Call, place: Any, operands: Operands) -> tuple[Array, Kept]:
     blocks = q_blocks, tokens, cut.cut(k), cut.cut(v), tokens
     state = accumulate(call.scores, start(q_blocks), *blocks, pairs)
     o, lse = finish(state, cut, q.dtype)
-    return o, Kept(None, None, None, None, lse)
+    return o, Kept(lse)
 
 
 def backward(
-    call: Call, place: Any, kept: Kept, window: Array | None, do: Array, delta: Array
+    call: Call, place: Any, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of queries, keys and values; see `zerojax.context.ring`."""
     del place
-    q, k, v, segment_ids, lse = kept
-    assert q is not None and k is not None and v is not None
+    q, k, v, segment_ids, lse = saved
     if call.kernel == "cudnn":
         return cudnn.backward(call.scores, q, k, v, do)
     cut = Cut(1, q.shape[1], call.block)

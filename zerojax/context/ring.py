@@ -4,8 +4,8 @@
                    it sends them to device i + 1 while it computes with them
 
 (arXiv:2310.01889.) A device sends c - 1 times its keys, values and segment ids, of T / c tokens.
-Causal attention is in zigzag order (`zerojax.context.zigzag`): in the first turn a device sees its own
-chunks, and in each other turn half of the pairs of blocks, whichever device the keys are from.
+Causal attention is in zigzag order (`zerojax.context.zigzag`): in the first turn a device sees its
+own chunks, and in each other turn half of the pairs of blocks, whichever device the keys are from.
 
 In backward the gradients of keys and values follow them around, one turn behind: a device adds
 its own part to the sum that arrived while it was computed. After c - 1 turns the sums are one step
@@ -38,7 +38,7 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Operands
+from zerojax.context.call import Call, Kept, Operands, Saved
 from zerojax.context.scores import Tokens
 from zerojax.context.zigzag import chunk_starts, from_zigzag, to_zigzag
 from zerojax.sharding import CONTEXT
@@ -88,25 +88,24 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
     _, state = run_turn(call.size - 1, following, state, sends=False)
     o, lse = finish(state, ring.cut, q.dtype)
     if not call.scores.causal:
-        return o, Kept(None, None, None, None, lse)
-    return from_zigzag(o, place, call.size), Kept(q, k, v, segment_ids, lse)
+        return o, Kept(lse)
+    return from_zigzag(o, place, call.size), Kept(lse, q, k, v, segment_ids)
 
 
 def backward(
-    call: Call, place: Array, kept: Kept, window: Array | None, do: Array, delta: Array
+    call: Call, place: Array, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
     """Return a device's gradients of queries, keys and values.
 
     Args:
       call: the attention.
       place: i32[], the device's place in the ring.
-      kept: what forward kept, in zigzag order if the attention is causal.
+      saved: what forward kept, in zigzag order if the attention is causal.
       window: i32[], or None.
       do: cotangents of the outputs, in the model's order.
       delta: f32[B, T_context, N], sums over D of do o, in the model's order.
     """
-    q, k, v, segment_ids, lse = kept
-    assert q is not None and k is not None and v is not None
+    q, k, v, segment_ids, lse = saved
     if call.scores.causal:
         do, delta = (to_zigzag(a, place, call.size) for a in (do, delta))
     ring = _Ring(call, place, q.shape[1], window)
@@ -220,7 +219,7 @@ class _Ring:
 
 
 def _split(pairs: Pairs, weights: Sequence[int]) -> list[Pairs]:
-    """Return the pairs in parts as long as the weights say, each with a pair if there are enough."""
+    """Return the pairs in parts proportional to the weights, none empty if there are enough."""
     total = len(pairs.queries)
     least = int(total >= len(weights))
     shares = np.cumsum(weights) / sum(weights) * (total - least * len(weights))

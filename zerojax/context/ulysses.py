@@ -1,4 +1,4 @@
-"""Attention with heads in place of tokens split over `context` (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Attention with heads split over `context` in place of tokens (Ulysses, arXiv:2309.14509).
 
     q[B, T_context, N_tensor, D] -> q[B, T, N_(tensor, context), D]       all_to_all, as k and v
     o[B, T, N_(tensor, context), D] -> o[B, T_context, N_tensor, D]       all_to_all
@@ -7,10 +7,10 @@ Between the two, each device attends over the whole sequence with its own heads.
 (c - 1) / c of a device's array. Segment ids are all_gathered, 4 bytes a token. Backward exchanges
 do, delta and the three gradients, and reads q, k, v and segment ids as they arrived in forward.
 
-With fewer key heads than devices along (tensor, context), each is repeated, so that every device has
-the key heads of its query heads; the gradients of the copies are summed in float32.
+If key heads do not divide by tensor x context, each is repeated, so that every device has the key
+heads of its query heads. The gradients of the copies are summed in float32.
 
-What backward reads has dim 1 split over `context`, as everything that a layer keeps:
+Kept arrays have dim 1 split over `context`, like all that a layer keeps:
 q[B, c_context, T, N / c, D].
 """
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.context import local
-from zerojax.context.call import Call, Kept, Operands
+from zerojax.context.call import Call, Kept, Operands, Saved
 from zerojax.sharding import CONTEXT
 
 Array = jax.Array
@@ -38,11 +38,11 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
 
 
 def backward(
-    call: Call, place: Array, kept: Kept, window: Array | None, do: Array, delta: Array
+    call: Call, place: Array, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
     """Return a device's gradients of queries, keys and values; see `zerojax.context.ring`."""
     del place
-    whole = jax.tree.map(lambda a: a[:, 0], kept)
+    whole = jax.tree.map(lambda a: a[:, 0], saved)
     do = to_heads(call, do)
     delta = to_heads(call, delta[..., None])[..., 0]
     dq, dk, dv = (to_tokens(call, a) for a in local.backward(call, None, whole, window, do, delta))

@@ -1,8 +1,8 @@
 """The order of tokens in which a causal ring does equal work on all devices.
 
-A sequence is 2 c chunks. In the model's order, device i of c holds chunks 2 i and 2 i + 1; in zigzag
-order it holds chunk i and chunk 2 c - 1 - i, an early and a late one. With any other device's
-keys, two of the four pairs of chunks are then visible, so that no device waits for another.
+A sequence is 2 c chunks. In the model's order, device i of c holds chunks 2 i and 2 i + 1. In
+zigzag order it holds chunks i and 2 c - 1 - i, an early and a late one. With the keys of any other
+device, two of the four pairs of chunks are then visible, so no device waits for another.
 
     model's order   0 1 | 2 3 | 4 5 | 6 7
     zigzag order    0 7 | 1 6 | 2 5 | 3 4
