@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.grads.rewriter import Derivative, IsOpaque, TracedDerivative
-from zerojax.grads.row_rule import RowRule, row_axes
+from zerojax.grads.row_rule import RowRule
 from zerojax.grads.unreduced_rewriter import UnreducedGradRewriter
 from zerojax.sharding import (
     CONTEXT,
@@ -46,6 +46,7 @@ from zerojax.sharding import (
     list_axes,
     pad_spec,
     parse_axes,
+    row_axes,
     without_axes,
 )
 from zerojax.trees import Params

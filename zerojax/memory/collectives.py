@@ -19,12 +19,12 @@ import math
 from jax.sharding import Mesh
 
 from zerojax.formulas import collective_elements
-from zerojax.grads import count_rows
 from zerojax.memory.leaves import reduced_itemsize
 from zerojax.sharding import (
     DATA,
     STAGES,
     context_size,
+    count_rows,
     list_axes,
     local_elements,
     parse_axes,
