@@ -36,6 +36,7 @@ ROOMS = {
     # folders, from the ground up
     "zerojax.sharding": ("user_values", "trees"),
     "zerojax.jaxprs": (),
+    "zerojax.context": ("chips", "sharding"),
     "zerojax.gather": ("activations", "jaxprs", "sharding", "trees"),
     "zerojax.tiling": ("user_values", "jaxprs", "sharding", "trees"),
     "zerojax.models": ("user_values", "tiling", "jaxprs", "sharding", "trees"),
@@ -61,7 +62,7 @@ ROOMS = {
     "zerojax.checkpoint": ("user_values", "program", "runtime", "state", "models", "sharding", "precision", "progress"),
     "zerojax.inference": ("user_values", "program", "state", "models", "sharding", "config"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config", "progress", "sharding", "trees"),
-    "zerojax.hf": ("user_values", "chips", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding", "trees"),
+    "zerojax.hf": ("user_values", "context", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding", "trees"),
     "zerojax.machines": ("user_values", "chips", "formulas", "sharding", "precision", "hlo", "trees"),
     "zerojax.choice": (),
     "zerojax.data": ("user_values", "progress"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import IteratorError as IteratorError
     from zerojax.config import Segment as Segment
     from zerojax.config import ZeroConfig as ZeroConfig
+    from zerojax.context import attention as attention
     from zerojax.experts import MoE as MoE
     from zerojax.experts import expert_loss as expert_loss
     from zerojax.experts import moe as moe
@@ -91,6 +92,7 @@ _HOME = {
     "TrainState": "zerojax.state",
     "Tuned": "zerojax.planner",
     "ZeroConfig": "zerojax.config",
+    "attention": "zerojax.context",
     "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
     "expert_loss": "zerojax.experts",
@@ -148,6 +150,7 @@ __all__ = [
     "Tuned",
     "ZeroConfig",
     "__version__",
+    "attention",
     "autotune",
     "build_train_step",
     "expert_loss",

@@ -22,5 +22,6 @@ from zerojax.activations.sequence_parallel import SequenceParallelism as Sequenc
 from zerojax.activations.sequence_parallel import sequence_parallel as sequence_parallel
 from zerojax.activations.sequence_walk import BlockProduct as BlockProduct
 from zerojax.activations.split_vjp import SplitVjp as SplitVjp
+from zerojax.activations.split_vjp import exchanges as exchanges
 from zerojax.activations.traffic import sent_over_tensor as sent_over_tensor
 from zerojax.vocabulary import MODES as MODES

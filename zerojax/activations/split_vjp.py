@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.activations.kept import is_cheap
 from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, trace
 
 Array = jax.Array
+_EXCHANGES = frozenset({"ppermute", "all_to_all", "ragged_all_to_all", "all_gather"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +104,21 @@ def is_splittable(i: Instruction) -> bool:
         and not i.eqn.effects
         and not is_cheap(i.eqn)
     )
+
+
+def exchanges(eqn: jex.JaxprEqn) -> bool:
+    """Return whether an equation has a derivative rule of its own, and sends data to other devices.
+
+    Attention over `context` is such an equation. Its rule keeps what devices received.
+    """
+    return eqn.primitive.name == "custom_vjp_call" and _has_exchange(eqn)
+
+
+def _has_exchange(eqn: jex.JaxprEqn) -> bool:
+    if eqn.primitive.name in _EXCHANGES:
+        return True
+    inner = jex.jaxprs_in_params(eqn.params)
+    return any(_has_exchange(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def split_custom_vjp(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> SplitVjp | None:

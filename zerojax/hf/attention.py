@@ -12,6 +12,8 @@ JAX knows which dtypes and head dims cuDNN supports. Whether the installed cuDNN
 given combination with a mask only shows when it is compiled, and an error then aborts the full
 program. So on a GPU, a small attention of the same kind is compiled once beforehand, and if cuDNN
 refuses it, the XLA implementation is used.
+
+On a mesh with `context`, which splits the tokens of a row, it is `zerojax.attention`.
 """
 
 import concurrent.futures
@@ -24,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target, find_target
-from zerojax.chips import find_chip
+from zerojax.context import attention, find_fault
+from zerojax.sharding import CONTEXT, context_size
 
 Implementation = Literal["auto", "xla", "cudnn"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
@@ -80,11 +83,25 @@ def attend(
       window: number of latest tokens that a token attends to, including itself; None: all. As an
         array i32[], 0 means all.
       segment_ids: integers [B, T]; tokens attend only to tokens with the same number. None: to all.
-      implementation: "xla", "cudnn", or "auto": cuDNN if supported. The choice is logged.
+      implementation: "xla", "cudnn", or "auto": cuDNN if supported. The choice is logged. On a mesh
+        with `context`, "auto" is "xla".
 
     Raises:
-      ValueError: `implementation` is "cudnn", but cuDNN does not support this attention.
+      ValueError: `implementation` is "cudnn", but cuDNN does not support this attention; or tokens
+        do not divide by `context`.
+      NotImplementedError: the same for cuDNN on a mesh with `context`.
     """
+    if _splits_tokens():
+        return attention(
+            q,
+            k,
+            v,
+            segment_ids=segment_ids,
+            scale=scale,
+            window=window,
+            cap=cap,
+            implementation="cudnn" if implementation == "cudnn" else "xla",
+        )
     mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
     static_window = window if isinstance(window, int) else None
     kind = Kind(
@@ -149,6 +166,12 @@ def attend_to_cache(
     if cap is None:
         return _by_xla(q, k, v, mask=visible, scale=scale)
     return _capped(q, k, v, scale, cap, visible)
+
+
+def _splits_tokens() -> bool:
+    """Return whether the mesh in scope splits tokens, outside of a shard_map that already did."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and context_size(mesh) > 1 and CONTEXT not in mesh.manual_axes
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -228,19 +251,7 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
 
 def _unsupported(kind: Kind, target: Target) -> str | None:
     """Return why cuDNN's attention does not support such arguments on a device, or None."""
-    chip = find_chip(target.kind)
-    widest = 256 if target.is_hopper or (chip is not None and chip.capability >= (9, 0)) else 128
-    if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
-        return f"it is for NVIDIA GPUs, but the program is for {target.platform} {target.kind!r}"
-    if kind.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, not {kind.dtype}"
-    if kind.width % 8 or kind.width > widest:
-        return (
-            f"it takes heads of at most {widest} on {target.kind} in steps of 8, not {kind.width}"
-        )
-    if kind.has_cap:
-        return "it cannot cap scores, which Gemma 2 needs"
-    return None
+    return find_fault(kind.dtype, kind.width, kind.has_cap, target)
 
 
 def _find_local_device(target: Target) -> Any | None:

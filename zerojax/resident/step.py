@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule, list_moves, stacked_schedule
 from zerojax.activations import Splits, keep_products
-from zerojax.grads import count_rows, float32_grads, reduced, unreduced_grads, unreduced_sharding
+from zerojax.grads import float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
     OVERWRITTEN,
@@ -55,7 +55,7 @@ from zerojax.optim import (
     update_on_host,
 )
 from zerojax.resident.segments import keep_by_segments
-from zerojax.sharding import STAGES, ActivationSpec, split_microbatches
+from zerojax.sharding import STAGES, ActivationSpec, count_rows, split_microbatches
 from zerojax.state import (
     Index,
     Layout,

@@ -11,10 +11,13 @@ keeps, in the order of the block's program, the first is "#0". The program is th
 and tier, and so are the numbers. A value named by its number is kept like a marked one.
 
 With "save", forward runs an equation with its own derivative rule, such as a fused attention
-kernel, once, and the values that its rule saves are residuals. Random masks agree in both runs
+kernel, once, and the values that its rule saves are residuals. With "selective" this applies to
+equations that send data to other devices, such as attention over `context`: repeating them would
+send it again. Random masks agree in both runs
 since keys are functions of (step, layer).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -29,6 +32,7 @@ from zerojax.activations import (
     candidates,
     depending,
     describe,
+    exchanges,
     open_equations,
 )
 from zerojax.config import parse_name_number
@@ -77,13 +81,21 @@ def plan_layer(
     args = (params, x, key, given)
     trace = _Trace(block, args, tiled, frozen, of_context, transform, numbers)
     if mode == "everything":
-        return linearized(trace.read_by_backward({}, (), is_open=False), block, args, offloaded)
+        return linearized(trace.read_by_backward({}, (), trace.closed), block, args, offloaded)
     # Values that the user names are kept in every mode; the mode adds its own.
     named = trace.find_named([*saved, *offloaded])
     chosen = trace.of_mode(mode) | {slot: trace.avals[slot] for slot in named}
     to_host = {slot for slot, name in named.items() if name in offloaded}
-    is_open = mode == "save" or not named.keys() <= trace.slots
-    return trace.read_by_backward(chosen, to_host, is_open)
+    if mode == "save" or not named.keys() <= trace.slots:
+        opened = trace.opened
+    else:
+        opened = trace.opened_exchanges if mode == "selective" else trace.closed
+    return trace.read_by_backward(chosen, to_host, opened)
+
+
+_Opened = tuple[FlatJaxpr, Mapping[int, SplitVjp]]
+"""A program in which some equations are taken apart, and these, by the slot of their first result.
+"""
 
 
 class _Trace:
@@ -122,10 +134,29 @@ class _Trace:
         self.frozen = tuple(frozen) or (False,) * num_params
         self._data = self.program.inputs[num_params:]  # slots of x, key and given
 
+    @property
+    def closed(self) -> _Opened:
+        """The program as it is."""
+        return self.program, {}
+
     @functools.cached_property
-    def opened(self) -> tuple[FlatJaxpr, dict[int, SplitVjp]]:
-        """The program with equations taken apart, and these equations."""
+    def opened(self) -> _Opened:
+        """The program with equations taken apart."""
         return self._opened[:2]
+
+    @functools.cached_property
+    def opened_exchanges(self) -> _Opened:
+        """The program with only those equations taken apart that send data to other devices."""
+        sending = {i.outs[0] for i in self.program.instructions if i.outs and exchanges(i.eqn)}
+        if not sending:
+            return self.closed
+        program, apart = self.opened
+        instructions = list(self.program.instructions)
+        for n, opened in enumerate(program.instructions):
+            if opened.outs and opened.outs[0] in sending:
+                instructions[n] = opened
+        chosen = {slot: split_vjp for slot, split_vjp in apart.items() if slot in sending}
+        return dataclasses.replace(self.program, instructions=tuple(instructions)), chosen
 
     @functools.cached_property
     def _opened(self) -> tuple[FlatJaxpr, dict[int, SplitVjp], dict[int, Any]]:
@@ -151,7 +182,7 @@ class _Trace:
 
     @functools.cached_property
     def _numbered(self) -> tuple[int, ...]:
-        kept = {*self.read_by_backward(self.of_mode("save"), set(), is_open=True).residuals}
+        kept = {*self.read_by_backward(self.of_mode("save"), set(), self.opened).residuals}
         return tuple(slot for i in self.opened[0].instructions for slot in i.outs if slot in kept)
 
     def find_named(self, user_names: Sequence[str]) -> dict[int, str]:
@@ -170,23 +201,28 @@ class _Trace:
         if mode == "save":
             return self._costly | self._opened[2]
         inner = attention_inner(self.program, self._data[: len(jax.tree.leaves(self.args[1]))])
-        return {
+        chosen = {
             slot: aval
             for slot, aval in self._costly.items()
             if slot not in inner or slot in self.names
         }
+        program, apart = self.opened_exchanges
+        for i in program.instructions:
+            if i.outs and i.outs[0] in apart:
+                chosen.update({slot: self.avals[slot] for slot in i.outs})
+        return chosen
 
     def read_by_backward(
-        self, chosen: Mapping[int, Any], to_host: Collection[int], is_open: bool
+        self, chosen: Mapping[int, Any], to_host: Collection[int], opened: _Opened
     ) -> TracedBlock:
         """Return the block whose residuals are the chosen slots that its derivative reads.
 
         Args:
           chosen: candidate slots, with avals.
           to_host: the candidate slots that are kept in host memory.
-          is_open: whether equations are taken apart.
+          opened: the program, with some equations taken apart.
         """
-        program, apart = self.opened if is_open else (self.program, {})
+        program, apart = opened
         equations = dict[int, str]()
         for i in program.instructions:
             for slot in i.outs:

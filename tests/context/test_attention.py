@@ -1,0 +1,110 @@
+"""`zj.attention` over `context` against the plain formula: values and gradients."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from plain_attention import plain_attention
+
+import zerojax as zj
+
+B, T, N, D = 2, 64, 16, 8
+OPTIONS = {
+    "causal": {},
+    "full": {"causal": False},
+    "segments": {"segments": True},
+    "window": {"window": 20, "segments": True},
+    "cap": {"cap": 1.5},
+}
+KV_HEADS = {"N": N, "N4": N // 4, "1": 1}
+CASES = [
+    pytest.param(*case, id="-".join(map(str, case)))
+    for case in itertools.product(
+        ("ring", "ulysses", "gather"), OPTIONS, KV_HEADS, (2, 4, 8), (1, 2), ("float32", "bfloat16")
+    )
+    if case[3] * case[4] <= 8
+]
+LIMITS = {"float32": 5e-6, "bfloat16": 2e-2}
+"""Largest difference allowed, relative to the largest element.
+
+In bf16, the rounding of the result alone is 2^-9; weights and slopes are rounded too, and enter sums
+of many terms. The plain formula in bf16 differs from float32 by about as much (see
+`test_bf16_is_as_exact_as_the_plain_formula_in_bf16`).
+"""
+
+
+@functools.cache
+def operands(kv_heads, dtype):
+    rng = np.random.default_rng(0)
+    shapes = [(B, T, N, D), (B, T, kv_heads, D), (B, T, kv_heads, D), (B, T, N, D)]
+    arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    # Sorted numbers: some chunks of a segment hold no key that another chunk sees.
+    return arrays, np.sort(rng.integers(0, 4, (B, T)), 1).astype(np.int32)
+
+
+def value_and_grads(attend, arrays):
+    q, k, v, do = arrays
+
+    def total(q, k, v):
+        o = attend(q, k, v)
+        return jnp.sum((o * do).astype(jnp.float32)), o
+
+    (_, o), grads = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(q, k, v)
+    return [np.asarray(a, np.float32) for a in (o, *grads)]
+
+
+@functools.cache
+def expected(options, kv_heads):
+    """Return what the plain formula gives in float32 for the operands in bf16 or float32."""
+    results = {}
+    chosen = dict(OPTIONS[options])
+    for dtype in LIMITS:
+        arrays, ids = operands(kv_heads, dtype)
+        given = dict(chosen, segment_ids=ids if chosen.get("segments") else None)
+        given.pop("segments", None)
+        wide = [a.astype(jnp.float32) for a in arrays]
+        results[dtype] = value_and_grads(functools.partial(plain_attention, **given), wide)
+    return results
+
+
+def on_mesh(arrays, axes, method, options, dtype, block=6):
+    chosen = dict(OPTIONS[options])
+    ids = operands(arrays[1].shape[2], dtype)[1] if chosen.pop("segments", False) else None
+    mesh = zj.make_mesh(data=1, devices=jax.devices()[: int(np.prod(list(axes.values())))], **axes)
+
+    def attend(q, k, v):
+        return zj.attention(q, k, v, segment_ids=ids, method=method, block=block, **chosen)
+
+    with jax.set_mesh(mesh):
+        tensor = axes.get("tensor", 1)
+        placed = []
+        for a in arrays:
+            heads = "tensor" if a.shape[2] % tensor == 0 else None
+            spec = PartitionSpec("fsdp", "context", heads)
+            placed.append(jax.device_put(a, NamedSharding(mesh, spec)))
+        return value_and_grads(attend, placed)
+
+
+def check(got, want, limit):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, want, strict=True):
+        assert np.max(np.abs(a - b)) <= limit * np.max(np.abs(b)), name
+
+
+@pytest.mark.by_default(
+    "ring-causal-N-4-2-float32",
+    "ring-window-1-2-1-float32",
+    "ring-full-N4-2-1-bfloat16",
+    "ulysses-segments-N4-4-2-float32",
+    "gather-window-N4-4-1-float32",
+    "gather-cap-1-2-1-bfloat16",
+)
+@pytest.mark.parametrize(("method", "options", "kv", "context", "tensor", "dtype"), CASES)
+def test_attention_equals_the_plain_formula(method, options, kv, context, tensor, dtype):
+    arrays = operands(KV_HEADS[kv], dtype)[0]
+    axes = {"fsdp": 1 if context * tensor > 4 else 2, "context": context, "tensor": tensor}
+    got = on_mesh(arrays, axes, method, options, dtype)
+    check(got, expected(options, KV_HEADS[kv])[dtype], LIMITS[dtype])

@@ -1,0 +1,118 @@
+"""One attention over a mesh: what is static about it, its operands, and what backward reads."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from zerojax.context.scores import Scores
+from zerojax.sharding import CONTEXT
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of an attention.
+
+    Attributes:
+      scores: how scores are computed.
+      method: "local" on one device, or "ring", "ulysses", "gather".
+      kernel: "xla", or "cudnn" for cuDNN's kernel on each device.
+      block: largest number of tokens of a block.
+      mesh: the mesh in scope; None on one device.
+      rows: mesh axes that split the batch.
+      size: number of devices along `context`.
+      tensor: number of devices along `tensor`.
+      repeats: how often ulysses repeats each key head.
+    """
+
+    scores: Scores
+    method: str
+    kernel: str
+    block: int
+    mesh: Any = None
+    rows: tuple[str, ...] = ()
+    size: int = 1
+    tensor: int = 1
+    repeats: int = 1
+
+    def spec(self, ndim: int) -> PartitionSpec:
+        """Return the spec of an array whose dim 0 is the batch, and dim 1 is split by `context`."""
+        return PartitionSpec(self.rows or None, CONTEXT, *(None,) * (ndim - 2))
+
+
+class Operands(NamedTuple):
+    """Arrays of an attention.
+
+    Attributes:
+      q: queries [B, T, N, D].
+      k: keys [B, T, K, D].
+      v: values [B, T, K, D].
+      segment_ids: i32[B, T], or None.
+      window: i32[], or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    segment_ids: Array | None
+    window: Array | None
+
+
+class Saved(NamedTuple):
+    """What backward reads besides the outputs, in the layout of the method.
+
+    Attributes:
+      q: queries.
+      k: keys.
+      v: values.
+      segment_ids: segment ids, or None.
+      lse: log-sum-exp of the scores of each query and head, float32.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    segment_ids: Array | None
+    lse: Array
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward besides the outputs. `context` splits dim 1.
+
+    Attributes:
+      lse: log-sum-exp of the scores of each query and head, float32.
+      q: queries in a layout of the method's own; None: they are kept as they came.
+      k: keys, like the queries.
+      v: values, like the queries.
+      segment_ids: segment ids, like the queries.
+    """
+
+    lse: Array
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+    segment_ids: Array | None = None
+
+    def without_copies(self, operands: Operands) -> Operands:
+        """Return the operands without those that are kept here in another layout."""
+        q, k, v, segment_ids, window = operands
+        return Operands(
+            None if self.q is not None else q,  # pyright: ignore[reportArgumentType]
+            None if self.k is not None else k,  # pyright: ignore[reportArgumentType]
+            None if self.v is not None else v,  # pyright: ignore[reportArgumentType]
+            None if self.segment_ids is not None else segment_ids,
+            window,
+        )
+
+    def filled(self, operands: Operands) -> Saved:
+        """Return what backward reads: what is kept here, and the other operands."""
+        return Saved(
+            operands.q if self.q is None else self.q,
+            operands.k if self.k is None else self.k,
+            operands.v if self.v is None else self.v,
+            operands.segment_ids if self.segment_ids is None else self.segment_ids,
+            self.lse,
+        )

@@ -1,0 +1,268 @@
+"""`zj.attention`: what it takes, which method exchanges tokens, and what is refused.
+
+A mesh with `context` splits the tokens of a sequence, and attention is the one operation of a
+decoder that sees tokens of other devices. Three methods exchange them:
+
+    ulysses   heads are split in place of tokens, by all_to_all     `zerojax.context.ulysses`
+    ring      keys and values go around, by permutes                `zerojax.context.ring`
+    gather    keys and values are gathered                          `zerojax.context.gathered`
+
+Without `context`, and inside of a shard_map over it, the arrays are one device's, and attention
+runs there as a whole (`zerojax.context.local`).
+"""
+
+import functools
+import logging
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import find_target
+from zerojax.context import cudnn
+from zerojax.context.call import Call, Operands
+from zerojax.context.derivative import attend
+from zerojax.context.scores import Scores
+from zerojax.sharding import CONTEXT, TENSOR, batch_axes
+
+Array = jax.Array
+Method = Literal["ulysses", "ring", "gather"]
+METHODS = ("ulysses", "ring", "gather")
+_IMPLEMENTATIONS = (None, "xla", "cudnn")
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+logger = logging.getLogger("zerojax")
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    segment_ids: Array | None = None,
+    scale: float | None = None,
+    window: int | Array | None = None,
+    cap: float | None = None,
+    method: Method | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    block: int = 512,
+) -> Array:
+    """Return attention's outputs [B, T, N, D], over a sequence that `context` may split.
+
+        o = zj.attention(q, k, v, segment_ids=batch["segment_ids"])
+
+    Scores are never held in full: blocks of queries meet blocks of keys with a running softmax, as
+    in FlashAttention-2 (arXiv:2307.08691), in forward and in backward. On a mesh whose axis
+    `context` has c devices, each of them computes the outputs of its T / c tokens:
+
+        ulysses   q[B, T_context, N, D] -> q[B, T, N_context, D], as k and v, and o back: 4
+                  all_to_alls, and 5 in backward (arXiv:2309.14509). Needs heads that divide; key
+                  heads are repeated as often as that takes.
+        ring      k, v and segment_ids go around in c - 1 permutes each, while devices compute
+                  (arXiv:2310.01889); in backward their gradients follow. Causal: in zigzag order,
+                  so that all devices do equal work; the model sees tokens in order.
+        gather    k, v[B, T_context, K, D] -> [B, T, K, D], and their gradients scattered. For
+                  windows much shorter than T / c.
+
+    The mesh is the one in scope, which in a train step is the program's. Inside of a
+    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. The
+    derivative keeps o, log-sum-exp and what arrived from other devices, so activations="save" and
+    "selective" send nothing of forward again; but "gather" gathers keys and values in backward too.
+
+    Args:
+      q: queries [B, T, N, D]: float32, bfloat16 or float16.
+      k: keys [B, T, K, D] in q's dtype; K divides N, and each key head serves N / K query heads.
+      v: values, like the keys.
+      causal: whether a query sees only its own and earlier keys.
+      segment_ids: integers [B, T]; tokens see only tokens with the same number. None: all.
+      scale: factor of the scores; None: 1 / sqrt(D).
+      window: number of latest keys that a query sees, including its own; None: all. As an array
+        i32[], 0 means all.
+      cap: soft cap of the scores, cap tanh(score / cap), or None.
+      method: how devices exchange tokens; None: "ulysses" if K divides by tensor x context, else
+        "ring". The choice is logged.
+      implementation: "xla" or None: blocks, as described. "cudnn": cuDNN's kernel on each device,
+        for one device or "ulysses", without caps, segment ids or an array as window.
+      block: largest number of queries and of keys of a block; scores take 4 B N block^2 bytes,
+        with N the query heads of a device.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit, or tokens or heads do not divide by the
+        mesh.
+      NotImplementedError: cuDNN's kernel does not support this call.
+    """
+    _check_shapes(q, k, v, segment_ids)
+    _check_options(causal, window, cap, method, implementation, block)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(getattr(mesh, "manual_axes", ()))
+    size = 1 if mesh.empty or CONTEXT in manual else mesh.shape.get(CONTEXT, 1)
+    tensor = 1 if mesh.empty or TENSOR in manual else mesh.shape.get(TENSOR, 1)
+    if size == 1:
+        chosen = "local"
+    else:
+        chosen = method or _choose(k.shape[2], tensor, size)
+        _check_divides(q, k, chosen, causal, tensor, size)
+    static_window = None if window is None or isinstance(window, jax.Array) else int(window)
+    if implementation == "cudnn":
+        _check_cudnn(q, chosen, cap, segment_ids, window)
+    call = Call(
+        scores=Scores(
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            causal=causal,
+            window=static_window,
+            cap=None if cap is None else float(cap),
+        ),
+        method=chosen,
+        kernel="cudnn" if implementation == "cudnn" else "xla",
+        block=block,
+        mesh=None if size == 1 else mesh,
+        rows=() if size == 1 else _split_rows(q.shape[0], mesh, manual),
+        size=size,
+        tensor=tensor,
+        repeats=_count_repeats(q.shape[2], k.shape[2], tensor * size) if chosen == "ulysses" else 1,
+    )
+    if size == 1 and call.kernel == "cudnn":
+        return cudnn.attend(call.scores, q, k, v)  # it has a derivative of its own
+    if segment_ids is not None:
+        segment_ids = segment_ids.astype(jnp.int32)
+    is_array = window is not None and static_window is None
+    return attend(
+        call, Operands(q, k, v, segment_ids, jnp.asarray(window, jnp.int32) if is_array else None)
+    )
+
+
+def _choose(kv_heads: int, tensor: int, size: int) -> str:
+    """Return the method for these key heads, and log it."""
+    if kv_heads % (tensor * size) == 0:
+        chosen, relation = "ulysses", "divide"
+    else:
+        chosen, relation = "ring", "do not divide"
+    _log_choice(chosen, f"{kv_heads} key heads {relation} by tensor={tensor} x context={size}")
+    return chosen
+
+
+@functools.cache  # logs each choice once
+def _log_choice(method: str, reason: str) -> None:
+    logger.info("attention over context runs as %s: %s", method, reason)
+
+
+def _count_repeats(heads: int, kv_heads: int, shards: int) -> int:
+    """Return how often key heads are repeated, so that they divide by the shards."""
+    groups = heads // kv_heads
+    counts = [n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % shards == 0]
+    return counts[0]
+
+
+def _split_rows(batch: int, mesh: Any, manual: set[str]) -> tuple[str, ...]:
+    """Return the axes that split the batch, if it divides by their devices."""
+    rows = tuple(axis for axis in batch_axes(mesh) if axis not in manual)
+    count = math.prod(mesh.shape[axis] for axis in rows)
+    return rows if batch % count == 0 else ()
+
+
+def _check_shapes(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
+    """Raise ValueError unless q, k, v and segment ids fit together."""
+    shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
+    if (
+        q.ndim != 4
+        or k.shape != v.shape
+        or q.shape[:2] != k.shape[:2]
+        or q.shape[3:] != k.shape[3:]
+    ):
+        raise ValueError(f"attention needs q[B, T, N, D] and k, v[B, T, K, D], got {shapes}")
+    if 0 in q.shape or 0 in k.shape or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"attention needs a number N of query heads that is a multiple of K, the number of key "
+            f"heads, and no empty dim, got {shapes}"
+        )
+    if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            "attention needs q, k and v of one dtype, float32, bfloat16 or float16, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}: cast them"
+        )
+    if segment_ids is None:
+        return
+    if segment_ids.shape != q.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"attention needs integer segment_ids{list(q.shape[:2])}, one for each token, got "
+            f"{segment_ids.dtype}{list(segment_ids.shape)}"
+        )
+
+
+def _check_options(
+    causal: bool,
+    window: int | Array | None,
+    cap: float | None,
+    method: str | None,
+    implementation: str | None,
+    block: int,
+) -> None:
+    """Raise ValueError for options that are unknown or do not fit together."""
+    if method is not None and method not in METHODS:
+        raise ValueError(
+            f"attention: method={method!r} is unknown: choose from {', '.join(METHODS)}, or None"
+        )
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention: implementation={implementation!r} is unknown: choose from xla, cudnn, or "
+            "None"
+        )
+    if window is not None and not causal:
+        raise ValueError(
+            "attention: window counts the latest keys, and causal=False has no latest ones: leave "
+            "out window, or set causal=True"
+        )
+    if isinstance(window, jax.Array):
+        if window.shape or not jnp.issubdtype(window.dtype, jnp.integer):
+            raise ValueError(
+                f"attention: a window that is an array is an integer scalar, got "
+                f"{window.dtype}{list(window.shape)}"
+            )
+    elif window is not None and window < 1:
+        raise ValueError(f"attention: window={window} shows no key: at least 1, or None for all")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"attention: cap={cap} must be positive, or None")
+    if block < 1:
+        raise ValueError(f"attention: block={block} must be at least 1")
+
+
+def _check_divides(q: Array, k: Array, method: str, causal: bool, tensor: int, size: int) -> None:
+    """Raise ValueError unless tokens and heads divide by the mesh as a method needs it."""
+    tokens = q.shape[1]
+    heads = q.shape[2]
+    is_zigzag = method == "ring" and causal
+    shards = 2 * size if is_zigzag else size
+    if tokens % shards:
+        why = (
+            f"2 x context={size}, since a causal ring" if is_zigzag else f"context={size}, since it"
+        )
+        raise ValueError(
+            f"attention: {tokens} tokens do not divide by {why} splits them in {shards}: pad the "
+            f"sequences to {-(-tokens // shards) * shards}"
+        )
+    if method == "ulysses" and heads % (tensor * size):
+        largest = math.gcd(heads // tensor, size) if heads % tensor == 0 else 1
+        other = f", or context={largest}" if largest > 1 else ""
+        raise ValueError(
+            f"attention: method='ulysses' splits heads, and {heads} heads do not divide by "
+            f"tensor={tensor} x context={size}: use method='ring'{other}"
+        )
+
+
+def _check_cudnn(
+    q: Array, method: str, cap: float | None, segment_ids: Array | None, window: Any
+) -> None:
+    """Raise NotImplementedError unless cuDNN's kernel supports a call."""
+    fault = cudnn.find_fault(q.dtype, q.shape[3], cap is not None, find_target(q))
+    if fault is None and segment_ids is not None:
+        fault = "it takes segments only as a mask of T x T elements"
+    if fault is None and isinstance(window, jax.Array):
+        fault = "it takes a window only as a Python integer"
+    if fault is None and method in ("ring", "gather"):
+        fault = f"it is not built for method={method!r}: use method='ulysses'"
+    if fault is not None:
+        raise NotImplementedError(
+            f"attention: implementation='cudnn' cannot be used: {fault}; otherwise leave "
+            "implementation out"
+        )
