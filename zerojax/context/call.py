@@ -1,6 +1,7 @@
 """One attention over a mesh: what is static about it, its operands, and what backward reads."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -116,3 +117,18 @@ class Kept(NamedTuple):
             operands.segment_ids if self.segment_ids is None else self.segment_ids,
             self.lse,
         )
+
+
+class Method(NamedTuple):
+    """What one device computes, given its shards.
+
+    Attributes:
+      forward: function of (call, place, operands) that returns its outputs [B, T_context, N, D],
+        and what it keeps. `place` is i32[], its place along `context`.
+      backward: function of (call, place, saved, window, do, delta) that returns its gradients of
+        queries, keys and values. do are the cotangents of its outputs, and delta f32[B, T_context,
+        N] are sums over D of do o.
+    """
+
+    forward: Callable[[Call, Any, Operands], tuple[Array, Kept]]
+    backward: Callable[[Call, Any, Saved, Array | None, Array, Array], tuple[Array, Array, Array]]

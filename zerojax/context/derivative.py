@@ -16,18 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.context import gathered, local, ring, ulysses
-from zerojax.context.call import Call, Kept, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved
+from zerojax.context.gathered import GATHER
+from zerojax.context.local import LOCAL
+from zerojax.context.ring import RING
+from zerojax.context.ulysses import ULYSSES
 from zerojax.sharding import CONTEXT, TENSOR
 
 Array = jax.Array
-_METHODS: dict[str, Any] = {
-    "local": local,
-    "ring": ring,
-    "ulysses": ulysses,
-    "gather": gathered,
+_METHODS: dict[str, Method] = {
+    "local": LOCAL,
+    "ring": RING,
+    "ulysses": ULYSSES,
+    "gather": GATHER,
 }
-"""Module of each method: its `forward` and `backward` compute one device's part."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

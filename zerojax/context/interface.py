@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import find_target
-from zerojax.context import cudnn
 from zerojax.context.call import Call, Operands
+from zerojax.context.cudnn import cudnn_attention, find_fault
 from zerojax.context.derivative import attend
 from zerojax.context.scores import Scores
 from zerojax.sharding import CONTEXT, TENSOR, batch_axes
@@ -95,7 +95,7 @@ def attention(
     _check_shapes(q, k, v, segment_ids)
     _check_options(causal, window, cap, method, implementation, block)
     mesh = jax.sharding.get_abstract_mesh()
-    manual = set(getattr(mesh, "manual_axes", ()))
+    manual = set[str](getattr(mesh, "manual_axes", ()))
     size = 1 if mesh.empty or CONTEXT in manual else mesh.shape.get(CONTEXT, 1)
     tensor = 1 if mesh.empty or TENSOR in manual else mesh.shape.get(TENSOR, 1)
     if size == 1:
@@ -123,7 +123,7 @@ def attention(
         repeats=_count_repeats(q.shape[2], k.shape[2], tensor * size) if chosen == "ulysses" else 1,
     )
     if size == 1 and call.kernel == "cudnn":
-        return cudnn.attend(call.scores, q, k, v)  # it has a derivative of its own
+        return cudnn_attention(call.scores, q, k, v)  # it has a derivative of its own
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
     is_array = window is not None and static_window is None
@@ -254,7 +254,7 @@ def _check_cudnn(
     q: Array, method: str, cap: float | None, segment_ids: Array | None, window: Any
 ) -> None:
     """Raise NotImplementedError unless cuDNN's kernel supports a call."""
-    fault = cudnn.find_fault(q.dtype, q.shape[3], cap is not None, find_target(q))
+    fault = find_fault(q.dtype, q.shape[3], cap is not None, find_target(q))
     if fault is None and segment_ids is not None:
         fault = "it takes segments only as a mask of T x T elements"
     if fault is None and isinstance(window, jax.Array):
