@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.context.scores import Scores
-from zerojax.sharding import CONTEXT
+from zerojax.sharding import CONTEXT, TENSOR
 
 Array = jax.Array
 
@@ -39,9 +39,21 @@ class Call:
     tensor: int = 1
     repeats: int = 1
 
-    def spec(self, ndim: int) -> PartitionSpec:
-        """Return the spec of an array whose dim 0 is the batch, and dim 1 is split by `context`."""
-        return PartitionSpec(self.rows or None, CONTEXT, *(None,) * (ndim - 2))
+    @property
+    def names_tensor(self) -> bool:
+        """Whether islands name `tensor` too; cuDNN's kernel cannot be left to the partitioner."""
+        return self.kernel == "cudnn"
+
+    def spec(self, heads_dim: int | None = None) -> PartitionSpec:
+        """Return the spec of an array whose dim 0 is the batch, and dim 1 is split by `context`.
+
+        Args:
+          heads_dim: dim of the heads, which `tensor` splits if the islands name it; None if the
+            array has none.
+        """
+        if heads_dim is None or not self.names_tensor:
+            return PartitionSpec(self.rows or None, CONTEXT)
+        return PartitionSpec(self.rows or None, CONTEXT, *(None,) * (heads_dim - 2), TENSOR)
 
 
 class Operands(NamedTuple):

@@ -11,6 +11,7 @@ Without `context`, and inside of a shard_map over it, the arrays are one device'
 runs there as a whole (`zerojax.context.local`).
 """
 
+import dataclasses
 import functools
 import logging
 import math
@@ -124,6 +125,10 @@ def attention(
     )
     if size == 1 and call.kernel == "cudnn":
         return cudnn_attention(call.scores, q, k, v)  # it has a derivative of its own
+    if call.kernel == "cudnn" and call.repeats > 1:
+        # Before `tensor` splits the heads, in an island that names it.
+        k, v = (jnp.repeat(a, call.repeats, 2) for a in (k, v))
+        call = dataclasses.replace(call, repeats=1)
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
     is_array = window is not None and static_window is None
