@@ -26,6 +26,7 @@ class Call:
       rows: mesh axes that split the batch.
       size: number of devices along `context`.
       tensor: number of devices along `tensor`.
+      names_tensor: whether islands name `tensor` too, which splits all heads.
       repeats: how often ulysses repeats each key head.
     """
 
@@ -37,12 +38,8 @@ class Call:
     rows: tuple[str, ...] = ()
     size: int = 1
     tensor: int = 1
+    names_tensor: bool = False
     repeats: int = 1
-
-    @property
-    def names_tensor(self) -> bool:
-        """Whether islands name `tensor` too; cuDNN's kernel cannot be left to the partitioner."""
-        return self.kernel == "cudnn"
 
     def spec(self, heads_dim: int | None = None) -> PartitionSpec:
         """Return the spec of an array whose dim 0 is the batch, and dim 1 is split by `context`.

@@ -1,12 +1,12 @@
 """An attention as one equation with a derivative of its own, outside of the islands.
 
-    o, kept      = forward(q, k, v)          an island: a shard_map over all axes but `tensor`
+    o, kept      = forward(q, k, v)          an island, a shard_map over the mesh
     dq, dk, dv   = backward(kept, o, do)     another island
 
 The rule is outside of the islands, so a traced layer has one equation for attention, which keeps o
 and `kept`: what each device received, and log-sum-exp. Backward then sends nothing again that
-forward sent (`zerojax.activations.split_vjp`). Inside of an island `tensor` is left to the
-partitioner, which splits heads as the model's specs do; only cuDNN's kernel names it.
+forward sent (`zerojax.activations.split_vjp`). Inside of an island, `tensor` is left to the
+partitioner only if key heads do not divide by it: it gathers some arrays in loops over blocks.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def _forward(call: Call, operands: Operands) -> tuple[Array, Kept]:
         return method.forward(call, None, operands)
     tokens = call.spec(2)
     in_specs = Operands(tokens, tokens, tokens, call.spec(), PartitionSpec())  # pyright: ignore[reportArgumentType]
-    return _island(call, method.forward, operands, in_specs, (tokens, call.spec(3)))
+    return _island(call, method.forward, operands, in_specs, (tokens, _spec_kept(call, Kept)))
 
 
 def _forward_rule(call: Call, operands: Operands) -> tuple[Array, tuple[Operands, Array, Kept]]:
@@ -68,12 +68,18 @@ def _backward_rule(call: Call, residuals: tuple[Operands, Array, Kept], do: Arra
         dq, dk, dv = run(call, None, arrays)
     else:
         tokens = call.spec(2)
-        in_specs = (call.spec(3), PartitionSpec(), tokens, tokens)
+        in_specs = (_spec_kept(call, Saved), PartitionSpec(), tokens, tokens)
         dq, dk, dv = _island(call, run, arrays, in_specs, tokens)
     return (Operands(dq, dk, dv, None, None),)
 
 
 attend.defvjp(_forward_rule, _backward_rule)
+
+
+def _spec_kept(call: Call, kind: Any) -> Any:
+    """Return the specs of a `Kept` or `Saved`."""
+    heads = call.spec(3 if call.method == "ulysses" else 2)
+    return kind(lse=heads, q=heads, k=heads, v=heads, segment_ids=call.spec())
 
 
 def _island(call: Call, function: Any, arrays: Any, in_specs: Any, out_specs: Any) -> Any:

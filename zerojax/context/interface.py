@@ -121,12 +121,18 @@ def attention(
         rows=() if size == 1 else _split_rows(q.shape[0], mesh, manual),
         size=size,
         tensor=tensor,
+        names_tensor=(
+            size > 1
+            and TENSOR in mesh.axis_names
+            and TENSOR not in manual
+            and (chosen == "ulysses" or k.shape[2] % tensor == 0)
+        ),
         repeats=_count_repeats(q.shape[2], k.shape[2], tensor * size) if chosen == "ulysses" else 1,
     )
     if size == 1 and call.kernel == "cudnn":
         return cudnn_attention(call.scores, q, k, v)  # it has a derivative of its own
-    if call.kernel == "cudnn" and call.repeats > 1:
-        # Before `tensor` splits the heads, in an island that names it.
+    if chosen == "ulysses" and k.shape[2] % tensor:
+        # Before the island, in which `tensor` has split the heads.
         k, v = (jnp.repeat(a, call.repeats, 2) for a in (k, v))
         call = dataclasses.replace(call, repeats=1)
     if segment_ids is not None:
