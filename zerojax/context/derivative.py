@@ -4,8 +4,8 @@
     dq, dk, dv   = backward(kept, o, do)     another island
 
 The rule is outside of the islands, so a traced layer has one equation for attention, which keeps o
-and `kept`: what each device received, and log-sum-exp. Backward then sends nothing again that
-forward sent (`zerojax.activations.split_vjp`). Inside of an island, `tensor` is left to the
+and `kept`: log-sum-exp, and q, k and v as the method laid them out. Backward then does not repeat
+forward's exchange (`zerojax.activations.split_vjp`). Inside of an island, `tensor` is left to the
 partitioner only if key heads do not divide by it: it gathers some arrays in loops over blocks.
 """
 

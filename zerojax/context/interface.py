@@ -68,8 +68,8 @@ def attention(
 
     The mesh is the one in scope, which in a train step is the program's. Inside of a
     `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. The
-    derivative keeps o, log-sum-exp and what arrived from other devices, so activations="save" and
-    "selective" send nothing of forward again; but "gather" gathers keys and values in backward too.
+    derivative keeps o, log-sum-exp, and q, k and v as the method laid them out, so backward does
+    not repeat forward's exchange with activations="save" or "selective"; "remat" does.
 
     Args:
       q: queries [B, T, N, D]: float32, bfloat16 or float16.
