@@ -69,3 +69,14 @@ def test_a_step_exchanges_once_and_equals_one_device(case):
     # XLA may merge two equal permutes of forward and backward into one.
     most = (forward + backward + again) * long_decoder.LAYERS
     assert most * 0.9 <= counts[op] <= most
+
+
+@pytest.mark.by_default("ring")
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+def test_a_step_on_a_mesh_with_tensor_equals_one_device(method):
+    fields = {"stage": 3, "activations": "selective", "sequence_parallel": True}
+    mesh = {"fsdp": 2, "context": 2, "tensor": 2}
+    losses, params, _ = train(long_decoder.model(attend(method)), mesh, fields)
+    expected, weights, _ = train(long_decoder.model(), {"fsdp": 1}, {})
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    toys.assert_trees_close(params, weights, atol=5e-6)
