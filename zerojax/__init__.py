@@ -12,6 +12,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import zerojax.linen as linen
     from host_offload.disk import SwapError as SwapError
     from zerojax.checkpoint import Checkpointer as Checkpointer
     from zerojax.checkpoint import CheckpointError as CheckpointError
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from zerojax.config import Segment as Segment
     from zerojax.config import ZeroConfig as ZeroConfig
     from zerojax.context import attention as attention
+    from zerojax.experts import MoE as MoE
+    from zerojax.experts import expert_loss as expert_loss
+    from zerojax.experts import moe as moe
     from zerojax.hf import Lora as Lora
     from zerojax.hf import export_hf as export_hf
     from zerojax.hf import export_peft as export_peft
@@ -55,7 +59,6 @@ if TYPE_CHECKING:
     from zerojax.tiling import TiledDense as TiledDense
     from zerojax.tiling import TiledMLP as TiledMLP
     from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
-    from zerojax.tiling import linen as linen
     from zerojax.weights import export_orbax as export_orbax
     from zerojax.weights import export_safetensors as export_safetensors
     from zerojax.weights import import_params as import_params
@@ -71,6 +74,7 @@ _HOME = {
     "Lora": "zerojax.hf",
     "Loss": "zerojax.models",
     "LossScaling": "zerojax.precision",
+    "MoE": "zerojax.experts",
     "Machine": "zerojax.planner",
     "Model": "zerojax.models",
     "Plan": "zerojax.planner",
@@ -91,6 +95,7 @@ _HOME = {
     "attention": "zerojax.context",
     "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
+    "expert_loss": "zerojax.experts",
     "export_hf": "zerojax.hf",
     "export_orbax": "zerojax.weights",
     "export_peft": "zerojax.hf",
@@ -101,9 +106,9 @@ _HOME = {
     "import_params": "zerojax.weights",
     "join_cluster": "zerojax.runtime",
     "linear_cross_entropy": "zerojax.tiling",
-    "linen": "zerojax.tiling",
     "machine": "zerojax.planner",
     "make_mesh": "zerojax.sharding",
+    "moe": "zerojax.experts",
     "perplexity": "zerojax.inference",
     "plan": "zerojax.planner",
     "probe": "zerojax.planner",
@@ -127,6 +132,7 @@ __all__ = [
     "Loss",
     "LossScaling",
     "Machine",
+    "MoE",
     "Model",
     "Plan",
     "PlanError",
@@ -147,6 +153,7 @@ __all__ = [
     "attention",
     "autotune",
     "build_train_step",
+    "expert_loss",
     "export_hf",
     "export_orbax",
     "export_peft",
@@ -160,6 +167,7 @@ __all__ = [
     "linen",
     "machine",
     "make_mesh",
+    "moe",
     "perplexity",
     "plan",
     "probe",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax as zj
-from zerojax.activations import flow
+from zerojax.activations import flow, has_island
 from zerojax.jaxprs import PRODUCTS, evaluate, flatten, read
 from zerojax.sharding import pad_spec
 
@@ -239,3 +239,38 @@ def test_flow_says_nothing_of_what_is_made_of_no_data_or_of_what_is_not_known():
         None,
         COLUMN,
     ]
+
+
+def test_a_constraint_of_every_dim_is_known_for_a_value_that_is_not():
+    mesh = zj.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    free = PartitionSpec.UNCONSTRAINED
+
+    def constrained(x, *spec):
+        unknown = jnp.linalg.cholesky(x)
+        return jax.lax.with_sharding_constraint(unknown, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    assert specs_of(lambda x: constrained(x, "fsdp", None, "tensor"), [X], (4, 8, 8)) == [
+        ("fsdp", None, "tensor")
+    ]
+    assert specs_of(lambda x: constrained(x, "fsdp", free, "tensor"), [X], (4, 8, 8)) == [None]
+
+
+def test_an_island_of_every_axis_splits_its_results_by_their_specs():
+    mesh = zj.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    spec = PartitionSpec("fsdp", None, "tensor")
+
+    def island(axes):
+        return jax.shard_map(
+            jnp.linalg.cholesky,
+            mesh=mesh,
+            in_specs=PartitionSpec("fsdp"),
+            out_specs=spec if len(axes) == 2 else PartitionSpec("fsdp"),
+            axis_names=axes,
+            check_vma=False,
+        )
+
+    everywhere, beside_tensor = (island(axes) for axes in ({"fsdp", "tensor"}, {"fsdp"}))
+    assert specs_of(everywhere, [("fsdp", None, None)], (4, 8, 8)) == [("fsdp", None, "tensor")]
+    assert specs_of(beside_tensor, [("fsdp", None, None)], (4, 8, 8)) == [None]
+    assert has_island(traced(jax.jit(everywhere), *floats((4, 8, 8))))
+    assert not has_island(traced(jnp.linalg.cholesky, *floats((4, 8, 8))))

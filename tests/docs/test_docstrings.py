@@ -18,7 +18,14 @@ import pytest
 import zerojax as zj
 from zerojax import metrics as metrics_of_steps
 
-PACKAGES = ("zerojax", "zerojax.hf", "zerojax.data", "zerojax.planner", "zerojax.tiling.linen")
+PACKAGES = (
+    "zerojax",
+    "zerojax.hf",
+    "zerojax.data",
+    "zerojax.planner",
+    "zerojax.tiling.linen",
+    "zerojax.experts.linen",
+)
 OTHERS = ("host_offload", "pallas_kernels.storage", "pallas_kernels.matmul")
 OPS = ("pallas_kernels.quantize", "pallas_kernels.nf4", "pallas_kernels.linear_cross_entropy")
 OF_REPORTS = {"element", "line", "text", "round_ticks", "draw_parts", "draw_tiers", "Part"}

@@ -75,7 +75,7 @@ FEATURES = (
     *("stages", "offload", "nvme", "checkpoints", "activations", "precision", "tiling"),
     *("linear_cross_entropy", "recipes", "faults", "fine_tuning", "fine_tuning_data"),
     *("generation", "planner", "aot", "predictions", "gather_on_use", "kernels", "models"),
-    *("examples", "program"),
+    *("examples", "program", "experts"),
 )
 ROWS = ("When to use it", "What it costs", "What it excludes", "How sure it is")
 # Words of the matrix's reason -> the page that excludes it, and its words.

@@ -38,7 +38,13 @@ from zerojax.jaxprs import (
     Instruction,
     manual_axes,
 )
-from zerojax.sharding import TENSOR, Spec, pad_spec, parse_axes
+from zerojax.sharding import (
+    CONTEXT,
+    TENSOR,
+    Spec,
+    pad_spec,
+    parse_axes,
+)
 
 ANY: Any = object()
 """Entry of a dim that takes the split of the values that it meets."""
@@ -76,6 +82,17 @@ def flow(
             avals[out] = v.aval
     splits = SplitAnalysis(axis_sizes, apart).run(program, input_splits)
     return {slot: split_to_spec(split, avals.get(slot)) for slot, split in splits.items()}
+
+
+def has_island(program: FlatJaxpr) -> bool:
+    """Return whether a program has a `jax.shard_map`, which may split a value by any dim."""
+    return any(_is_or_has_island(i.eqn) for i in program.instructions)
+
+
+def _is_or_has_island(eqn: jex.JaxprEqn) -> bool:
+    if eqn.primitive.name == "shard_map":
+        return True
+    return any(_is_or_has_island(e) for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns)
 
 
 def split_to_spec(split: Split | None, aval: Any) -> Spec | None:
@@ -155,6 +172,8 @@ class SplitAnalysis(Analysis[Split | None]):
         # Each device computes the random bits that it needs from the key.
         if name.startswith("random_") or name == "iota":
             return free
+        if name == "sharding_constraint" and ins[0] is None:
+            return [_constrained_fully(eqn)]
         known = [split for split in ins if split is not None]
         if len(known) < len(ins) or name in self.enters:
             raise _Unclear
@@ -189,10 +208,14 @@ class SplitAnalysis(Analysis[Split | None]):
 
     def of_wholes(self, eqn: jex.JaxprEqn, outs: Sequence[Split | None]) -> list[Split | None]:
         """Return how the results are split, by their specs and by the splits inside."""
+        manual = manual_axes(eqn)
+        is_left = any(size > 1 and axis not in manual for axis, size in self.sizes.items())
 
         def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
-            if split is None:
+            if split is None and is_left:
                 return None
+            if split is None:  # no axis is left to the partitioner
+                split = ((),) * _ndim(v)
             # The axes of the shard_map come first: other axes split each of its devices' pieces.
             pairs = zip(map(parse_axes, pad_spec(spec, _ndim(v))), split, strict=True)
             return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
@@ -215,10 +238,13 @@ def _is_twice(split: Split) -> bool:
 
 
 def _meet(a: Any, b: Any) -> Any:
-    """Return the split of a dim whose split is `a` in one operand and `b` in another."""
-    if a is ANY or (b is not ANY and not a):
+    """Return the split of a dim whose split is `a` in one operand and `b` in another.
+
+    Where one split begins with the other, each device cuts its own part of the larger piece.
+    """
+    if a is ANY or (b is not ANY and b[: len(a)] == a):
         return b
-    if b is ANY or not b or a == b:
+    if b is ANY or a[: len(b)] == b:
         return a
     raise _Unclear
 
@@ -414,16 +440,48 @@ def _reduction(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]
 
 def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     contract, batch = eqn.params["dimension_numbers"]
-    out = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*batch, strict=True)]
-    for n, split in enumerate(ins):
+    first, second = _gather_context(ins, contract, batch)
+    out = [_meet(first[i], second[j]) for i, j in zip(*batch, strict=True)]
+    for n, split in enumerate((first, second)):
         used = (*contract[n], *batch[n])
         out += [entry for d, entry in enumerate(split) if d not in used]
     # An axis of a contracted dim disappears in a sum over devices. It must not also split a dim of
     # the result.
-    summed = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*contract, strict=True)]
+    summed = [_meet(first[i], second[j]) for i, j in zip(*contract, strict=True)]
     if _is_twice((*out, *summed)):
         raise _Unclear
     return [tuple(out)]
+
+
+def _gather_context(
+    ins: Sequence[Split], contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
+) -> tuple[Split, Split]:
+    """Return the splits of a product's operands, one of them gathered over `context` if needed.
+
+    A product of tokens with tokens, as in attention that the model computes itself, has `context`
+    in two dims: those of queries and of keys, or those of queries and of summed values. Queries
+    keep their split, and keys and values are gathered.
+    """
+    first, second = ins
+    is_free = list[bool]()
+    for n, split in enumerate(ins):
+        own_dims = [d for d, entry in enumerate(split) if _has_context(entry)]
+        if len(own_dims) != 1 or own_dims[0] in batch[n]:
+            return first, second
+        is_free.append(own_dims[0] not in contract[n])
+    if is_free[0]:
+        return first, tuple(map(_without_context, second))
+    if is_free[1]:
+        return tuple(map(_without_context, first)), second
+    return first, second
+
+
+def _has_context(entry: Any) -> bool:
+    return entry is not ANY and CONTEXT in entry
+
+
+def _without_context(entry: Any) -> Any:
+    return tuple(axis for axis in entry if axis != CONTEXT) if _has_context(entry) else entry
 
 
 def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
@@ -478,6 +536,13 @@ def _constraint(
         if entry is not PartitionSpec.UNCONSTRAINED:
             split[d] = parse_axes(entry)
     return [tuple(split)]
+
+
+def _constrained_fully(eqn: jex.JaxprEqn) -> Split | None:
+    """Return the split that a constraint of every dim gives to a value of unknown split."""
+    ndim = _ndim(eqn.outvars[0])
+    (split,) = _constraint(eqn, [(ANY,) * ndim], {})
+    return None if split is None or ANY in split else split
 
 
 def _same(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> Sequence[Split]:

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.linear_cross_entropy.vjp import LSE
-from zerojax.activations.flow import flow
+from zerojax.activations.flow import flow, has_island
 from zerojax.activations.kept import candidates, depending, describe, is_cheap
 from zerojax.activations.split_vjp import SplitVjp, is_splittable, split_custom_vjp
 from zerojax.jaxprs import (
@@ -40,7 +40,7 @@ from zerojax.jaxprs import (
     rebind,
     trace,
 )
-from zerojax.sharding import ActivationSpec, Spec
+from zerojax.sharding import ActivationSpec, Spec, splits_activations
 from zerojax.trees import Params
 
 PREFIX = "zerojax_kept "
@@ -83,9 +83,10 @@ def numbered_labels(labels: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Splits:
-    """How the inputs of a function are split over a mesh with tensor parallelism.
+    """How the inputs of a function are split over a mesh.
 
-    The splits of all its values follow from this.
+    The splits of all its values follow from this. They are used if the mesh or an island in the
+    function splits values by other dims than the batch.
 
     Attributes:
       mesh: the device mesh.
@@ -179,7 +180,7 @@ class Keeper:
         cls, program: FlatJaxpr, slots: Sequence[int], splits: Splits | None, data: Sequence[Any]
     ) -> Self:
         """Choose the values of a program over (params, *data) to save; `slots` are the data's."""
-        if splits is None:
+        if splits is None or not (splits_activations(splits.mesh) or has_island(program)):
             return cls(program, slots)
         shapes = [jnp.shape(a) for a in jax.tree.leaves(data)]
         return cls(program, slots, splits.flow(program, shapes, _batch_size(data[0])), splits.mesh)

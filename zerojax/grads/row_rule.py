@@ -16,28 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split
-from zerojax.sharding import batch_axes, list_axes, num_batch_shards
+from zerojax.sharding import batch_axes, num_batch_shards, row_axes
 
 Array = jax.Array
-
-
-def row_axes(mesh: Mesh, unsharded: Sequence[Any]) -> tuple[str, ...]:
-    """Return the axes that split the rows of a leaf's unreduced gradient.
-
-    They are the batch's axes, without those that split the leaf itself: with experts over `expert`,
-    the devices of an expert group hold the gradients of different experts.
-
-    Args:
-      mesh: the device mesh.
-      unsharded: partition spec of the unsharded leaf: its axes `tensor` and `expert`.
-    """
-    own_axes = list_axes(unsharded)
-    return tuple(axis for axis in batch_axes(mesh) if axis not in own_axes)
-
-
-def count_rows(mesh: Mesh, unsharded: Sequence[Any]) -> int:
-    """Return the number of rows of a leaf's unreduced gradient, for arguments as in `row_axes`."""
-    return math.prod(mesh.shape[axis] for axis in row_axes(mesh, unsharded))
 
 
 def unreduced_sharding(mesh: Mesh, unsharded: Sequence[Any]) -> NamedSharding:

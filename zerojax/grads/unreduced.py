@@ -37,9 +37,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.grads.rewriter import Derivative, IsOpaque, TracedDerivative
-from zerojax.grads.row_rule import RowRule, row_axes
+from zerojax.grads.row_rule import RowRule
 from zerojax.grads.unreduced_rewriter import UnreducedGradRewriter
-from zerojax.sharding import DATA, batch_axes, pad_spec, without_axes
+from zerojax.sharding import (
+    CONTEXT,
+    DATA,
+    batch_axes,
+    list_axes,
+    pad_spec,
+    parse_axes,
+    row_axes,
+    without_axes,
+)
 from zerojax.trees import Params
 
 Array = jax.Array
@@ -156,7 +165,11 @@ def reduced(value: Array, sharding: NamedSharding, unsharded: Sequence[Any]) -> 
     mesh = sharding.mesh
     spec = pad_spec(sharding.spec, value.ndim - 1)
     shards = tuple(axis for axis in row_axes(mesh, unsharded) if axis != DATA)
-    if mesh.shape[DATA] > 1 and without_axes(spec, *shards) != spec:
+    is_split = without_axes(spec, *shards) != spec
+    if is_split and CONTEXT in list_axes(spec):
+        total = _scattered(value, mesh, spec, shards)
+        return jax.lax.with_sharding_constraint(total, sharding)
+    if mesh.shape[DATA] > 1 and is_split:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
         rows = NamedSharding(mesh, PartitionSpec(DATA, shards))
         value = jnp.sum(jax.lax.with_sharding_constraint(value, rows), 1)
@@ -164,3 +177,32 @@ def reduced(value: Array, sharding: NamedSharding, unsharded: Sequence[Any]) -> 
             value, NamedSharding(mesh, PartitionSpec(DATA, *spec))
         )
     return jax.lax.with_sharding_constraint(jnp.sum(value, 0), sharding)
+
+
+def _scattered(value: Array, mesh: Mesh, spec: Sequence[Any], shards: tuple[str, ...]) -> Array:
+    """Add up the rows by a reduce_scatter over some axes: g[R_(data, fsdp), D, F] -> g[D_fsdp, F].
+
+    On a mesh with `context` the rows are sums over `context` already, and each device still has to
+    cut its part of the result. From constraints alone, the partitioner would make an all_reduce of
+    this, and cut it once.
+
+    Args:
+      value: the unreduced gradient.
+      mesh: the device mesh.
+      spec: spec of the reduced gradient.
+      shards: axes that split the rows, without `data`.
+    """
+    dim = next(d for d, entry in enumerate(spec) if set(shards) & set(parse_axes(entry)))
+
+    def add(rows: Array) -> Array:
+        part = jax.lax.psum_scatter(rows[0], shards, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(part, DATA) if mesh.shape[DATA] > 1 else part
+
+    return jax.shard_map(
+        add,
+        mesh=mesh,
+        in_specs=PartitionSpec((DATA, *shards)),
+        out_specs=PartitionSpec(*(None,) * dim, shards),
+        axis_names={DATA, *shards},
+        check_vma=False,
+    )(value)

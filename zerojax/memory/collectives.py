@@ -1,10 +1,12 @@
 """Bytes that each device sends in a step of one program, by collective.
 
-A leaf that `fsdp` splits sends the bytes of its stage's closed form; a leaf that stays replicated
+A leaf that ZeRO splits sends the bytes of its stage's closed form; a leaf that stays replicated
 is reduced by an all_reduce over all replicas. With reduce_dtype="float32" an element counts 4 bytes
 when it is reduced, and 2 when it is gathered; with reduce_every="step" it is reduced once per step.
 An embedding may send fewer bytes, by rows (`zerojax.gather.look_up`), which depends on the batch.
-Tensor parallelism sends its bytes inside of the model: `zerojax.memory.tensor` counts them.
+Tensor parallelism sends its bytes inside of the model: `zerojax.memory.tensor` counts them. What
+attention sends over `context`, and experts over `expert`, is not counted: `zerojax.attention` and
+`zerojax.moe` have the formulas.
 
 An optimizer that needs full leaves of a layer (`zerojax.optim.leaf_rule`) moves them in addition,
 in float32: stacks that are updated together by one all_to_all each way, and a record updated on its
@@ -21,6 +23,8 @@ from zerojax.memory.leaves import reduced_itemsize
 from zerojax.sharding import (
     DATA,
     STAGES,
+    context_size,
+    count_rows,
     list_axes,
     local_elements,
     parse_axes,
@@ -33,7 +37,7 @@ from zerojax.streamed import StreamedStep
 def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[str, int]:
     """Return the bytes that each device sends in a step, by collective.
 
-    They follow the closed form for leaves that `fsdp` splits, and are an all_reduce for other
+    They follow the closed form for leaves that ZeRO splits, and are an all_reduce for other
     leaves. A streamed step gathers a layer once for all microbatches, and tiles once more if
     backward runs their loop again.
 
@@ -97,6 +101,14 @@ def _elements_sent(layout: Layout, leaf: Leaf, is_streamed: bool) -> dict[str, f
     sent = collective_elements(elements, stage, shards, count, reductions)
     if is_streamed:  # gathered once for all microbatches
         sent["all_gather"] = collective_elements(elements, stage, shards)["all_gather"]
+    if layout.reduces_once and context_size(mesh) > 1:
+        # An all_reduce over `context` in each microbatch, which XLA moves behind a streamed step's
+        # loop over microbatches; then a reduce_scatter over the other axes.
+        times = 1 if is_streamed else count
+        context = context_size(mesh)
+        rows = count_rows(mesh, leaf.spec.base) // mesh.shape[DATA]
+        sent["all_reduce"] = times * collective_elements(elements, 0, context)["all_reduce"]
+        sent["reduce_scatter"] = collective_elements(elements, 1, rows)["reduce_scatter"]
     return sent
 
 

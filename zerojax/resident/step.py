@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule, list_moves, stacked_schedule
 from zerojax.activations import Splits, keep_products
-from zerojax.grads import count_rows, float32_grads, reduced, unreduced_grads, unreduced_sharding
+from zerojax.grads import float32_grads, reduced, unreduced_grads, unreduced_sharding
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
     OVERWRITTEN,
@@ -55,7 +55,7 @@ from zerojax.optim import (
     update_on_host,
 )
 from zerojax.resident.segments import keep_by_segments
-from zerojax.sharding import STAGES, TENSOR, ActivationSpec, split_microbatches
+from zerojax.sharding import STAGES, ActivationSpec, count_rows, split_microbatches
 from zerojax.state import (
     Index,
     Layout,
@@ -306,8 +306,8 @@ def plain_objective(
     return build_objective(model, region=region, constrain=constrain)
 
 
-def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
-    """Return how tensor parallelism shards some parameters, or None if it shards nothing.
+def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits:
+    """Return how some parameters are sharded, from which the splits of activations follow.
 
     An encoded leaf has no known sharding here, since it is decoded where it is used.
 
@@ -316,8 +316,6 @@ def build_splits(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Split
       leaves: the parameter leaves.
       lead: number of leading dims to leave out.
     """
-    if layout.mesh.shape[TENSOR] == 1:
-        return None
     return Splits(
         layout.mesh,
         tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in leaves),

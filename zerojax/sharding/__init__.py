@@ -27,10 +27,12 @@ from zerojax.sharding.mesh import zero_axes as zero_axes
 from zerojax.sharding.partition import LeafSpec as LeafSpec
 from zerojax.sharding.partition import Replicated as Replicated
 from zerojax.sharding.partition import broadcast_specs as broadcast_specs
+from zerojax.sharding.partition import count_rows as count_rows
 from zerojax.sharding.partition import leaf_spec as leaf_spec
 from zerojax.sharding.partition import local_elements as local_elements
 from zerojax.sharding.partition import param_specs as param_specs
 from zerojax.sharding.partition import replicated_leaves as replicated_leaves
+from zerojax.sharding.partition import row_axes as row_axes
 from zerojax.sharding.partition import stored_spec as stored_spec
 from zerojax.sharding.scope import no_mesh as no_mesh
 from zerojax.sharding.scope import uncommitted as uncommitted

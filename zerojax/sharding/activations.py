@@ -37,11 +37,14 @@ class ActivationSpec:
         `constrain_all` and `saved` describe counts them.
       is_stream: whether the arrays are the stream between layers, whose dim 1 is also split over
         `tensor`.
+      length: length of the sequence, if it may be in another dim than dim 1: the first dim of this
+        length after the batch is then the sequence. None: dim 1 is.
     """
 
     mesh: Mesh
     num_microbatches: int = 1
     is_stream: bool = False
+    length: int | None = None
 
     def __str__(self) -> str:
         """Return how x is split between layers; the partitioner chooses the dims shown as "..."."""
@@ -120,19 +123,31 @@ class ActivationSpec:
     def _split(self, shape: tuple[int, ...], unsplit: Any) -> tuple[Any, ...]:
         """Return the spec of one microbatch's activation.
 
-        All dims get the entry `unsplit`, except dim 0 (the batch) and dim 1 (the sequence) where
-        `context` divides it, or in a stream `context` and `tensor`.
+        All dims get the entry `unsplit`, except dim 0 (the batch) and the sequence, which `context`
+        splits where it divides, or in a stream `context` and `tensor`.
         """
-        context = context_size(self.mesh)
-        sequence_axes: tuple[str, ...] = ()
-        if context > 1 and len(shape) >= 2 and shape[1] % context == 0:
-            sequence_axes = (CONTEXT,)
-        stream_shards = context * self.mesh.shape[TENSOR]
-        if self.is_stream and len(shape) >= 3 and shape[1] % stream_shards == 0:
-            sequence_axes += (TENSOR,)
         entries = [batch_axes(self.mesh), *(unsplit,) * (len(shape) - 1)]
-        if len(sequence_axes) == 1:
-            entries[1] = sequence_axes[0]
-        elif sequence_axes:
-            entries[1] = sequence_axes
+        dim = self._find_sequence(shape)
+        axes = self._list_sequence_axes(shape, dim)
+        if axes:
+            entries[dim] = axes if len(axes) > 1 else axes[0]
         return tuple(entries)
+
+    def _find_sequence(self, shape: tuple[int, ...]) -> int:
+        """Return the dim that is the sequence, or 0 if there is none."""
+        if self.length is not None:
+            return shape.index(self.length, 1) if self.length in shape[1:] else 0
+        return 1 if len(shape) > 1 else 0
+
+    def _list_sequence_axes(self, shape: tuple[int, ...], dim: int) -> tuple[str, ...]:
+        """Return the axes that split the sequence, dim `dim` of an activation."""
+        if not dim:
+            return ()
+        axes: tuple[str, ...] = ()
+        context = context_size(self.mesh)
+        if context > 1 and shape[dim] % context == 0:
+            axes = (CONTEXT,)
+        stream_shards = context * self.mesh.shape[TENSOR]
+        if self.is_stream and len(shape) >= 3 and shape[dim] % stream_shards == 0:
+            axes += (TENSOR,)
+        return axes

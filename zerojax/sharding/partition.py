@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.sharding.mesh import EXPERT, OPTIONAL_AXES, TENSOR
+from zerojax.sharding.mesh import EXPERT, OPTIONAL_AXES, TENSOR, batch_axes
 from zerojax.sharding.specs import Spec, list_axes, pad_spec, parse_axes, without_axes
 from zerojax.trees import Params, Tree
 
@@ -264,3 +264,22 @@ def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
 def stored_spec(spec: LeafSpec, sharded: bool) -> Spec:
     """Return `spec.sharded` if the stage table shards this kind of state, else `spec.base`."""
     return spec.sharded if sharded else spec.base
+
+
+def row_axes(mesh: Mesh, unsharded: Sequence[Any]) -> tuple[str, ...]:
+    """Return the axes that split the rows of a leaf's unreduced gradient.
+
+    They are the batch's axes, without those that split the leaf itself: with experts over `expert`,
+    the devices of an expert group hold the gradients of different experts.
+
+    Args:
+      mesh: the device mesh.
+      unsharded: partition spec of the unsharded leaf: its axes `tensor` and `expert`.
+    """
+    own_axes = list_axes(unsharded)
+    return tuple(axis for axis in batch_axes(mesh) if axis not in own_axes)
+
+
+def count_rows(mesh: Mesh, unsharded: Sequence[Any]) -> int:
+    """Return the number of rows of a leaf's unreduced gradient, for arguments as in `row_axes`."""
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh, unsharded))

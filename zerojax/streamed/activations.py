@@ -31,7 +31,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.schedule import TileLoops
-from zerojax.activations import MODES, flow
+from zerojax.activations import MODES, flow, has_island
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
 from zerojax.sharding import (
     CONTEXT,
@@ -362,7 +362,9 @@ class BlockTracer:
         if x_tier == "nvme" and self.layout.disk is not None:
             x_arrays = self._declare_on_disk(x_arrays, x_names)
 
-        spec = ActivationSpec(self.mesh, count)
+        # A residual such as attention's scores has the sequence in another dim than the stream.
+        lengths = [a.shape[1] for a in x_leaves if len(a.shape) > 1]
+        spec = ActivationSpec(self.mesh, count, length=max(lengths, default=None))
         residuals = list[SavedArray]()
         triples = zip(layer.shapes, layer.offloaded, self._specs(layer, args), strict=True)
         for a, is_offloaded, known in triples:
@@ -443,7 +445,8 @@ class BlockTracer:
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return the spec of each residual, or None where the partitioner has a choice."""
-        if not splits_activations(self.mesh):  # all residuals are split like the batch
+        # Otherwise all residuals are split like the batch.
+        if not splits_activations(self.mesh) and not has_island(layer.program):
             return [None] * len(layer.residuals)
         _, x, key, given = args
         spec = ActivationSpec(self.mesh)

@@ -37,7 +37,6 @@ from zerojax.compat import most_link_groups, num_update_groups
 from zerojax.config import ZeroConfig, streams
 from zerojax.grads import (
     Derivative,
-    count_rows,
     float32_grads,
     reduced,
     unreduced_grads,
@@ -45,7 +44,7 @@ from zerojax.grads import (
 )
 from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
-from zerojax.sharding import ActivationSpec, Spec, named
+from zerojax.sharding import ActivationSpec, Spec, count_rows, named
 from zerojax.state import (
     DiskArgument,
     Index,

@@ -1,0 +1,270 @@
+"""Tokens to their experts and back, over the mesh: two all_to_alls over `expert`.
+
+    x[B_(data, fsdp, expert), T_context, H]
+    -> cells[E, C, H] on each device                                  a look-up (`cells`)
+    -> cells[R_(data, fsdp, context), E_expert, e C, H]               all_to_all over `expert`
+    -> y[R_(data, fsdp, context), E_expert, e C, F] ..                the experts, outside
+    -> y[E, C, H] on each device                                      all_to_all over `expert`
+    -> pairs[B_(data, fsdp, expert), T_context, k, H]                 a look-up
+
+R counts the groups of e devices that exchange tokens. In between, cells are a global array, and a
+product with weights W[E_expert, H, F_tensor] is an ordinary product of the partitioner: batch dim
+E, so nothing is gathered over `expert`; F over `tensor`; and the weight's gradient is a sum over R,
+which is reduce-scattered to the shards over `fsdp` and `context` like that of any weight. A product
+inside of the island would leave that sum to the shard_map's transpose, which makes an all_reduce.
+
+The two moves are linear, and each one's derivative is the other one with the same indices. So the
+derivative needs no value that was sent, and backward sends cotangents only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zerojax.experts.cells import (
+    Seats,
+    assign_cells,
+    count_cells,
+    fill_cells,
+    fill_cells_with_pairs,
+    pick_cells,
+)
+from zerojax.sharding import AXES, CONTEXT, EXPERT, TENSOR, batch_axes
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The exchange of tokens between devices.
+
+    Attributes:
+      mesh: the mesh in scope; None: the arrays are one device's.
+      num_experts: number of experts E.
+      top_k: number of experts k of a token.
+      capacity_factor: cells per pair of a token and an expert, or None.
+    """
+
+    mesh: Any
+    num_experts: int
+    top_k: int
+    capacity_factor: float | None
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Axes that split the rows B of the tokens."""
+        return () if self.mesh is None else batch_axes(self.mesh)
+
+    @property
+    def context(self) -> tuple[str, ...]:
+        """Axes that split the tokens T of a row."""
+        return () if self.mesh is None or CONTEXT not in self.mesh.axis_names else (CONTEXT,)
+
+    @property
+    def num_groups(self) -> int:
+        """R, the number of groups of devices that exchange tokens."""
+        return self._size(self._groups)
+
+    @property
+    def num_members(self) -> int:
+        """e, the number of devices of a group."""
+        return 1 if self.mesh is None else self.mesh.shape.get(EXPERT, 1)
+
+    def pad(self, a: Array, value: float) -> Array:
+        """Return an array [B, T, ..] whose rows and tokens divide by the devices.
+
+        Args:
+          a: the array.
+          value: what is added at the end of the rows and of each row.
+        """
+        missing = [-a.shape[0] % self._size(self.rows), -a.shape[1] % self._size(self.context)]
+        if not any(missing):
+            return a
+        widths = [(0, n) for n in missing] + [(0, 0)] * (a.ndim - 2)
+        return jnp.pad(a, widths, constant_values=value)
+
+    def assign(self, probabilities: Array) -> Seats:
+        """Return where each token goes.
+
+        Args:
+          probabilities: f32[B, T, E], padded by negative numbers.
+
+        Returns:
+          Seats whose arrays are [B, T, k], [B, T, k] and [D, E C] for D devices; they count the
+          tokens and cells of each device.
+        """
+        capacity = self._count_cells(probabilities)
+
+        def local(p: Array) -> Seats:
+            tokens = p.reshape(-1, p.shape[-1])
+            seats = assign_cells(tokens, self.top_k, capacity)
+            by_token = (*p.shape[:2], self.top_k)
+            return Seats(
+                seats.chosen.reshape(by_token), seats.cells.reshape(by_token), seats.pairs[None]
+            )
+
+        specs = Seats(self._token_spec, self._token_spec, self._device_spec)
+        # The choice has no derivative.
+        return self._island(local, (self._token_spec,), specs)(jax.lax.stop_gradient(probabilities))
+
+    def send(self, x: Array, seats: Seats) -> Array:
+        """Return the cells with their tokens, on the devices of their experts.
+
+            x[B, T, H] -> cells[R, E, e C, H]
+
+        Args:
+          x: padded tokens.
+          seats: where they go.
+        """
+
+        @jax.custom_vjp
+        def run(x: Array, cells: Array, pairs: Array) -> Array:
+            del cells
+            return self._send(lambda x, pairs: fill_cells(x, pairs, self.top_k), x, pairs)
+
+        def forward(x: Array, cells: Array, pairs: Array) -> tuple[Array, Array]:
+            return run(x, cells, pairs), cells
+
+        def backward(cells: Array, d_filled: Array) -> tuple[Array, None, None]:
+            # A token's cotangent is the sum over its cells.
+            def pick(filled: Array, cells: Array) -> Array:
+                picked = pick_cells(filled, cells)
+                return jnp.sum(picked, -2, dtype=jnp.float32).astype(picked.dtype)
+
+            return self._receive(pick, d_filled, cells), None, None
+
+        run.defvjp(forward, backward)
+        return run(x, seats.cells, seats.pairs)
+
+    def receive(self, filled: Array, seats: Seats) -> Array:
+        """Return what the experts made of each token, on the token's device.
+
+            filled[R, E, e C, H] -> pairs[B, T, k, H], 0 for a dropped pair
+
+        Args:
+          filled: results of the experts.
+          seats: where the tokens went.
+        """
+
+        @jax.custom_vjp
+        def run(filled: Array, cells: Array, pairs: Array) -> Array:
+            del pairs
+            return self._receive(pick_cells, filled, cells)
+
+        def forward(filled: Array, cells: Array, pairs: Array) -> tuple[Array, Array]:
+            return run(filled, cells, pairs), pairs
+
+        def backward(pairs: Array, d_picked: Array) -> tuple[Array, None, None]:
+            return self._send(fill_cells_with_pairs, d_picked, pairs), None, None
+
+        run.defvjp(forward, backward)
+        return run(filled, seats.cells, seats.pairs)
+
+    def constrain(self, filled: Array) -> Array:
+        """Return an array [R, E, e C, H] split like the cells, with H unsplit."""
+        if self.mesh is None:
+            return filled
+        return jax.lax.with_sharding_constraint(filled, self._filled_spec)
+
+    def _send(self, fill: Callable[[Array, Array], Array], values: Array, pairs: Array) -> Array:
+        """Return cells at their experts, filled by a function of the values and the pairs."""
+
+        def local(values: Array, pairs: Array) -> Array:
+            flat = values.reshape(-1, *values.shape[2:])  # [n, ..]
+            filled = fill(flat, pairs[0]).reshape(self.num_experts, -1, values.shape[-1])
+            if self.num_members > 1:
+                filled = jax.lax.all_to_all(filled, EXPERT, 0, 1, tiled=True)  # [E / e, e C, H]
+            return filled[None]
+
+        specs = (self._token_spec, self._device_spec)
+        return self.constrain(self._island(local, specs, self._filled_spec)(values, pairs))
+
+    def _receive(self, pick: Callable[[Array, Array], Array], filled: Array, cells: Array) -> Array:
+        """Return values of tokens, picked by a function of the device's cells and their indices."""
+
+        def local(filled: Array, cells: Array) -> Array:
+            back = filled[0]
+            if self.num_members > 1:
+                back = jax.lax.all_to_all(back, EXPERT, 1, 0, tiled=True)  # [E, C, H]
+            return pick(back.reshape(-1, back.shape[-1]), cells)
+
+        specs = (self._filled_spec, self._token_spec)
+        filled = self.constrain(filled)
+        return self._island(local, specs, self._token_spec)(filled, cells)
+
+    def _count_cells(self, tokens: Array) -> int:
+        """Return C for padded tokens [B, T, ..] of all devices."""
+        num_devices = self._size(self.rows) * self._size(self.context)
+        num_tokens = tokens.shape[0] * tokens.shape[1] // num_devices
+        return count_cells(num_tokens, self.num_experts, self.top_k, self.capacity_factor)
+
+    def _island(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        """Return a function of global arrays, given its computation on one device.
+
+        `tensor` is left to the partitioner.
+        """
+        if self.mesh is None:
+            return local
+        # An axis of one device is manual too: XLA then need not distinguish kinds of axes.
+        is_split = self.mesh.shape.get(TENSOR, 1) > 1
+        manual = {axis for axis in self.mesh.axis_names if axis != TENSOR or not is_split}
+        return jax.shard_map(
+            local, in_specs=ins, out_specs=outs, axis_names=manual, check_vma=False
+        )
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def _groups(self) -> tuple[str, ...]:
+        """Axes over which groups of devices exchange tokens separately."""
+        return tuple(axis for axis in (*self.rows, *self.context) if axis != EXPERT)
+
+    @property
+    def _token_spec(self) -> PartitionSpec:
+        """Spec of arrays [B, T, ..]."""
+        return PartitionSpec(self.rows, self.context)
+
+    @property
+    def _device_spec(self) -> PartitionSpec:
+        """Spec of arrays whose dim 0 counts devices."""
+        return PartitionSpec((*self.rows, *self.context))
+
+    @property
+    def _filled_spec(self) -> PartitionSpec:
+        """Spec of cells [R, E, e C, H] at their experts."""
+        experts = EXPERT if self.num_members > 1 else None
+        return PartitionSpec(self._groups, experts, None, None)
+
+
+def find_exchange(num_experts: int, top_k: int, capacity_factor: float | None) -> Exchange:
+    """Return the exchange over the mesh in scope.
+
+    Under `jax.shard_map`, whose axes are manual, arrays are already one device's.
+
+    Args:
+      num_experts: number of experts E.
+      top_k: number of experts k of a token.
+      capacity_factor: cells per pair of a token and an expert, or None.
+
+    Raises:
+      ValueError: the experts do not divide by the devices along `expert`.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    is_split = not mesh.empty and any(
+        mesh.shape.get(axis, 1) > 1 for axis in AXES if axis != TENSOR
+    )
+    if not is_split or getattr(mesh, "manual_axes", ()):
+        return Exchange(None, num_experts, top_k, capacity_factor)
+    members = mesh.shape.get(EXPERT, 1)
+    if num_experts % members:
+        raise ValueError(
+            f"moe: {num_experts} experts do not divide by the mesh's expert={members}: choose a "
+            f"divisor of {num_experts}, or {-(-num_experts // members) * members} experts"
+        )
+    return Exchange(mesh, num_experts, top_k, capacity_factor)

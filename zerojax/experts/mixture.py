@@ -1,0 +1,182 @@
+"""A mixture of experts: each token visits k of E experts, which may be on other devices.
+
+    y[B, T, H] = sum over the token's experts of w * down(activation(up(x)))
+
+    1. `routing`    the router scores each token, and it chooses k experts
+    2. `exchange`   its cells go to the experts' devices                        all_to_all
+    3. here         the experts compute, F over `tensor`
+    4. `exchange`   the results come back                                       all_to_all
+    5. here         the weighted sum; a dropped token's y is 0
+
+Sources: Switch (arXiv:2101.03961), GShard (arXiv:2006.16668), and ST-MoE for the router's z-loss
+(arXiv:2202.08906). A device sends C cells to each expert, full or not, because shapes must be known
+when a program is compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.experts.exchange import find_exchange
+from zerojax.experts.loss import ExpertStats
+from zerojax.experts.routing import measure_balance, measure_z, score_tokens, weigh_experts
+from zerojax.user_values import as_integer, positive_number
+
+Array = jax.Array
+
+
+def moe(
+    x: Array,
+    router: Array,
+    up: Array,
+    down: Array,
+    *,
+    gate: Array | None = None,
+    top_k: int = 2,
+    capacity_factor: float | None = 1.25,
+    activation: Callable[[Array], Array] = jax.nn.gelu,
+    normalize: bool = True,
+) -> tuple[Array, ExpertStats]:
+    """Return the weighted sum of each token's experts, and statistics of the routing.
+
+        y, stats = zj.moe(x, router, up, down)
+        x = x + y
+
+    Each expert is an MLP, `activation(x up) down`, or `(activation(x gate) * (x up)) down`. Routing
+    is in float32, and ties go to the lower expert. An expert takes at most C tokens of each device;
+    a token whose expert has no cell left is dropped there, and y lacks that expert's part. If all
+    of its experts drop it, y is 0, and the block's residual passes the token on.
+
+    On a mesh, tokens are split like activations, x[B_(data, fsdp, expert), T_context, H], and
+    experts like their specs, up[E_expert, H, F_tensor] and down[E_expert, F_tensor, H]. Two
+    all_to_alls over `expert`, of E C H elements each, bring tokens to their experts and back, and
+    two more in backward. Under a caller's `jax.shard_map`, x and all experts are one device's.
+
+    Args:
+      x: tokens [B, T, H]: float32, bfloat16 or float16.
+      router: weight [H, E], floating.
+      up: weights [E, H, F], in x's dtype.
+      down: weights [E, F, H], in x's dtype.
+      gate: weights [E, H, F] in x's dtype, or None.
+      top_k: number of experts k of a token.
+      capacity_factor: C = ceil(capacity_factor k n / E) cells per expert, for the n tokens of a
+        device, and at most n. None: C = n, and no token is dropped.
+      activation: activation function of the experts, elementwise.
+      normalize: whether the weights of a token's experts add up to 1; otherwise they are the
+        router's probabilities.
+
+    Returns:
+      y[B, T, H] in x's dtype; and `ExpertStats`, means over all tokens, for `zj.expert_loss`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit; top_k is below 1 or above E; capacity_factor is not
+        positive; the activation is not a function; or the experts do not divide by `expert`.
+    """
+    top_k, capacity_factor = _check_options(router, top_k, capacity_factor, activation)
+    _check_arrays(x, router, up, down, gate)
+    num_rows, num_tokens = x.shape[:2]
+    exchange = find_exchange(up.shape[0], top_k, capacity_factor)
+
+    scores = score_tokens(x, router)
+    # A negative probability marks padding, which visits no expert.
+    seats = exchange.assign(exchange.pad(scores.probabilities, -1.0))
+    sent = exchange.send(exchange.pad(x, 0.0), seats)  # [R, E, e C, H]
+    made = _run_experts(sent, up, down, gate, activation)
+    picked = exchange.receive(made, seats)[:num_rows, :num_tokens]  # [B, T, k, H]
+
+    chosen = seats.chosen[:num_rows, :num_tokens]  # [B, T, k]
+    cells = seats.cells[:num_rows, :num_tokens]
+    weights = weigh_experts(scores.probabilities, chosen, normalize)
+    y = jnp.sum(weights[..., None] * picked.astype(jnp.float32), -2).astype(x.dtype)
+    num_cells = seats.pairs.shape[1]
+    stats = ExpertStats(
+        balance=measure_balance(scores.probabilities, chosen),
+        z=measure_z(scores.logits),
+        dropped=jnp.mean((cells == num_cells).astype(jnp.float32)),
+    )
+    return y, stats
+
+
+def _run_experts(
+    sent: Array,
+    up: Array,
+    down: Array,
+    gate: Array | None,
+    activation: Callable[[Array], Array],
+) -> Array:
+    """Return each expert's results for its cells: [R, E, e C, H] -> [R, E, e C, H]."""
+    raised = _multiply(sent, up)  # [R, E, e C, F_tensor]
+    if gate is None:
+        return _multiply(activation(raised), down)
+    return _multiply(activation(_multiply(sent, gate)) * raised, down)
+
+
+def _multiply(cells: Array, weights: Array) -> Array:
+    """Return the product of each expert's cells and weight: [R, E, C, H] [E, H, F]."""
+    # Not einsum, which takes the weights first and makes [E, F, R, C]. A device's R is 1, so that
+    # no element moves here.
+    made = jax.lax.dot_general(cells, weights, (((3,), (1,)), ((1,), (0,))))  # [E, R, C, F]
+    return jnp.swapaxes(made, 0, 1)
+
+
+def _check_options(
+    router: Array, top_k: Any, capacity_factor: Any, activation: Any
+) -> tuple[int, float | None]:
+    """Return top_k and capacity_factor as numbers of Python, once all options are valid.
+
+    Raises:
+      ValueError: an option is not.
+    """
+    count = as_integer(top_k)
+    num_experts = router.shape[-1] if getattr(router, "ndim", 0) else 0
+    if count is None or count < 1 or (num_experts and count > num_experts):
+        raise ValueError(
+            f"moe: top_k={top_k!r}, the number of experts that a token visits: it must be from 1 "
+            f"to the number of experts, {num_experts}"
+        )
+    if capacity_factor is not None:
+        capacity_factor = positive_number(
+            "moe: capacity_factor", capacity_factor, ", or None to drop no token"
+        )
+    if not callable(activation):
+        raise ValueError(f"moe: activation={activation!r} must be a function, such as jax.nn.gelu")
+    return count, capacity_factor
+
+
+def _check_arrays(x: Array, router: Array, up: Array, down: Array, gate: Array | None) -> None:
+    """Raise ValueError unless shapes and dtypes fit."""
+    arrays = {"x": x, "router": router, "up": up, "down": down}
+    if gate is not None:
+        arrays["gate"] = gate
+    shapes = ", ".join(f"{name}{list(a.shape)} {a.dtype}" for name, a in arrays.items())
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(
+            f"moe: x must have tokens in three dims, [B, T, H], none of them 0, got {shapes}"
+        )
+    if up.ndim != 3:
+        raise ValueError(f"moe: up must be [E, H, F], one weight for each expert, got {shapes}")
+    num_experts, hidden, features = up.shape
+    expected = {
+        "x": (*x.shape[:2], hidden),
+        "router": (hidden, num_experts),
+        "down": (num_experts, features, hidden),
+        "gate": up.shape,
+    }
+    for name, shape in expected.items():
+        if name in arrays and arrays[name].shape != shape:
+            raise ValueError(
+                f"moe: for up[E, H, F] = {list(up.shape)}, {name} must be {list(shape)}, got "
+                f"{shapes}"
+            )
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"moe: x must be float32, bfloat16 or float16, got {shapes}")
+    if not jnp.issubdtype(router.dtype, jnp.floating):
+        raise ValueError(f"moe: the router must be floating, got {shapes}")
+    for name in ("up", "down", "gate"):
+        if name in arrays and arrays[name].dtype != x.dtype:
+            raise ValueError(
+                f"moe: {name} must have the dtype of x, {x.dtype}: pass {name}.astype(x.dtype), "
+                f"got {shapes}"
+            )
