@@ -68,27 +68,31 @@ def beside_products(case: str, phase: str) -> int:
 
 @pytest.mark.parametrize(
     ("case", "travelling", "zigzag"),
-    [("ring", 2, (8, 10)), ("ring-segments", 3, (10, 10)), ("ring-full", 3, (0, 0))],
+    [("ring", 2, {8}), ("ring-segments", 3, {8, 10}), ("ring-full", 3, {0})],
 )
 def test_a_ring_sends_each_array_c_minus_1_times_beside_products(case, travelling, zigzag):
     """Keys, values, and segment ids if any; in backward also two gradients, and once more home.
 
-    Each array in zigzag order costs two permutes: q, k, v, ids and o; do, delta, dq, dk and dv.
+    Each array in zigzag order costs two permutes: q, k, v, ids and o in forward; do, delta, dq, dk
+    and dv in backward. XLA may send ids with q, and delta with do.
     """
     turns = SIZE - 1
     forward = travelling * turns
     backward = (travelling + 2) * turns
-    assert sent(case, "forward") == {"collective-permute": forward + zigzag[0]}
-    assert sent(case, "backward") == {"collective-permute": backward + 2 + zigzag[1]}
+    assert sent(case, "forward").keys() == sent(case, "backward").keys() == {"collective-permute"}
+    assert sent(case, "forward")["collective-permute"] - forward in zigzag
+    in_backward = {8, 10} if zigzag != {0} else {0}
+    assert sent(case, "backward")["collective-permute"] - backward - 2 in in_backward
     assert beside_products(case, "forward") >= forward
     assert beside_products(case, "backward") >= backward
 
 
 @pytest.mark.parametrize("case", ["ulysses", "ulysses-segments", "ulysses-cudnn"])
 def test_ulysses_sends_4_and_5_all_to_alls(case):
+    """Backward sends do, delta and three gradients; cuDNN computes delta itself."""
     gathers = {"all-gather": 1} if "segments" in case else {}
     assert sent(case, "forward") == {"all-to-all": 4, **gathers}
-    assert sent(case, "backward") == {"all-to-all": 5}
+    assert sent(case, "backward") == {"all-to-all": 4 if "cudnn" in case else 5}
 
 
 def test_gather_gathers_keys_and_values_and_scatters_their_gradients():

@@ -108,3 +108,47 @@ def test_attention_equals_the_plain_formula(method, options, kv, context, tensor
     axes = {"fsdp": 1 if context * tensor > 4 else 2, "context": context, "tensor": tensor}
     got = on_mesh(arrays, axes, method, options, dtype)
     check(got, expected(options, KV_HEADS[kv])[dtype], LIMITS[dtype])
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+def test_a_chunk_without_a_visible_key_adds_nothing(method):
+    """Each eighth of the sequence is a segment, so that other devices' keys are all invisible."""
+    arrays = operands(N // 4, "float32")[0]
+    ids = np.repeat(np.arange(8, dtype=np.int32), T // 8)[None].repeat(B, 0)
+    with jax.set_mesh(zj.make_mesh(fsdp=2, context=4)):
+        got = value_and_grads(
+            lambda *qkv: zj.attention(*qkv, segment_ids=ids, method=method, block=4), arrays
+        )
+    want = value_and_grads(functools.partial(plain_attention, segment_ids=ids), arrays)
+    check(got, want, LIMITS["float32"])
+
+
+def test_bf16_is_as_exact_as_the_plain_formula_in_bf16():
+    arrays = operands(N, "bfloat16")[0]
+    exact = expected("causal", N)["bfloat16"]
+    got = on_mesh(arrays, {"fsdp": 2, "context": 4}, "ring", "causal", "bfloat16")
+    plain = value_and_grads(plain_attention, arrays)
+
+    def error(found):
+        pairs = zip(found, exact, strict=True)
+        return max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs)
+
+    assert error(got) <= 1.2 * error(plain)
+    assert error(plain) <= LIMITS["bfloat16"]
+
+
+def test_inside_a_shard_map_it_is_one_devices():
+    q, k, v, do = operands(N // 4, "float32")[0]
+    mesh = zj.make_mesh(fsdp=2, context=4)
+    spec = PartitionSpec(None, None, "context")
+    with jax.set_mesh(mesh):
+        alone = jax.shard_map(zj.attention, in_specs=spec, out_specs=spec, check_vma=False)
+        got = value_and_grads(alone, (q, k, v, do))
+    check(got, value_and_grads(plain_attention, (q, k, v, do)), LIMITS["float32"])
+
+
+def test_rows_that_do_not_divide_are_not_split():
+    arrays = [a[:1] for a in operands(N // 4, "float32")[0]]
+    with jax.set_mesh(zj.make_mesh(fsdp=2, context=4)):
+        got = value_and_grads(functools.partial(zj.attention, method="ring"), arrays)
+    check(got, value_and_grads(plain_attention, arrays), LIMITS["float32"])

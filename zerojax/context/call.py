@@ -1,13 +1,14 @@
 """One attention over a mesh: what is static about it, its operands, and what backward reads."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.context.scores import Scores
-from zerojax.sharding import CONTEXT
+from zerojax.sharding import CONTEXT, TENSOR
 
 Array = jax.Array
 
@@ -25,6 +26,7 @@ class Call:
       rows: mesh axes that split the batch.
       size: number of devices along `context`.
       tensor: number of devices along `tensor`.
+      names_tensor: whether islands name `tensor` too, which splits all heads.
       repeats: how often ulysses repeats each key head.
     """
 
@@ -36,11 +38,19 @@ class Call:
     rows: tuple[str, ...] = ()
     size: int = 1
     tensor: int = 1
+    names_tensor: bool = False
     repeats: int = 1
 
-    def spec(self, ndim: int) -> PartitionSpec:
-        """Return the spec of an array whose dim 0 is the batch, and dim 1 is split by `context`."""
-        return PartitionSpec(self.rows or None, CONTEXT, *(None,) * (ndim - 2))
+    def spec(self, heads_dim: int | None = None) -> PartitionSpec:
+        """Return the spec of an array whose dim 0 is the batch, and dim 1 is split by `context`.
+
+        Args:
+          heads_dim: dim of the heads, which `tensor` splits if the islands name it; None if the
+            array has none.
+        """
+        if heads_dim is None or not self.names_tensor:
+            return PartitionSpec(self.rows or None, CONTEXT)
+        return PartitionSpec(self.rows or None, CONTEXT, *(None,) * (heads_dim - 2), TENSOR)
 
 
 class Operands(NamedTuple):
@@ -116,3 +126,18 @@ class Kept(NamedTuple):
             operands.segment_ids if self.segment_ids is None else self.segment_ids,
             self.lse,
         )
+
+
+class Method(NamedTuple):
+    """What one device computes, given its shards.
+
+    Attributes:
+      forward: function of (call, place, operands) that returns its outputs [B, T_context, N, D],
+        and what it keeps. `place` is i32[], its place along `context`.
+      backward: function of (call, place, saved, window, do, delta) that returns its gradients of
+        queries, keys and values. do are the cotangents of its outputs, and delta f32[B, T_context,
+        N] are sums over D of do o.
+    """
+
+    forward: Callable[[Call, Any, Operands], tuple[Array, Kept]]
+    backward: Callable[[Call, Any, Saved, Array | None, Array, Array], tuple[Array, Array, Array]]

@@ -34,21 +34,23 @@ def find_fault(dtype: Any, width: int, has_cap: bool, target: Target) -> str | N
     return None
 
 
-def forward(scores: Scores, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def cudnn_forward(scores: Scores, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Return attention's outputs [B, T, N, D] and log-sum-exp f32[B, T, N]."""
-    o, lse = attend(scores, q, k, v, return_residual=True)
+    o, lse = cudnn_attention(scores, q, k, v, return_residual=True)
     return o, lse.astype(jnp.float32)
 
 
-def backward(scores: Scores, q: Array, k: Array, v: Array, do: Array) -> tuple[Array, Array, Array]:
+def cudnn_backward(
+    scores: Scores, q: Array, k: Array, v: Array, do: Array
+) -> tuple[Array, Array, Array]:
     """Return the gradients of queries, keys and values.
 
     JAX offers cuDNN's backward only with its forward, which therefore runs again, on one device.
     """
-    return jax.vjp(lambda *qkv: attend(scores, *qkv), q, k, v)[1](do)
+    return jax.vjp(lambda *qkv: cudnn_attention(scores, *qkv), q, k, v)[1](do)
 
 
-def attend(scores: Scores, q: Array, k: Array, v: Array, **options: Any) -> Any:
+def cudnn_attention(scores: Scores, q: Array, k: Array, v: Array, **options: Any) -> Any:
     """Return cuDNN's attention, which has a derivative of its own."""
     return jax.nn.dot_product_attention(
         q,

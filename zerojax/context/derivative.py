@@ -1,14 +1,15 @@
 """An attention as one equation with a derivative of its own, outside of the islands.
 
-    o, kept      = forward(q, k, v)          an island: a shard_map over all axes but `tensor`
+    o, kept      = forward(q, k, v)          an island, a shard_map over the mesh
     dq, dk, dv   = backward(kept, o, do)     another island
 
 The rule is outside of the islands, so a traced layer has one equation for attention, which keeps o
-and `kept`: what each device received, and log-sum-exp. Backward then sends nothing again that
-forward sent (`zerojax.activations.split_vjp`). Inside of an island `tensor` is left to the
-partitioner, which splits heads as the model's specs do.
+and `kept`: log-sum-exp, and q, k and v as the method laid them out. Backward then does not repeat
+forward's exchange (`zerojax.activations.split_vjp`). Inside of an island, `tensor` is left to the
+partitioner only if key heads do not divide by it: it gathers some arrays in loops over blocks.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -16,18 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.context import gathered, local, ring, ulysses
-from zerojax.context.call import Call, Kept, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved
+from zerojax.context.gathered import GATHER
+from zerojax.context.local import LOCAL
+from zerojax.context.ring import RING
+from zerojax.context.ulysses import ULYSSES
 from zerojax.sharding import CONTEXT, TENSOR
 
 Array = jax.Array
-_METHODS: dict[str, Any] = {
-    "local": local,
-    "ring": ring,
-    "ulysses": ulysses,
-    "gather": gathered,
+_METHODS: dict[str, Method] = {
+    "local": LOCAL,
+    "ring": RING,
+    "ulysses": ULYSSES,
+    "gather": GATHER,
 }
-"""Module of each method: its `forward` and `backward` compute one device's part."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,7 +44,9 @@ def _forward(call: Call, operands: Operands) -> tuple[Array, Kept]:
     method = _METHODS[call.method]
     if call.method == "local":
         return method.forward(call, None, operands)
-    return _island(call, partial(method.forward, call), operands)
+    tokens = call.spec(2)
+    in_specs = Operands(tokens, tokens, tokens, call.spec(), PartitionSpec())  # pyright: ignore[reportArgumentType]
+    return _island(call, method.forward, operands, in_specs, (tokens, _spec_kept(call, Kept)))
 
 
 def _forward_rule(call: Call, operands: Operands) -> tuple[Array, tuple[Operands, Array, Kept]]:
@@ -53,44 +58,47 @@ def _backward_rule(call: Call, residuals: tuple[Operands, Array, Kept], do: Arra
     operands, o, kept = residuals
     method = _METHODS[call.method]
 
-    def run(place: Any, arrays: tuple[Saved, Array | None, Array, Array]) -> Any:
+    def run(call: Call, place: Any, arrays: tuple[Saved, Array | None, Array, Array]) -> Any:
         saved, window, o, do = arrays
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
         return method.backward(call, place, saved, window, do, delta)
 
     arrays = (kept.filled(operands), operands.window, o, do)
     if call.method == "local":
-        dq, dk, dv = run(None, arrays)
+        dq, dk, dv = run(call, None, arrays)
     else:
-        dq, dk, dv = _island(call, run, arrays)
+        tokens = call.spec(2)
+        in_specs = (_spec_kept(call, Saved), PartitionSpec(), tokens, tokens)
+        dq, dk, dv = _island(call, run, arrays, in_specs, tokens)
     return (Operands(dq, dk, dv, None, None),)
 
 
 attend.defvjp(_forward_rule, _backward_rule)
 
 
-def _island(call: Call, function: Any, arrays: Any) -> Any:
-    """Return `function(place, arrays)`, run by each device on its shards.
+def _spec_kept(call: Call, kind: Any) -> Any:
+    """Return the specs of a `Kept` or `Saved`."""
+    heads = call.spec(3 if call.method == "ulysses" else 2)
+    return kind(lse=heads, q=heads, k=heads, v=heads, segment_ids=call.spec())
 
-    Arrays and results have the batch in dim 0 and are split over `context` in dim 1; scalars are
-    whole. `place` is the device's place along `context`.
+
+def _island(call: Call, function: Any, arrays: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Return `function(call, place, arrays)`, run by each device on its shards.
+
+    `place` is the device's place along `context`.
     """
-    leaves, tree = jax.tree.flatten(arrays)
-    manual = set(getattr(call.mesh, "manual_axes", ()))
-    axes = {axis for axis in call.mesh.axis_names if axis != TENSOR} - manual
-
-    def run(place: Array, *shards: Array) -> Any:
-        return function(place[0], jax.tree.unflatten(tree, shards))
-
+    manual = set[str](getattr(call.mesh, "manual_axes", ()))
+    axes = set[str](call.mesh.axis_names) - manual
+    if call.names_tensor:
+        local_call = dataclasses.replace(call, tensor=1)  # its heads are one tensor shard's
+    else:
+        local_call = call
+        axes -= {TENSOR}
     return jax.shard_map(
-        run,
+        lambda place, shards: function(local_call, place[0], shards),
         mesh=call.mesh,
-        in_specs=(PartitionSpec(CONTEXT), *(_spec(call, a) for a in leaves)),
-        out_specs=call.spec(2),
+        in_specs=(PartitionSpec(CONTEXT), in_specs),
+        out_specs=out_specs,
         axis_names=axes,
         check_vma=False,
-    )(jax.lax.iota(jnp.int32, call.size), *leaves)
-
-
-def _spec(call: Call, a: Array) -> PartitionSpec:
-    return call.spec(a.ndim) if a.ndim else PartitionSpec()
+    )(jax.lax.iota(jnp.int32, call.size), arrays)

@@ -23,7 +23,7 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved
 from zerojax.context.scores import Tokens
 from zerojax.sharding import CONTEXT
 
@@ -51,7 +51,7 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
 def backward(
     call: Call, place: Array, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
-    """Return a device's gradients of queries, keys and values; see `zerojax.context.ring`."""
+    """Return a device's gradients of queries, keys and values; see `Method`."""
     q, k, v, segment_ids, lse = saved
     device = _Device(call, place, q.shape[1], segment_ids, window)
     q_blocks = grouped(device.q_cut.cut(q), k.shape[2])
@@ -97,9 +97,9 @@ class _Device:
         self.q_tokens: Tokens = self.q_cut.tokens(place[None] * length, q_ids, window)
         self.k_tokens: Tokens = self.k_cut.tokens(jnp.arange(call.size) * length, k_ids)
 
-    def gather_blocks(self, *arrays: Array) -> list[Array]:
-        """Return all devices' keys or values, in blocks."""
-        return [self.k_cut.cut(_gather(a)) for a in arrays]
+    def gather_blocks(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Return all devices' keys and values, in blocks."""
+        return self.k_cut.cut(_gather(k)), self.k_cut.cut(_gather(v))
 
     def pairs(self) -> Pairs:
         """Return the pairs of blocks to compute."""
@@ -123,3 +123,7 @@ class _Device:
 
 def _gather(a: Array) -> Array:
     return jax.lax.all_gather(a, CONTEXT, axis=1, tiled=True)
+
+
+GATHER = Method(forward, backward)
+"""Attention of a device over gathered keys and values."""

@@ -11,20 +11,21 @@ Without `context`, and inside of a shard_map over it, the arrays are one device'
 runs there as a whole (`zerojax.context.local`).
 """
 
+import dataclasses
 import functools
 import logging
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import find_target
-from zerojax.context import cudnn
 from zerojax.context.call import Call, Operands
+from zerojax.context.cudnn import cudnn_attention, find_fault
 from zerojax.context.derivative import attend
 from zerojax.context.scores import Scores
-from zerojax.sharding import CONTEXT, TENSOR, batch_axes
+from zerojax.sharding import CONTEXT, TENSOR, batch_axes, context_size
 
 Array = jax.Array
 Method = Literal["ulysses", "ring", "gather"]
@@ -67,8 +68,8 @@ def attention(
 
     The mesh is the one in scope, which in a train step is the program's. Inside of a
     `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. The
-    derivative keeps o, log-sum-exp and what arrived from other devices, so activations="save" and
-    "selective" send nothing of forward again; but "gather" gathers keys and values in backward too.
+    derivative keeps o, log-sum-exp, and q, k and v as the method laid them out, so backward does
+    not repeat forward's exchange with activations="save" or "selective"; "remat" does.
 
     Args:
       q: queries [B, T, N, D]: float32, bfloat16 or float16.
@@ -94,52 +95,95 @@ def attention(
     """
     _check_shapes(q, k, v, segment_ids)
     _check_options(causal, window, cap, method, implementation, block)
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = set(getattr(mesh, "manual_axes", ()))
-    size = 1 if mesh.empty or CONTEXT in manual else mesh.shape.get(CONTEXT, 1)
-    tensor = 1 if mesh.empty or TENSOR in manual else mesh.shape.get(TENSOR, 1)
-    if size == 1:
+    place = _Place.find(q.shape[0])
+    if place.size == 1:
         chosen = "local"
     else:
-        chosen = method or _choose(k.shape[2], tensor, size)
-        _check_divides(q, k, chosen, causal, tensor, size)
-    static_window = None if window is None or isinstance(window, jax.Array) else int(window)
+        chosen = method or _choose(k.shape[2], place)
+        _check_divides(q, chosen, causal, place)
     if implementation == "cudnn":
         _check_cudnn(q, chosen, cap, segment_ids, window)
+    is_array = isinstance(window, jax.Array)
+    scores = Scores(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        causal=causal,
+        window=None if window is None or is_array else int(window),
+        cap=None if cap is None else float(cap),
+    )
+    if chosen == "local" and implementation == "cudnn":
+        return cudnn_attention(scores, q, k, v)  # it has a derivative of its own
+    is_divided = k.shape[2] % place.tensor == 0
+    repeats = 1
+    if chosen == "ulysses":
+        repeats = _count_repeats(q.shape[2], k.shape[2], place.tensor * place.size)
+        if not is_divided:
+            # Here and not in the island, in which `tensor` has already split the heads.
+            k, v = (jnp.repeat(a, repeats, 2) for a in (k, v))
+            is_divided, repeats = True, 1
     call = Call(
-        scores=Scores(
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-            causal=causal,
-            window=static_window,
-            cap=None if cap is None else float(cap),
-        ),
+        scores=scores,
         method=chosen,
         kernel="cudnn" if implementation == "cudnn" else "xla",
         block=block,
-        mesh=None if size == 1 else mesh,
-        rows=() if size == 1 else _split_rows(q.shape[0], mesh, manual),
-        size=size,
-        tensor=tensor,
-        repeats=_count_repeats(q.shape[2], k.shape[2], tensor * size) if chosen == "ulysses" else 1,
+        mesh=place.mesh,
+        rows=place.rows,
+        size=place.size,
+        tensor=place.tensor,
+        names_tensor=place.has_tensor and is_divided,
+        repeats=repeats,
     )
-    if size == 1 and call.kernel == "cudnn":
-        return cudnn.attend(call.scores, q, k, v)  # it has a derivative of its own
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
-    is_array = window is not None and static_window is None
     return attend(
-        call, Operands(q, k, v, segment_ids, jnp.asarray(window, jnp.int32) if is_array else None)
+        call, Operands(q, k, v, segment_ids, window.astype(jnp.int32) if is_array else None)
     )
 
 
-def _choose(kv_heads: int, tensor: int, size: int) -> str:
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The mesh in scope, as far as attention is concerned.
+
+    Attributes:
+      mesh: the mesh; None on one device.
+      rows: axes that split the batch; none if it does not divide by their devices.
+      size: number of devices along `context`; 1 inside of a shard_map over it.
+      tensor: number of devices along `tensor`; 1 inside of a shard_map over it.
+      has_tensor: whether islands may name `tensor`.
+    """
+
+    mesh: Any = None
+    rows: tuple[str, ...] = ()
+    size: int = 1
+    tensor: int = 1
+    has_tensor: bool = False
+
+    @classmethod
+    def find(cls, batch: int) -> Self:
+        """Return the place of an attention over a batch of this size."""
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = set[str](getattr(mesh, "manual_axes", ()))
+        if mesh.empty or CONTEXT in manual or context_size(mesh) == 1:
+            return cls()
+        rows = tuple(axis for axis in batch_axes(mesh) if axis not in manual)
+        is_split = batch % math.prod(mesh.shape[axis] for axis in rows) == 0
+        has_tensor = TENSOR in mesh.axis_names and TENSOR not in manual
+        return cls(
+            mesh=mesh,
+            rows=rows if is_split else (),
+            size=context_size(mesh),
+            tensor=mesh.shape[TENSOR] if has_tensor else 1,
+            has_tensor=has_tensor,
+        )
+
+
+def _choose(kv_heads: int, place: _Place) -> str:
     """Return the method for these key heads, and log it."""
-    if kv_heads % (tensor * size) == 0:
-        chosen, relation = "ulysses", "divide"
-    else:
-        chosen, relation = "ring", "do not divide"
-    _log_choice(chosen, f"{kv_heads} key heads {relation} by tensor={tensor} x context={size}")
-    return chosen
+    shards = f"tensor={place.tensor} x context={place.size}"
+    if kv_heads % (place.tensor * place.size) == 0:
+        _log_choice("ulysses", f"{kv_heads} key heads divide by {shards}")
+        return "ulysses"
+    _log_choice("ring", f"{kv_heads} key heads do not divide by {shards}")
+    return "ring"
 
 
 @functools.cache  # logs each choice once
@@ -152,13 +196,6 @@ def _count_repeats(heads: int, kv_heads: int, shards: int) -> int:
     groups = heads // kv_heads
     counts = [n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % shards == 0]
     return counts[0]
-
-
-def _split_rows(batch: int, mesh: Any, manual: set[str]) -> tuple[str, ...]:
-    """Return the axes that split the batch, if it divides by their devices."""
-    rows = tuple(axis for axis in batch_axes(mesh) if axis not in manual)
-    count = math.prod(mesh.shape[axis] for axis in rows)
-    return rows if batch % count == 0 else ()
 
 
 def _check_shapes(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
@@ -227,10 +264,11 @@ def _check_options(
         raise ValueError(f"attention: block={block} must be at least 1")
 
 
-def _check_divides(q: Array, k: Array, method: str, causal: bool, tensor: int, size: int) -> None:
+def _check_divides(q: Array, method: str, causal: bool, place: _Place) -> None:
     """Raise ValueError unless tokens and heads divide by the mesh as a method needs it."""
-    tokens = q.shape[1]
-    heads = q.shape[2]
+    tokens, heads = q.shape[1:3]
+    size = place.size
+    tensor = place.tensor
     is_zigzag = method == "ring" and causal
     shards = 2 * size if is_zigzag else size
     if tokens % shards:
@@ -254,7 +292,7 @@ def _check_cudnn(
     q: Array, method: str, cap: float | None, segment_ids: Array | None, window: Any
 ) -> None:
     """Raise NotImplementedError unless cuDNN's kernel supports a call."""
-    fault = cudnn.find_fault(q.dtype, q.shape[3], cap is not None, find_target(q))
+    fault = find_fault(q.dtype, q.shape[3], cap is not None, find_target(q))
     if fault is None and segment_ids is not None:
         fault = "it takes segments only as a mask of T x T elements"
     if fault is None and isinstance(window, jax.Array):

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.context import cudnn
 from zerojax.context.blocks import (
     Cut,
     accumulate,
@@ -17,7 +16,8 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved
+from zerojax.context.cudnn import cudnn_backward, cudnn_forward
 
 Array = jax.Array
 
@@ -27,7 +27,7 @@ def forward(call: Call, place: Any, operands: Operands) -> tuple[Array, Kept]:
     del place
     q, k, v, segment_ids, window = operands
     if call.kernel == "cudnn":
-        o, lse = cudnn.forward(call.scores, q, k, v)
+        o, lse = cudnn_forward(call.scores, q, k, v)
         return o, Kept(lse)
     cut = Cut(1, q.shape[1], call.block)
     q_blocks = grouped(cut.cut(q), k.shape[2])
@@ -43,11 +43,11 @@ def forward(call: Call, place: Any, operands: Operands) -> tuple[Array, Kept]:
 def backward(
     call: Call, place: Any, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of queries, keys and values; see `zerojax.context.ring`."""
+    """Return the gradients of queries, keys and values; see `Method`."""
     del place
     q, k, v, segment_ids, lse = saved
     if call.kernel == "cudnn":
-        return cudnn.backward(call.scores, q, k, v, do)
+        return cudnn_backward(call.scores, q, k, v, do)
     cut = Cut(1, q.shape[1], call.block)
     q_blocks = grouped(cut.cut(q), k.shape[2])
     k_blocks = cut.cut(k)
@@ -66,3 +66,7 @@ def backward(
     )
     dq, dk, dv = (cut.join(a).astype(q.dtype) for a in grads)
     return dq.reshape(q.shape), dk, dv
+
+
+LOCAL = Method(forward, backward)
+"""Attention of a device that holds the whole sequence."""

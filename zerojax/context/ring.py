@@ -38,7 +38,7 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved
 from zerojax.context.scores import Tokens
 from zerojax.context.zigzag import chunk_starts, from_zigzag, to_zigzag
 from zerojax.sharding import CONTEXT
@@ -229,3 +229,7 @@ def _split(pairs: Pairs, weights: Sequence[int]) -> list[Pairs]:
         Pairs(pairs.queries[start:end], pairs.keys[start:end])
         for start, end in itertools.pairwise(bounds)
     ]
+
+
+RING = Method(forward, backward)
+"""Attention of a device in a ring."""

@@ -17,8 +17,8 @@ q[B, c_context, T, N / c, D].
 import jax
 import jax.numpy as jnp
 
-from zerojax.context import local
-from zerojax.context.call import Call, Kept, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved
+from zerojax.context.local import LOCAL
 from zerojax.sharding import CONTEXT
 
 Array = jax.Array
@@ -32,7 +32,7 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
     k, v = (to_heads(call, _repeat(call, a)) for a in (k, v))
     if segment_ids is not None:
         segment_ids = jax.lax.all_gather(segment_ids, CONTEXT, axis=1, tiled=True)
-    o, kept = local.forward(call, None, Operands(q, k, v, segment_ids, window))
+    o, kept = LOCAL.forward(call, None, Operands(q, k, v, segment_ids, window))
     whole = kept._replace(q=q, k=k, v=v, segment_ids=segment_ids)
     return to_tokens(call, o), jax.tree.map(lambda a: a[:, None], whole)
 
@@ -40,12 +40,12 @@ def forward(call: Call, place: Array, operands: Operands) -> tuple[Array, Kept]:
 def backward(
     call: Call, place: Array, saved: Saved, window: Array | None, do: Array, delta: Array
 ) -> tuple[Array, Array, Array]:
-    """Return a device's gradients of queries, keys and values; see `zerojax.context.ring`."""
+    """Return a device's gradients of queries, keys and values; see `Method`."""
     del place
     whole = jax.tree.map(lambda a: a[:, 0], saved)
     do = to_heads(call, do)
     delta = to_heads(call, delta[..., None])[..., 0]
-    dq, dk, dv = (to_tokens(call, a) for a in local.backward(call, None, whole, window, do, delta))
+    dq, dk, dv = (to_tokens(call, a) for a in LOCAL.backward(call, None, whole, window, do, delta))
     return dq, _sum_repeated(call, dk), _sum_repeated(call, dv)
 
 
@@ -79,3 +79,7 @@ def _sum_repeated(call: Call, a: Array) -> Array:
     batch, length, heads, width = a.shape
     copies = a.reshape(batch, length, heads // call.repeats, call.repeats, width)
     return copies.astype(jnp.float32).sum(3).astype(a.dtype)
+
+
+ULYSSES = Method(forward, backward)
+"""Attention of a device with some of the heads."""

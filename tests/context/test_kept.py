@@ -1,0 +1,82 @@
+"""A step's backward sends nothing again that attention's forward sent, unless all is recomputed."""
+
+import collections
+
+import jax
+import long_decoder
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+from zerojax import hlo
+
+MESH = {"fsdp": 2, "context": 4}
+# Forward and backward of one layer. Ring: q, k, v, ids and o to zigzag order and back, 3 arrays in 3
+# turns; do, delta and 3 gradients, 5 arrays in 3 turns, and 2 home.
+ONCE = {"ulysses": ("all-to-all", 4, 5), "ring": ("collective-permute", 10 + 9, 10 + 15 + 2)}
+CASES = {
+    "ulysses-selective": ("ulysses", {"stage": 3, "activations": "selective"}),
+    "ulysses-save": ("ulysses", {"stage": 3, "activations": "save"}),
+    "ulysses-remat": ("ulysses", {"stage": 3, "activations": "remat"}),
+    "ulysses-resident": ("ulysses", {"stage": 0, "activations": "save"}),
+    "ring-selective": ("ring", {"stage": 3, "activations": "selective"}),
+    "ring-save-host": ("ring", {"stage": 3, "activations": "save", "opt_state": "pinned_host"}),
+    "ring-remat": ("ring", {"stage": 3, "activations": "remat"}),
+}
+
+
+def attend(method):
+    return lambda q, k, v, ids: zj.attention(q, k, v, segment_ids=ids, method=method, block=4)
+
+
+def train(model, mesh, fields):
+    """Return two losses, parameters after two steps, and the first step's program."""
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    program = zj.build_train_step(
+        model,
+        optax.adam(1e-2, eps=1e-2),
+        zj.ZeroConfig(**fields),
+        zj.make_mesh(**mesh, devices=devices),
+    )
+    batches = long_decoder.batches(2)
+    with program:
+        state = program.init(jax.random.key(0))
+        losses = []
+        for batch in batches:
+            state, metrics = program.step(state, batch)
+            losses.append(float(metrics["loss"]))
+        layers = [jax.device_get(tree) for _, tree in program.iter_params(state)]
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batches[0])
+    return np.asarray(losses, np.float32), layers, program.lower(abstract).compile().as_text()
+
+
+@pytest.mark.by_default("ulysses-selective")
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_exchanges_once_and_equals_one_device(case):
+    method, fields = CASES[case]
+    losses, params, text = train(long_decoder.model(attend(method)), MESH, fields)
+    expected, weights, _ = train(long_decoder.model(), {"fsdp": 1}, {})
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    toys.assert_trees_close(params, weights, atol=5e-6)
+    op, forward, backward = ONCE[method]
+    counts = collections.Counter()
+    for c in hlo.collectives(text or "", unknown_trips=1):
+        if c.times >= long_decoder.LAYERS - 1:
+            counts[c.op] += c.times
+    again = forward if fields["activations"] == "remat" else 0
+    # XLA may merge two equal permutes of forward and backward into one.
+    most = (forward + backward + again) * long_decoder.LAYERS
+    assert most * 0.9 <= counts[op] <= most
+
+
+@pytest.mark.by_default("ring")
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+def test_a_step_on_a_mesh_with_tensor_equals_one_device(method):
+    fields = {"stage": 3, "activations": "selective", "sequence_parallel": True}
+    mesh = {"fsdp": 2, "context": 2, "tensor": 2}
+    losses, params, _ = train(long_decoder.model(attend(method)), mesh, fields)
+    expected, weights, _ = train(long_decoder.model(), {"fsdp": 1}, {})
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    toys.assert_trees_close(params, weights, atol=5e-6)
