@@ -282,8 +282,8 @@ def attention(
         return zj.attention(q, k, v, method=implementation)
     if implementation not in ("auto", "xla", "cudnn"):
         raise ValueError(
-            f"attention={implementation!r} is unknown: choose from auto, xla, cudnn, ring, ulysses, "
-            "gather"
+            f"attention={implementation!r} is unknown: choose from auto, xla, cudnn, ring, "
+            "ulysses, gather"
         )
     return attend(q, k, v, scale=q.shape[-1] ** -0.5, implementation=implementation)
 
