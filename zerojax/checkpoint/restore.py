@@ -80,7 +80,8 @@ class Restoring:
           DamagedError: the state is damaged.
           SwapError: the program's own disk is too small, or failed.
         """
-        sources = find_sources(self.leaves, saved, self.layout.config.loss_scaling)
+        config = self.layout.config
+        sources = find_sources(self.leaves, saved, config.loss_scaling, config.grads_dtype)
         share = {"part": jax.process_index(), "num_parts": jax.process_count()}
         with working("verify"):
             self._checking.do(lambda: saved.check(checksums=verify, **share))

@@ -153,7 +153,10 @@ class LeafSource:
 
 
 def find_sources(
-    leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: LossScaling
+    leaves: Sequence[StateLeaf],
+    saved: SavedState,
+    loss_scaling: LossScaling,
+    grads_dtype: str | None = None,
 ) -> list[LeafSource]:
     """Return where to read each leaf.
 
@@ -161,10 +164,13 @@ def find_sources(
       leaves: leaves of the program's state.
       saved: the checkpoint.
       loss_scaling: the program's loss scaling, used if the checkpoint has none.
+      grads_dtype: the program's `ZeroConfig.grads_dtype`.
 
     Raises:
-      CheckpointError: leaves differ; the error names the first few.
+      CheckpointError: leaves differ, and the error names the first few; or `grads_dtype` would
+        round the gradients of a pending update.
     """
+    _check_pending_dtype(leaves, saved, grads_dtype)
     differences: list[str] = []
     shapes = {leaf.name: leaf.shape for leaf in leaves}
     sources = [_source(leaf, shapes, saved, loss_scaling, differences) for leaf in leaves]
@@ -189,6 +195,28 @@ def find_sources(
             f"It holds: {first_few(differences)}{remedy}"
         )
     return sources
+
+
+def _check_pending_dtype(
+    leaves: Sequence[StateLeaf], saved: SavedState, grads_dtype: str | None
+) -> None:
+    """Raise CheckpointError if `grads_dtype` would round the gradients of a pending update.
+
+    A wider dtype keeps every bit.
+    """
+    if grads_dtype is None or not np.any(saved.values.get("pending.ready", False)):
+        return
+    for leaf in leaves:
+        if not leaf.name.startswith("pending.grads") or leaf.name not in saved.leaves:
+            continue
+        dtype = saved.leaves[leaf.name].dtype
+        if jnp.promote_types(dtype, leaf.dtype) != leaf.dtype:
+            raise CheckpointError(
+                f"the checkpoint {saved.folder} holds the gradients of a pending update in "
+                f"{dtype}, and grads_dtype={grads_dtype!r} would round them: use "
+                "grads_dtype='float32', or save the result of program.settle(state) with "
+                "update='in_forward' in another directory"
+            )
 
 
 def _why_encoded(differences: Sequence[str]) -> str:

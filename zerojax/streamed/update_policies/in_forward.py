@@ -472,7 +472,7 @@ class UpdateInForward(StoredGrads):
 
     def next_grads(self, result: BackwardResult[GradStacks]) -> list[Any]:
         """Return the gradients of a step, stacked leaves first."""
-        return [*result.carried.grads, *result.unstacked]
+        return [*result.carried.grads, *self.stored_unstacked(result)]
 
     def _pending(self, state: TrainState) -> PendingUpdate:
         assert state.pending is not None
