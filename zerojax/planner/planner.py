@@ -553,6 +553,8 @@ class Planner:
         """Return whether a program can be built with some fields."""
         assert self.mesh is not None
         try:
+            # `grads_dtype` needs a streamed step, which single fields may not make.
+            fixed = {**fixed, "grads_dtype": None}
             plain = {name: value for name, value in fixed.items() if name not in fields}
             assemble(self.model, self.tx, ZeroConfig(**{**plain, **fields}), self.mesh)
         except (ValueError, NotImplementedError) as error:
