@@ -190,6 +190,13 @@ def test_a_model_without_layers_is_refused():
         zj.build_train_step(toys.unrolled(), optax.adam(1e-3), config, zj.make_mesh(fsdp=8))
 
 
+def test_a_program_refuses_a_state_with_gradients_of_another_dtype():
+    case = {**ON_HOST, **SUMMED, "update": "in_forward"}
+    state = build(None, **case).init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"is float32, and this program's is bfloat16: .*grads_d"):
+        build("bfloat16", **case).settle(state)
+
+
 PENDING = {**ON_HOST, **SUMMED, "update": "in_forward", "update_on": "host"}
 
 

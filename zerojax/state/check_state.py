@@ -49,6 +49,8 @@ class StateCheck:
         """Compute what `layout` expects of each leaf."""
         leaves, self._structure = jax.tree.flatten(layout.abstract_state)
         self._expected = [_expected(leaf) for leaf in leaves]
+        names = _names(layout.abstract_state)
+        self._grads = [i for i, name in enumerate(names) if name.startswith(".pending.grads")]
 
     def __call__(
         self, state: TrainState, report: Callable[[Sequence[str]], None] | None = None
@@ -90,6 +92,22 @@ class StateCheck:
         state_leaves, tree = jax.tree.flatten(state)
         replaced = [scalars.get(i, leaf) for i, leaf in enumerate(state_leaves)]
         return jax.tree.unflatten(tree, replaced)
+
+    def check_pending(self, state: TrainState) -> None:
+        """Check that a step can overwrite the gradients of a state's pending update.
+
+        Raises:
+          ValueError: they have another dtype than the program's.
+        """
+        leaves = jax.tree.leaves(as_arguments(state)) if self._grads else []
+        for i in self._grads:
+            if leaves[i].dtype != self._expected[i].dtype:
+                raise ValueError(
+                    f"this state's {_name(state, i)} is {leaves[i].dtype}, and this program's is "
+                    f"{self._expected[i].dtype}: the state was made by a program with another "
+                    "grads_dtype, precision or num_microbatches; save it there, and restore the "
+                    "checkpoint here"
+                )
 
     def _other_structure(self, state: TrainState) -> str:
         """Return an error that names the leaves that a state lacks or has in excess."""
