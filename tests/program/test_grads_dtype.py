@@ -165,6 +165,23 @@ def test_float32_holds_16_bit_gradients_without_changing_a_number(tmp_path):
     }
 
 
+MIXES = {
+    "one_reduction": {**ON_HOST, **SUMMED, "reduce_every": "step"},
+    "float32_sums": {**ON_HOST, "precision": "bf16", "reduce_dtype": "float32"},
+    "gather_ahead": {**ON_HOST, **SUMMED, "gather_ahead": True, "prefetch_distance": 2},
+    "half_on_device": {**ON_HOST, **SUMMED, "opt_state_device_fraction": 0.5},
+    "bf16_moments": {**ON_HOST, **SUMMED, "moments": "bfloat16"},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MIXES.values(), ids=MIXES)
+def test_both_orders_of_an_update_read_the_same_rounded_gradients(case, tmp_path):
+    after = run("bfloat16", tmp_path, update="after_backward", **case)
+    assert_same(run("bfloat16", tmp_path, update="in_forward", **case), after)
+    assert_near(after, run(None, tmp_path, update="after_backward", **case))
+
+
 def test_float32_training_may_store_bfloat16_gradients(tmp_path):
     case = {**ON_HOST, "update": "in_forward"}
     assert_near(run("bfloat16", tmp_path, **case), run(None, tmp_path, **case))

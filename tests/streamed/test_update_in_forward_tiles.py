@@ -133,6 +133,7 @@ TILES = {
     "masters": ("chained", {**ALL_ON_HOST, "precision": "bf16", "prefetch_distance": 2}),
     "masters_on_device": ("chained", {"params": HOST, "grads": HOST, "precision": "bf16"}),
     "remat": ("chained", {**ALL_ON_HOST, "num_microbatches": 2, "activations": "remat"}),
+    "rounded": ("small", {**ALL_ON_HOST, "num_microbatches": 2, "grads_dtype": "bfloat16"}),
     "segments": (
         "chained",
         {
