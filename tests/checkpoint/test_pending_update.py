@@ -80,7 +80,7 @@ def go_on(folder: pathlib.Path, **kwargs: Any) -> tuple[list[float], Any]:
 TARGETS: dict[str, dict[str, Any]] = {
     "disk": {"update": "after_backward", **ON_DISK},
     "host": {"update": "after_backward", **ON_HOST, "precision": "bf16"},
-    "opt_state_on_disk": {"update": "after_backward", "grads": HOST, "opt_state": DISK},
+    "opt_state_on_disk": {"grads": HOST, "opt_state": DISK, "model": toys.small()},
     "delayed": DELAYED,
     "in_backward": {"update": "in_backward", "clip_norm": None, **ON_HOST},
     "stage_1": {"stage": 1, "opt_state": HOST},
@@ -92,7 +92,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.mark.by_default("opt_state_on_disk")
 @pytest.mark.parametrize("fields", TARGETS.values(), ids=TARGETS)
 def test_another_program_applies_a_pending_update_as_it_restores(fields, tmp_path):
-    same = {name: fields[name] for name in ("clip_norm", "precision") if name in fields}
+    same = {name: fields[name] for name in ("clip_norm", "precision", "model") if name in fields}
     losses, weights = save_pending(tmp_path, **ON_DISK, **same)
     actual, restored = go_on(tmp_path, **fields)
     assert_close(restored, weights)
@@ -132,9 +132,9 @@ def test_a_device_applies_what_the_host_would_have_updated(saved_as, tmp_path):
 
 
 def test_an_optimizer_with_other_scalars_is_refused(tmp_path):
-    save_pending(tmp_path, **ON_DISK)
+    save_pending(tmp_path, model=toys.small(), **ON_DISK)
     with (
-        build(tmp_path, **ON_HOST, moments="bfloat16") as program,
+        build(tmp_path, model=toys.small(), **ON_HOST, moments="bfloat16") as program,
         zj.Checkpointer(tmp_path / "saved") as checkpointer,
         pytest.raises(zj.CheckpointError, match=r"restore it with update='in_forward' .* moments"),
     ):
@@ -142,7 +142,7 @@ def test_an_optimizer_with_other_scalars_is_refused(tmp_path):
 
 
 def test_a_delayed_update_is_refused_elsewhere(tmp_path):
-    program = build(tmp_path, **DELAYED)
+    program = build(tmp_path, model=toys.small(), **DELAYED)
     state, _ = train(program, program.init(jax.random.key(0)), toys.batches(1))
     with zj.Checkpointer(tmp_path / "saved") as checkpointer:
         checkpointer.save(program, state)
@@ -151,7 +151,7 @@ def test_a_delayed_update_is_refused_elsewhere(tmp_path):
             zj.Checkpointer(tmp_path / "saved") as checkpointer,
             pytest.raises(zj.CheckpointError, match="restore it with delayed_update=True"),
         ):
-            checkpointer.restore(build(tmp_path, update=update, **ON_HOST))
+            checkpointer.restore(build(tmp_path, model=toys.small(), update=update, **ON_HOST))
 
 
 # --- the same step again --------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_delayed_update_is_refused_elsewhere(tmp_path):
 
 @pytest.fixture
 def program(tmp_path):
-    with build(tmp_path, update="in_forward", **ON_DISK) as program:
+    with build(tmp_path, model=toys.small(), update="in_forward", **ON_DISK) as program:
         yield program
 
 
@@ -189,6 +189,7 @@ def test_a_settled_state_replaces_the_checkpoint_with_its_update(program, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, read(program, restored), weights)
 
 
+@pytest.mark.by_default("rename")
 @pytest.mark.parametrize("broken", ["write", "rename"])
 def test_a_failed_replacement_leaves_one_of_both(program, tmp_path, monkeypatch, broken):
     """And the next save of the same state replaces it."""
@@ -218,6 +219,7 @@ def test_a_failed_replacement_leaves_one_of_both(program, tmp_path, monkeypatch,
         assert is_settled(saved / "2")
 
 
+@pytest.mark.by_default("both")
 @pytest.mark.parametrize("moment", ["both", "new"])
 def test_a_kill_while_it_is_replaced_leaves_the_new_one(program, tmp_path, moment):
     saved = tmp_path / "saved"

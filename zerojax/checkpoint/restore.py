@@ -13,6 +13,9 @@ Frozen weights are never written again. So if the checkpoint holds a record of f
 exactly the form needed here, it is linked into the swap folder if both are on the same file system.
 A link takes no space, and copies nothing.
 
+A checkpoint may hold the gradients of an update in forward. A program with another `update` applies
+that update to each record as it reads it (`zerojax.checkpoint.source`).
+
 The program's own state is not changed before the checkpoint was compared with the model and found
 intact.
 """

@@ -328,10 +328,8 @@ def _updated_sources(
     # The gradients are numbered, in the order of a program that trains the same leaves.
     order = [*layout.stacked, *layout.unstacked]
     names = [f"pending.grads[{place}]" for place in range(len(order))]
-    for name, i in zip(names, order, strict=True):
-        weight = weights[i].leaf.name
-        if name not in saved.leaves or saved.leaves[name].shape != saved.leaves[weight].shape:
-            raise CheckpointError(f"{subject}, as other weights are frozen here: {remedy}")
+    if saved.frozen != {source.leaf.name for source in sources if source.leaf.is_frozen}:
+        raise CheckpointError(f"{subject}, as other weights are frozen here: {remedy}")
     num_grads = sum(name.startswith("pending.grads[") for name in saved.leaves)
     shared = _shared_scalars(saved)
     if num_grads != len(order) or len(shared) != len(layout.opt_map.shared):
