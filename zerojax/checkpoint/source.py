@@ -338,7 +338,10 @@ def _updated_sources(
             f"and this program trains {len(order)} weights with {len(layout.opt_map.shared)} "
             f"scalars; {remedy}"
         )
-    pending = Pending([], shared, saved.values["pending.scalars"], saved.values["pending.ready"])
+    scalars, ready = (
+        jnp.asarray(saved.values[name]) for name in ("pending.scalars", "pending.ready")
+    )
+    pending = Pending([], shared, scalars, ready)
     try:
         update = settler.leaf_update(pending)
     except ValueError as error:
