@@ -315,8 +315,8 @@ def test_more_memory_is_never_slower(name):
         "disk_bytes": int(2 * STATE),
     }
     before = math.inf
-    for step in range(10):
-        figures = small | {name: int(small[name] * 1.6**step)}
+    for step in range(5):
+        figures = small | {name: int(small[name] * 2.8**step)}
         planner = Planner(SIZES, None, None, None, lab(**figures), dict(FEW), None)
         search = Search(planner.space(), planner.limits)
         search.run()
@@ -665,7 +665,7 @@ def test_error_names_the_fixed_field_that_is_in_the_way():
     plan(machine, fixed=FEWER)
 
 
-@pytest.mark.by_default("l4-40-5120", "h100-pcie-12-768")
+@pytest.mark.by_default("h100-pcie-12-768")
 @pytest.mark.parametrize(("layers", "hidden"), [(40, 5120), (80, 8192), (12, 768)])
 @pytest.mark.parametrize("name", ["l4", "h100-pcie"])
 def test_error_names_a_change_that_fits_on_machines_by_name(name, layers, hidden):
