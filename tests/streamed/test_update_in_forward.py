@@ -1,6 +1,7 @@
 """An update in the next step's forward equals an update after backward, and nothing is stale."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from zerojax.checkpoint.manifest import SavedState
 from zerojax.program.updated_records import RecordSettler
 from zerojax.state import state_records
 
+pytestmark = pytest.mark.xdist_group("update_in_forward")  # which share a program
 HOST = "pinned_host"
 STEPS = 6
 ALL_ON_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST}
@@ -38,6 +40,12 @@ def build(update: str, model: Any = None, tx: Any = None, **fields: Any) -> zj.P
     config = zj.ZeroConfig(**{"stage": 3, "update": update, **fields})
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
     return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
+
+
+@functools.cache
+def build_on_host(update: str) -> zj.Program:
+    """Return a program that several tests share: all on the host, with clipping."""
+    return build(update, **CASES["all_on_host"])
 
 
 def train(program: zj.Program, data: list[Any], state: Any = None) -> tuple[list[dict], Any]:
@@ -70,8 +78,10 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 def assert_same(case: dict[str, Any], data: list[Any], **kwargs: Any) -> list[dict]:
     """Assert equal metrics in every step and equal parameters after the last, bit for bit."""
-    expected, last = train(after := build("after_backward", **kwargs, **case), data)
-    actual, state = train(program := build("in_forward", **kwargs, **case), data)
+    shares = not kwargs and case == CASES["all_on_host"]
+    build_case = build_on_host if shares else functools.partial(build, **kwargs, **case)
+    expected, last = train(after := build_case("after_backward"), data)
+    actual, state = train(program := build_case("in_forward"), data)
     for old, new in zip(expected, actual, strict=True):
         assert old.keys() == new.keys()
         for name in old:
@@ -96,8 +106,9 @@ def test_equals_an_update_after_backward(case):
     "case", [{}, {"stage": 2, "grads": HOST, "opt_state": HOST}], ids=["device", "stage_2"]
 )
 def test_parameters_on_the_device_change_no_more_than_the_last_places(case):
-    expected, _ = train(build("after_backward", clip_norm=1.2, **case), toys.batches(3))
-    actual, _ = train(build("in_forward", clip_norm=1.2, **case), toys.batches(3))
+    case = {"model": toys.small(), "clip_norm": 0.4, **case}
+    expected, _ = train(build("after_backward", **case), toys.batches(3))
+    actual, _ = train(build("in_forward", **case), toys.batches(3))
     for old, new in zip(expected, actual, strict=True):
         np.testing.assert_allclose(old["loss"], new["loss"], rtol=1e-6)
 
@@ -106,8 +117,8 @@ def test_steps_that_overflow_are_skipped():
     data = toys.batches(STEPS)
     data[1] = {**data[1], "weight": np.float32(np.nan)}
     scaling = zj.LossScaling(initial=2.0**20)
-    case = {**ALL_ON_HOST, "precision": "fp16", "clip_norm": 1.2, "loss_scaling": scaling}
-    rows = assert_same(case, data)
+    case = {**ALL_ON_HOST, "precision": "fp16", "loss_scaling": scaling}
+    rows = assert_same({**case, "clip_norm": 0.4}, data, model=toys.small())
     assert int(rows[-1]["skipped_steps"]) >= 2  # the NaN, and at least one overflow
 
 
@@ -116,8 +127,9 @@ def test_optimizers_that_update_whole_leaves_or_average_the_weights():
     assert_same(ALL_ON_HOST, toys.batches(3), model=toys.small(), tx=muon)
     tx = optax.chain(optax.adamw(1e-2), zj.Ema(0.9))
     data = toys.batches(3)
-    _, last = train(after := build("after_backward", tx=tx, **ALL_ON_HOST), data)
-    _, state = train(program := build("in_forward", tx=tx, **ALL_ON_HOST), data)
+    case = {"model": toys.small(), "tx": tx, **ALL_ON_HOST}
+    _, last = train(after := build("after_backward", **case), data)
+    _, state = train(program := build("in_forward", **case), data)
     expected = dict(after.iter_params(last, ema=True))
     actual = dict(program.iter_params(state, ema=True))
     assert_close(actual, expected)
@@ -133,10 +145,9 @@ def test_optimizers_that_update_whole_leaves_or_average_the_weights():
 
 
 def test_nothing_that_a_user_reads_is_stale(tmp_path):
-    case = {**ALL_ON_HOST, "clip_norm": 1.2}
     data = toys.batches(4)
-    _, last = train(after := build("after_backward", **case), data[:3])
-    _, state = train(program := build("in_forward", **case), data[:3])
+    _, last = train(after := build_on_host("after_backward"), data[:3])
+    _, state = train(program := build_on_host("in_forward"), data[:3])
     assert float(program.eval(state, data[3])) == float(after.eval(last, data[3]))
     assert_close(program.params(state), after.params(last))
     with pytest.raises(ValueError, match=r"program\.settle\(state\)"):
@@ -164,7 +175,8 @@ SAVED = {
 def test_a_checkpoint_holds_updated_records_for_any_program(update, tiers, most, tmp_path):
     case = {"clip_norm": tiers.get("clip_norm", 1.2)}
     data = toys.batches(4)
-    program = build("in_forward", **{**ALL_ON_HOST, **case})
+    clips = case["clip_norm"] is not None
+    program = build_on_host("in_forward") if clips else build("in_forward", **ALL_ON_HOST)
     _, state = train(program, data[:2])
     with zj.Checkpointer(tmp_path / "saved", max_host_bytes=most) as checkpointer:
         checkpointer.save(program, state)
@@ -214,19 +226,20 @@ def test_a_pending_update_keeps_the_factors_of_the_step_that_made_it(
     case = {**ALL_ON_HOST, "clip_norm": 0.1, "num_microbatches": 2, "precision": "fp16"}
     case["loss_scaling"] = zj.LossScaling(initial=2.0**10)
     sgd = optax.sgd(0.1)
-    program = build("in_forward", tx=sgd, **case)
+    case |= {"model": toys.small(), "tx": sgd}
+    program = build("in_forward", **case)
     _, state = train(program, toys.batches(2))
     with zj.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(program, state)
     expected = read(program, program.settle(state))
-    other = build("in_forward", tx=sgd, **{**case, **changed})
+    other = build("in_forward", **{**case, **changed})
     with zj.Checkpointer(tmp_path) as checkpointer:
         restored = checkpointer.restore(other)
     assert_close(read(other, other.settle(restored)), expected)
 
 
 def test_exports_refuse_what_is_not_settled(tmp_path, monkeypatch):
-    program = build("in_forward", **ALL_ON_HOST)
+    program = build("in_forward", toys.small(), **ALL_ON_HOST)
     _, state = train(program, toys.batches(2))
     with monkeypatch.context() as patch:
         patch.setattr(RecordSettler, "is_exact", False)  # save the gradients
@@ -246,8 +259,8 @@ def test_exports_refuse_what_is_not_settled(tmp_path, monkeypatch):
 
 
 def test_a_program_refuses_an_unsettled_state_of_another_program():
-    _, state = train(program := build("in_forward", **ALL_ON_HOST), toys.batches(1))
-    other = build("after_backward", **ALL_ON_HOST)
+    _, state = train(program := build_on_host("in_forward"), toys.batches(1))
+    other = build_on_host("after_backward")
     with pytest.raises(ValueError, match="of another program"):
         other.params(state)
     with pytest.raises(ValueError, match="of another program"):
@@ -276,7 +289,7 @@ def test_storing_a_record_while_the_next_is_loaded_changes_no_number(case, monke
     data = toys.batches(3)
 
     def trained():
-        program = build("in_forward", **case, clip_norm=1.2)
+        program = build("in_forward", toys.small(), **case, clip_norm=0.4)
         rows, state = train(program, data)
         return [row["loss"] for row in rows], read(program, program.settle(state))
 
@@ -324,7 +337,7 @@ def test_an_evaluation_loads_parameters_that_a_step_only_stores(case):
     data = toys.batches(2)
     losses = []
     for update in ("after_backward", "in_forward"):
-        program = build(update, **case)
+        program = build(update, toys.small(), **case)
         _, state = train(program, data[:1])
         losses.append(float(program.eval(program.settle(state), data[1])))
     assert losses[0] == losses[1]
@@ -358,7 +371,7 @@ def test_a_model_without_layers_is_refused():
 
 
 def test_operations_update_a_layer_before_it_is_computed():
-    program = build("in_forward", **ALL_ON_HOST)
+    program = build_on_host("in_forward")
     steps = program.operations(toys.batches(1)[0])
     names = [part.name for part in steps.phases]
     assert names.index("unstacked") < names.index("embed")
@@ -366,7 +379,7 @@ def test_operations_update_a_layer_before_it_is_computed():
     (forward,) = (part.phase for part in steps.phases if part.name == "forward")
     verbs = [op.verb for loop in forward.loops for op in loop.ops]
     assert verbs.index("update") < verbs.index("compute")
-    after = build("after_backward", **ALL_ON_HOST).operations(toys.batches(1)[0])
+    after = build_on_host("after_backward").operations(toys.batches(1)[0])
     # fp32 parameters are their own masters: an update after backward loads them once more.
     assert steps.moved("up") < after.moved("up")
     assert steps.moved("down") == after.moved("down")

@@ -388,8 +388,8 @@ def _check_pending_dtype(
             raise CheckpointError(
                 f"the checkpoint {saved.folder} holds the gradients of a pending update in "
                 f"{dtype}, and grads_dtype={grads_dtype!r} would round them: use "
-                "grads_dtype='float32', or save the result of program.settle(state), which replaces "
-                "this checkpoint"
+                "grads_dtype='float32', or save program.settle(state), which replaces this "
+                "checkpoint"
             )
 
 
