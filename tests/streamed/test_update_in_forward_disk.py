@@ -41,11 +41,19 @@ def build(
 
 
 def train(program: zj.Program, state: Any, data: list[Any]) -> tuple[Any, list[dict[str, float]]]:
-    """Return the state after a step with each batch, and the steps' metrics."""
+    """Return the state after a step with each batch, and the steps' metrics.
+
+    The bytes read include what a step reads ahead for the next one. A step does not wait for these
+    reads, so its own metric counts those that have ended by then.
+    """
     rows = []
     for batch in data:
         state, metrics = jax.block_until_ready(program.step(state, batch))
-        rows.append({name: float(value) for name, value in metrics.items()})
+        row = {name: float(value) for name, value in metrics.items()}
+        engine = program.swap.engine
+        engine.flush()
+        row["swap_read_bytes"] += engine.take_stats().bytes_read
+        rows.append(row)
     return state, rows
 
 
