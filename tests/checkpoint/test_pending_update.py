@@ -189,6 +189,29 @@ def test_a_settled_state_replaces_the_checkpoint_with_its_update(program, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, read(program, restored), weights)
 
 
+class Position:
+    """An iterator that only has a position."""
+
+    def get_state(self) -> dict[str, int]:
+        return {"next": 2}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_replacement_may_not_lose_the_position_of_the_data(program, tmp_path):
+    state, _ = train(program, program.init(jax.random.key(0)), toys.batches(1))
+    data = Position()
+    with zj.Checkpointer(tmp_path / "saved") as checkpointer:
+        assert checkpointer.save(program, state, data=data)
+        state = program.settle(state)
+        with pytest.raises(zj.IteratorError, match=r"position of the iterator .* save with data="):
+            checkpointer.save(program, state)
+        assert checkpointer.save(program, state, data=data)
+        checkpointer.restore(program, data=data)
+    assert data.state == {"next": 2}
+
+
 @pytest.mark.by_default("rename")
 @pytest.mark.parametrize("broken", ["write", "rename"])
 def test_a_failed_replacement_leaves_one_of_both(program, tmp_path, monkeypatch, broken):

@@ -41,7 +41,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.checkpoint.directory import STATE, Directory, is_folder
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, explaining
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    IteratorError,
+    explained,
+    explaining,
+)
 from zerojax.checkpoint.iterators import check_position, own_position
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.orbax import SAVING, StateSave, StepWriter
@@ -221,6 +227,8 @@ class Checkpointer:
         replaces = may_replace and step == self._last_step and self._is_unsettled(together, step)
         if step == self._last_step and not replaces:
             return False
+        if replaces and data is None:
+            together.do(lambda: self._check_no_position(step))
         together.do(self._directory.check_writable)
         saving = self._step_to_save(program.mesh, step, replaces)
         with explaining(f"saving step {step} in {self.directory}"):
@@ -294,6 +302,20 @@ class Checkpointer:
 
         together.do(look)
         return together.least(0 if any(found) else 1) == 0
+
+    def _check_no_position(self, step: int) -> None:
+        """Raise IteratorError if a checkpoint to replace holds the position of an iterator."""
+        if jax.process_index() != 0:
+            return
+        with (
+            contextlib.suppress(DamagedError),
+            SavedState(self._directory.state_folder(step)) as saved,
+        ):
+            if saved.data:
+                raise IteratorError(
+                    f"the checkpoint {saved.folder} holds the position of the iterator in data, "
+                    "which saving in its place would lose: save with data= again"
+                )
 
     def _step_to_save(self, mesh: Mesh, step: int, removes: bool) -> _Step:
         """Return where a step will appear, and which newer steps will be set aside.
