@@ -403,6 +403,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
+    mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
     wide = dataclasses.replace(TINY, hidden=4096, heads=32, seq=512, dtype=jnp.bfloat16)
     host = zj.ZeroConfig(
         stage=3, params="pinned_host", grads="pinned_host", opt_state="pinned_host"
@@ -421,12 +422,12 @@ def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
             0,
         ),  # full layers are updated there
     ):
-        assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c, tensor=1) == expected
+        assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c, mesh) == expected
     for tiles in (-1, 3):
         with pytest.raises(
             ValueError, match=f"--mlp-tiles {tiles}: 0 .dense layers. or a divisor of 128"
         ):
-            train_gpt.mlp_tiles(train_gpt.Options(mlp_tiles=tiles), TINY, tensor=1)
+            train_gpt.mlp_tiles(train_gpt.Options(mlp_tiles=tiles), TINY, mesh)
 
 
 def test_tiles_are_chosen_by_bytes(caplog):

@@ -56,6 +56,7 @@ from zerojax.models import LayeredModel, StackModel, list_stacks
 from zerojax.sharding import (
     TENSOR,
     Spec,
+    as_entry,
     batch_axes,
     context_size,
     num_batch_shards,
@@ -326,5 +327,4 @@ def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
             f"{-(-shape[1] // shards) * shards}, or leave sequence_parallel=False"
         )
     rows = batch_axes(mesh) if shape[0] % num_batch_shards(mesh) == 0 else None
-    entry = axes if len(axes) > 1 else axes[0]
-    return (rows, entry, *(None,) * (len(shape) - 2))
+    return (rows, as_entry(axes), *(None,) * (len(shape) - 2))

@@ -151,7 +151,9 @@ def _find_batch_size(shapes: Sequence[tuple[int, ...]]) -> int:
     return 0
 
 
-def reduced(value: Array, sharding: NamedSharding, unsharded: Sequence[Any]) -> Array:
+def reduced(
+    value: Array, sharding: NamedSharding, unsharded: Sequence[Any] | PartitionSpec
+) -> Array:
     """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F].
 
     It is one reduction, in the gradient's dtype. With replicas it takes two steps, a reduce_scatter
@@ -179,7 +181,7 @@ def reduced(value: Array, sharding: NamedSharding, unsharded: Sequence[Any]) -> 
     return jax.lax.with_sharding_constraint(jnp.sum(value, 0), sharding)
 
 
-def _scattered(value: Array, mesh: Mesh, spec: Sequence[Any], shards: tuple[str, ...]) -> Array:
+def _scattered(value: Array, mesh: Any, spec: Sequence[Any], shards: tuple[str, ...]) -> Array:
     """Add up the rows by a reduce_scatter over some axes: g[R_(data, fsdp), D, F] -> g[D_fsdp, F].
 
     On a mesh with `context` the rows are sums over `context` already, and each device still has to

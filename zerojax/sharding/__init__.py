@@ -38,6 +38,7 @@ from zerojax.sharding.scope import no_mesh as no_mesh
 from zerojax.sharding.scope import uncommitted as uncommitted
 from zerojax.sharding.scope import without_mesh as without_mesh
 from zerojax.sharding.specs import Spec as Spec
+from zerojax.sharding.specs import as_entry as as_entry
 from zerojax.sharding.specs import explicit as explicit
 from zerojax.sharding.specs import list_axes as list_axes
 from zerojax.sharding.specs import named as named

@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding.mesh import CONTEXT, TENSOR, batch_axes, context_size, num_batch_shards
-from zerojax.sharding.specs import Spec, named
+from zerojax.sharding.specs import Spec, as_entry, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ActivationSpec:
         dim = self._find_sequence(shape)
         axes = self._list_sequence_axes(shape, dim)
         if axes:
-            entries[dim] = axes if len(axes) > 1 else axes[0]
+            entries[dim] = as_entry(axes)
         return tuple(entries)
 
     def _find_sequence(self, shape: tuple[int, ...]) -> int:

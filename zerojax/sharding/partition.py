@@ -29,7 +29,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.sharding.mesh import EXPERT, OPTIONAL_AXES, TENSOR, batch_axes
-from zerojax.sharding.specs import Spec, list_axes, pad_spec, parse_axes, without_axes
+from zerojax.sharding.specs import Spec, as_entry, list_axes, pad_spec, parse_axes, without_axes
 from zerojax.trees import Params, Tree
 
 
@@ -109,9 +109,8 @@ def leaf_spec(
     free = [d for d in dims if base[d] is None]
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
     # The added axes are last within their dim, so removing them leaves the user's own split.
-    entry = (*parse_axes(base[split_dim]), *axes)
     sharded = list(base)
-    sharded[split_dim] = entry if len(entry) > 1 else entry[0]
+    sharded[split_dim] = as_entry((*parse_axes(base[split_dim]), *axes))
     return LeafSpec(base, tuple(sharded), None)
 
 
@@ -266,7 +265,7 @@ def stored_spec(spec: LeafSpec, sharded: bool) -> Spec:
     return spec.sharded if sharded else spec.base
 
 
-def row_axes(mesh: Mesh, unsharded: Sequence[Any]) -> tuple[str, ...]:
+def row_axes(mesh: Any, unsharded: Sequence[Any] | PartitionSpec) -> tuple[str, ...]:
     """Return the axes that split the rows of a leaf's unreduced gradient.
 
     They are the batch's axes, without those that split the leaf itself: with experts over `expert`,
@@ -280,6 +279,6 @@ def row_axes(mesh: Mesh, unsharded: Sequence[Any]) -> tuple[str, ...]:
     return tuple(axis for axis in batch_axes(mesh) if axis not in own_axes)
 
 
-def count_rows(mesh: Mesh, unsharded: Sequence[Any]) -> int:
+def count_rows(mesh: Any, unsharded: Sequence[Any] | PartitionSpec) -> int:
     """Return the number of rows of a leaf's unreduced gradient, for arguments as in `row_axes`."""
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh, unsharded))

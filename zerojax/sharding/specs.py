@@ -32,6 +32,13 @@ def parse_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Return the entry of a spec for a dim that some mesh axes split; the inverse of parse_axes."""
+    if len(axes) <= 1:
+        return axes[0] if axes else None
+    return tuple(axes)
+
+
 def list_axes(spec: Sequence | PartitionSpec) -> list[str]:
     """Return the mesh axes that a spec names, in order of its dims."""
     return list(itertools.chain(*map(parse_axes, spec)))
@@ -41,8 +48,7 @@ def without_axes(spec: Spec, *axes: str) -> Spec:
     """Return `spec` with some mesh axes removed: the spec after an all_gather over them."""
 
     def drop(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        rest = tuple(a for a in parse_axes(entry) if a not in axes)
-        return rest[0] if len(rest) == 1 else (rest or None)
+        return as_entry([a for a in parse_axes(entry) if a not in axes])
 
     return tuple(drop(entry) for entry in spec)
 

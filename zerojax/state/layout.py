@@ -188,6 +188,16 @@ class Layout:
         """Whether devices sum their own gradients over microbatches and reduce them at the end."""
         return reduces_once(self.config) and num_batch_shards(self.mesh) > 1
 
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether gradients are summed in float32 over microbatches."""
+        return sums_in_float32(self.config)
+
+    @property
+    def stored_grads_dtype(self) -> str:
+        """Name of the dtype in which gradients are stored between backward and update."""
+        return stored_grads_dtype(self.config)
+
     def summed_dtype(self, index: int) -> Any:
         """Return the dtype of a leaf's gradient once backward has computed it."""
         dtype = self.leaves[index].dtype

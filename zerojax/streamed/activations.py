@@ -39,6 +39,7 @@ from zerojax.sharding import (
     ActivationSpec,
     LeafSpec,
     Spec,
+    as_entry,
     leaf_spec,
     named,
     parse_axes,
@@ -589,8 +590,7 @@ def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSp
     if len(shape) > 1 and set(sequence_axes) <= {CONTEXT} and shape[1]:
         axes = (*sequence_axes, TENSOR)
         if shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            entry = axes if len(axes) > 1 else TENSOR
-            return LeafSpec(spec, (spec[0], entry, *spec[2:]), None)
+            return LeafSpec(spec, (spec[0], as_entry(axes), *spec[2:]), None)
     return leaf_spec(shape, mesh, (TENSOR,), spec)
 
 
