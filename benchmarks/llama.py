@@ -58,6 +58,12 @@ MODES = {
     "opt_state on the host, update_on host": Mode(
         config={**_ON_HOST, **_IN_BACKWARD}, callbacks="update"
     ),
+    "opt_state on the host, update_on host, clip_norm": Mode(
+        config={**_ON_HOST, "clip_norm": 1.0}, callbacks="update"
+    ),
+    "opt_state on the host, update_on host, clip_norm, in forward": Mode(
+        config={**_ON_HOST, "clip_norm": 1.0, "update": "in_forward"}, callbacks="in_forward"
+    ),
     "the same, delayed_update": Mode(
         config={**_ON_HOST, "delayed_update": True}, callbacks="delayed"
     ),

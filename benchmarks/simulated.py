@@ -1,13 +1,20 @@
-"""Predict steps of a Llama of 6.7 B parameters on one H200, without a GPU, by `hlo.simulate`.
+"""Predict steps of a Llama of 6.7 B parameters on one GPU, without a GPU, by `hlo.simulate`.
 
     # about 5 minutes for 16K and 32K
     python benchmarks/simulated.py --save benchmarks/results/simulated_h200_aot_202611.md
 
-Nothing is measured here. A step is compiled for an H200, and its schedule is simulated at the rates
-of `hlo.RATES["h200"]`, or at given rates. XLA's thunks show whether a slice of host memory becomes
-a copy or a kernel, and the stream of each asynchronous operation. The file that `--save` names has
-a section for each version of jax; a run replaces the section of its own version. Products use
-cuBLAS, since XLA cannot choose its own tiles without a GPU.
+Nothing is measured here. A step is compiled for an H200, or for the GPU that `--chip` names, and
+its schedule is simulated at the rates of `hlo.RATES[chip]`, or at given rates. XLA's thunks show
+whether a slice of host memory becomes a copy or a kernel, and the stream of each asynchronous
+operation. The file that `--save` names has a section for each version of jax; a run replaces the
+section of its own version. Products use cuBLAS, since XLA cannot choose its own tiles without a
+GPU.
+
+A step that needs more device memory than the GPU has, by the compiler's count, is predicted all the
+same, and its row says how much it needs. For an update in forward with the optimizer state on the
+host, a second table has the floor of that order: compute without forward, plus either forward or
+the bytes of the busier direction over the link, whichever takes longer. It also has the goal that
+the project set for that order.
 
 The model is Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences of
 2048, bf16, AdamW, layers recomputed in backward, cuDNN's attention, and a loss without logits. With
@@ -45,8 +52,15 @@ sys.path[:0] = [str(ROOT)]
 
 import zerojax as zj  # noqa: E402
 from zerojax import aot, hlo  # noqa: E402
+from zerojax.chips import CHIPS  # noqa: E402
 
 SEQ = 2048
+CLIPPED = "opt_state on the host, clip_norm"
+IN_FORWARD = f"{CLIPPED}, in forward"
+GOAL_SECONDS = {16384: 2.7, 32768: 3.75}
+"""Most seconds that are wanted of a step of 6.7 B parameters that updates in forward, by tokens."""
+GOAL_OVER_COMPUTE = 1.05
+"""The same for other numbers of tokens, as a multiple of compute alone."""
 TUNED: dict[str, dict[str, Any]] = {
     "1.3 B": {"layers": 24, "hidden": 2048, "heads": 16, "ff": 5504, "vocab": 50304},
     "6.7 B": {"layers": 32},
@@ -56,38 +70,56 @@ TUNED: dict[str, dict[str, Any]] = {
 """Sizes for `--autotune`, by number of parameters."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """A step's predictions.
+
+    Attributes:
+      exclusive: prediction in which kernels that move host memory have the cores to themselves.
+      beside: prediction in which these kernels run during products.
+      device_bytes: bytes of device memory that the program needs, by the compiler's count.
+    """
+
+    exclusive: hlo.Simulation
+    beside: hlo.Simulation
+    device_bytes: int
+
+
 def simulated(
     mode: Mode,
     tokens: int,
     sizes: dict[str, Any],
     rates: hlo.Rates,
+    chip: str,
     keep: pathlib.Path | None,
     streams: set[str],
-) -> list[hlo.Simulation]:
+) -> Predicted:
     """Compile a step and return its predictions.
 
-    In the first, kernels have the cores to themselves; in the second, they run during products. The
-    streams that the step's thunks name are added to `streams`.
+    The streams that the step's thunks name are added to `streams`.
     """
     batch = {
         name: jax.ShapeDtypeStruct((tokens // SEQ, SEQ), jnp.int32)
         for name in ("tokens", "targets")
     }
     config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
-    text, thunks = compiled_text(config, batch, sizes, "h200")
+    text, thunks, device_bytes = compiled_step(config, batch, sizes, chip)
     if keep is not None:
         keep.write_text(text)
     streams |= set(thunks.streams.values())
     rates = dataclasses.replace(rates, **mode.rates)
-    return [
+    exclusive, beside = (
         hlo.simulate(text, rates=rates, thunks=thunks, callbacks=mode.callbacks, kernels=kernels)
         for kernels in ("exclusive", "beside")
-    ]
+    )
+    return Predicted(exclusive, beside, device_bytes)
 
 
-def row(name: str, found: list[hlo.Simulation]) -> str:
-    """Return a line of the table from a mode's two predictions."""
-    s, beside = found
+def row(name: str, predicted: Predicted, chip: str) -> str:
+    """Return a line of the table from a mode's predictions."""
+    s, beside = predicted.exclusive, predicted.beside
+    if predicted.device_bytes > CHIPS[chip].allocatable_bytes:
+        name += f" (does not fit: {predicted.device_bytes / 1e9:.0f} GB)"
     ways = ("to_device", "to_host")
     moved = [
         f"{of[way] / 1e9:.1f}"
@@ -120,13 +152,15 @@ def table(
     names: list[str],
     sizes: dict[str, Any],
     rates: hlo.Rates,
+    chip: str,
     keep: pathlib.Path | None,
     streams: set[str],
-) -> list[str]:
-    """Return the lines of a table of modes, for steps of `tokens` tokens.
+) -> tuple[list[str], dict[str, Predicted]]:
+    """Return the lines of a table of modes, for steps of `tokens` tokens, and the predictions.
 
     The streams that the steps' thunks name are added to `streams`.
     """
+    predictions = dict[str, Predicted]()
     rows = [
         f"Predicted steps of {tokens:,} tokens, "
         f"{', '.join(f'{size} {name}' for name, size in sizes.items())}:",
@@ -143,13 +177,36 @@ def table(
             if keep is None
             else keep / f"{jax.__version__}_{tokens}_{name.replace(' ', '_').replace(',', '')}.txt"
         )
-        found = simulated(MODES[name], tokens, sizes, rates, path, streams)
-        rows.append(row(name, found))
+        predictions[name] = simulated(MODES[name], tokens, sizes, rates, chip, path, streams)
+        rows.append(row(name, predictions[name], chip))
         print(rows[-1], flush=True)
-    return [*rows, ""]
+    return [*rows, ""], predictions
 
 
-def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
+def floor_row(tokens: int, predictions: dict[str, Predicted]) -> str:
+    """Return a line that compares an update in forward with the floor of its order.
+
+    The seconds of forward alone are those of the first loop of a step that updates after backward,
+    whose forward moves nothing over the link.
+    """
+    after = predictions[CLIPPED].exclusive
+    found = predictions[IN_FORWARD].exclusive
+    forward = after.loops[0].seconds
+    most_bytes = max(
+        found.traffic.by_copies[way] + found.traffic.by_kernels[way]
+        for way in ("to_device", "to_host")
+    )
+    link = most_bytes / found.rates.link
+    floor = found.compute_seconds - forward + max(forward, link)
+    seconds = (forward, link, floor, found.seconds, found.seconds / floor, after.seconds)
+    cells = [f"{tokens:,}", *(f"{cell:.2f}" for cell in seconds)]
+    goal = GOAL_SECONDS.get(tokens, GOAL_OVER_COMPUTE * found.compute_seconds)
+    cells.append(f"{goal:.2f}" if tokens in GOAL_SECONDS else f"{GOAL_OVER_COMPUTE} of compute")
+    cells.append("yes" if found.seconds <= goal else "no")
+    return f"| {' | '.join(cells)} |"
+
+
+def tuned(name: str, tokens: list[int], rates: hlo.Rates, chip: str) -> list[str]:
     """Return the lines of `zj.autotune`'s report on a size, for each number of tokens per step."""
     mode, lines = MODES["opt_state on the host"], []
     for count in tokens:
@@ -158,7 +215,7 @@ def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
             for name in ("tokens", "targets")
         }
         config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
-        mesh = aot.gpu_mesh("h200", gpus_per_host=1)
+        mesh = aot.gpu_mesh(chip, gpus_per_host=1)
         found = zj.autotune(
             llama(**TUNED[name]), optax.adamw(1e-3), config, mesh, batch, rates=rates
         )
@@ -198,7 +255,7 @@ def graphs_section(
                 config = zj.ZeroConfig(
                     precision="bf16", activations="remat", cuda_graphs=graphs, **MODES[name].config
                 )
-                text, thunks = compiled_text(config, batch, sizes, chip)
+                text, thunks, _ = compiled_step(config, batch, sizes, chip)
 
                 def predict(text: str, thunks: hlo.Thunks, name: str, who: Any) -> hlo.Simulation:
                     of_mode = dataclasses.replace(rates, **MODES[name].rates)
@@ -230,10 +287,10 @@ def graphs_section(
     return "\n".join([*rows, ""])
 
 
-def compiled_text(
+def compiled_step(
     config: zj.ZeroConfig, batch: Any, sizes: dict[str, Any], chip: str
-) -> tuple[str, hlo.Thunks]:
-    """Compile a step for a chip, and return its HLO text and its thunks."""
+) -> tuple[str, hlo.Thunks, int]:
+    """Compile a step for a chip; return its HLO text, thunks and bytes of device memory."""
     with tempfile.TemporaryDirectory() as folder:
         program = zj.build_train_step(
             llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh(chip, gpus_per_host=1)
@@ -243,7 +300,9 @@ def compiled_text(
                 {"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder}
             )
             text = compiled.as_text() or ""
-        return text, hlo.read_thunks(folder, hlo.module_name(text))
+            stats: Any = compiled.memory_analysis()
+        device_bytes = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+        return text, hlo.read_thunks(folder, hlo.module_name(text)), device_bytes
 
 
 def graphs_head(rates: hlo.Rates, chip: str) -> str:
@@ -272,31 +331,49 @@ def section(
     tokens: list[int],
     sizes: dict[str, Any],
     rates: hlo.Rates,
+    chip: str,
     keep: pathlib.Path | None,
     title: str,
 ) -> str:
     """Return the section for this version of jax, with `title` in its heading if there is one."""
     versions = f"jaxlib {importlib.metadata.version('jaxlib')}, Python {platform.python_version()}"
-    tables, streams = [], set[str]()
+    tables, floors, streams = [], [], set[str]()
     for count in tokens:
-        tables += table(count, names, sizes, rates, keep, streams)
+        lines, predictions = table(count, names, sizes, rates, chip, keep, streams)
+        tables += lines
+        if {CLIPPED, IN_FORWARD} <= set(predictions):
+            floors.append(floor_row(count, predictions))
+    if floors:
+        tables += [
+            f"Floor and goal of an update in forward, predicted for `{IN_FORWARD}`:",
+            "",
+            "| tokens | forward alone, s | the link alone, s | floor of the order, s "
+            "| in forward, s | over the floor | after backward, s | goal | goal met |",
+            "|" + "---|" * 9,
+            *floors,
+            "",
+        ]
     told = ", ".join(f"`{stream}`" for stream in sorted(streams)) or "none"
     name = f"## jax {jax.__version__}{f', {title}' if title else ''}"
     return "\n".join([name, "", f"{versions}. Streams that its thunks name: {told}.", "", *tables])
 
 
-def head(rates: hlo.Rates) -> str:
+def head(rates: hlo.Rates, chip: str) -> str:
     """Return the text above the sections."""
+    gpu = chip.upper()
+    command = "python benchmarks/simulated.py"
+    if chip != "h200":
+        command += f" --chip {chip}"
+    memory = CHIPS[chip].allocatable_bytes / 1e9
     assumed = ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(rates).items())
     return "\n".join(
         [
-            "# Predicted steps on one H200, 2026-11",
+            f"# Predicted steps on one {gpu}, 2026-11",
             "",
             "**Predicted, not measured.** Steps of a Llama of 6.7 B parameters, "
-            "compiled for an H200 without one and walked by",
-            "`hlo.simulate`. Command, once for each version of jax: "
-            "`python benchmarks/simulated.py --save`",
-            "`benchmarks/results/simulated_h200_aot_202611.md`; "
+            f"compiled for an {gpu} without one and walked by",
+            f"`hlo.simulate`. Command, once for each version of jax: `{command} --save`",
+            f"`benchmarks/results/simulated_{chip}_aot_202611.md`; "
             "of a vocabulary of 128256 with `--vocab 128256 --ff 14336`; of",
             "settings of the schedule with `--autotune`.",
             "",
@@ -310,8 +387,11 @@ def head(rates: hlo.Rates) -> str:
             "`floor`: the busiest resource alone,",
             "all bytes by copies. `callbacks`: GB that callbacks copy. "
             "`drains`: how often the host's thread waits until the",
-            "device has done everything. In the resident step of 32,768 tokens "
-            "jax 0.12 recomputes more, to save memory.",
+            "device has done everything. Large resident steps recompute more on jax 0.12, to save "
+            "memory.",
+            f"`does not fit`: more GB of device memory, by the compiler's count, than the "
+            f"{memory:.1f} that a program can use.",
+            "With state on a disk, an update on the host in forward is not built, and has no row.",
             "",
             "",
         ]
@@ -349,7 +429,7 @@ def main() -> None:
         "--graphs", action="store_true", help="compare with and without CUDA graphs instead"
     )
     parser.add_argument(
-        "--chip", choices=list(aot.CHIPS), default="h200", help="GPU to compile for with --graphs"
+        "--chip", choices=list(aot.CHIPS), default="h200", help="GPU to compile for"
     )
     parser.add_argument(
         "--rate",
@@ -375,11 +455,12 @@ def main() -> None:
     }
     if options.autotune:
         title = f"## jax {jax.__version__}, settings of the schedule by `--autotune`"
-        text = "\n".join(
-            [title, "", *(line for name in TUNED for line in tuned(name, options.tokens, rates))]
-        )
+        lines = [title, ""]
+        for name in TUNED:
+            lines += tuned(name, options.tokens, rates, options.chip)
+        text = "\n".join(lines)
         if options.save:
-            save(options.save, text, head(rates))
+            save(options.save, text, head(rates, options.chip))
         return
     if options.graphs:
         moving = [name for name in options.modes if name != "resident" and "nvme" not in name]
@@ -387,10 +468,12 @@ def main() -> None:
         if options.save:
             save(options.save, text, graphs_head(rates, options.chip))
         return
-    text = section(options.modes, options.tokens, sizes, rates, options.keep, options.title)
-    print(f"\n{head(rates)}{text}")
+    text = section(
+        options.modes, options.tokens, sizes, rates, options.chip, options.keep, options.title
+    )
+    print(f"\n{head(rates, options.chip)}{text}")
     if options.save:
-        save(options.save, text, head(rates))
+        save(options.save, text, head(rates, options.chip))
 
 
 if __name__ == "__main__":

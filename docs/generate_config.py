@@ -42,13 +42,15 @@ These combinations raise an error that names both settings:
 - `gather_ahead=True` with a stage below 3.
 - `tensor_overlap=True` without `sequence_parallel=True`.
 - `reduce_every="step"` with a 16-bit `reduce_dtype`.
+- `grads_dtype` with `update="in_backward"` or a step that does not stream, and
+  `grads_dtype="bfloat16"` with `precision="fp16"`.
 - `opt_state_device_fraction` with `update_on="host"`.
 
 A `zj.Model`, whose layers are unknown, also excludes tiers other than the device for parameters,
 gradients and activations, `update="in_backward"`, `update="in_forward"`, `delayed_update`,
 `gather_ahead`, `activations="selective"`, `saved_names`, `offloaded_names`,
-`partition_activations`, `sequence_parallel`, `reduce_every="step"` and `opt_state_device_fraction`:
-give a [stack of layers](models.md#a-stack-of-layers).
+`partition_activations`, `sequence_parallel`, `reduce_every="step"`, `grads_dtype` and
+`opt_state_device_fraction`: give a [stack of layers](models.md#a-stack-of-layers).
 """
 
 

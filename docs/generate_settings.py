@@ -47,7 +47,7 @@ zerojax plan --layers 32 --hidden 4096 --heads 32 --seq {SEQ} --batch {BATCH} --
     --machine machine.toml
 ```
 
-Or plan from Python. This is the cell of the table for 6.7 B on an RTX 4090:
+Or plan from Python. This is the cell of the table for 1.6 B on an RTX 5090:
 
 ```python
 import dataclasses
@@ -55,9 +55,9 @@ import dataclasses
 import zerojax as zj
 
 machine = dataclasses.replace(
-    zj.machine("rtx4090"),
+    zj.machine("rtx5090"),
 {FIGURES})
-sizes = zj.Sizes(layers=32, hidden=4096, heads=32, seq={SEQ}, batch={BATCH}, vocab=32000)
+sizes = zj.Sizes(layers=48, hidden=1600, heads=25, seq={SEQ}, batch={BATCH}, vocab=50304)
 plan = zj.plan(sizes, machine=machine, fixed={{"precision": "bf16", "swap_dir": "/mnt/disk"}})
 print(plan.config)
 ```

@@ -9,6 +9,12 @@ embedding and of the head:
     x[B, T, H]{U_t}   = E[V_t, H][tokens]
     # the loss reduces a maximum and sums, [B, T] each
     logits[B, T, V_t] = x[B, T, H] @ E[V_t, H].T
+
+With `experts`, each MLP is a mixture of experts, `zj.MoE`, and a block also returns what balances
+them. The loss of the tokens alone is then the metric "cross_entropy":
+
+    x, zj.expert_loss(stats) = block(x)
+    loss                     = cross_entropy + expert losses of all blocks
 """
 
 import dataclasses
@@ -27,7 +33,7 @@ from zerojax.hf import attend
 from zerojax.planner import flops_per_token
 
 Batch = dict[str, jax.Array]
-Attention = Literal["auto", "xla", "cudnn"]
+Attention = Literal["auto", "xla", "cudnn", "ring", "ulysses", "gather"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +59,19 @@ class GPTConfig:
         a time; 0 uses two dense layers.
       attention: "xla" computes scores [B, heads, T, T] as arrays. "cudnn" keeps the scores on the
         chip and needs NVIDIA GPUs, a 16-bit `dtype`, and heads of a width of at most 128 in
-        multiples of 8. "auto" uses cuDNN where it applies, else XLA, and logs the reason.
+        multiples of 8. "auto" uses cuDNN where it applies, else XLA, and logs the reason. "ring",
+        "ulysses" and "gather" are methods of `zj.attention` for a mesh whose axis `context` splits
+        the sequence; "auto" lets it choose one there.
       mlp_implementation: implementation of the tiles' products, as in `zj.TiledMLP`; "mosaic" is
         the kernel for Hopper GPUs.
+      experts: number of experts in each block; 0 uses an MLP.
+      top_k: number of experts that a token visits.
+      capacity_factor: an expert takes at most capacity_factor x top_k / experts of a device's
+        tokens (`zj.moe`); None drops no token.
+      expert_hidden: width of an expert's hidden dim; by default an MLP's, 4 hidden.
+
+    Raises:
+      ValueError: both experts and mlp_tiles are set.
     """
 
     vocab: int = 256
@@ -71,16 +87,37 @@ class GPTConfig:
     mlp_tiles: int = 0
     attention: Attention = "auto"
     mlp_implementation: Literal["mosaic", "xla", "reference"] | None = None
+    experts: int = 0
+    top_k: int = 2
+    capacity_factor: float | None = 1.25
+    expert_hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that a block's MLP is one thing."""
+        if self.experts and self.mlp_tiles:
+            raise ValueError(
+                f"mlp_tiles={self.mlp_tiles} cuts an MLP that experts={self.experts} replaces: use "
+                "mlp_tiles=0 with experts"
+            )
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert's hidden dim."""
+        return 4 * self.hidden if self.expert_hidden is None else self.expert_hidden
 
     @property
     def num_params(self) -> int:
-        """Number of parameters.
+        """Number of parameters, all experts included.
 
-        A block has 12 h^2 + 13 h. Embeddings, the final norm, and an untied head add to them.
+        A block has 4 h^2 + 8 h, and an MLP 8 h^2 + 5 h more, or E experts of width F and a router
+        2 E h F + E h. Embeddings, the final norm, and an untied head add to them.
         """
         h = self.hidden
+        mlp_params = 8 * h * h + 5 * h
+        if self.experts:
+            mlp_params = self.experts * (2 * h * self.expert_width + h)
         return (
-            self.layers * (12 * h * h + 13 * h)
+            self.layers * (4 * h * h + 8 * h + mlp_params)
             + (self.vocab * (1 if self.tied else 2) + self.seq) * h
             + 2 * h
         )
@@ -97,10 +134,20 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOP of forward and backward per token, without recomputation."""
+        """Model FLOP of forward and backward per token, without recomputation.
+
+        A token's products are those of the router and of its own `top_k` experts.
+        """
         h = self.hidden
+        mlp_weights = 8 * h * h
+        if self.experts:
+            mlp_weights = self.top_k * 2 * h * self.expert_width + self.experts * h
         return flops_per_token(
-            self.layers, h, self.seq, layer_weights=12 * h * h, head_weights=self.vocab * h
+            self.layers,
+            h,
+            self.seq,
+            layer_weights=4 * h * h + mlp_weights,
+            head_weights=self.vocab * h,
         )
 
 
@@ -187,6 +234,22 @@ def mlp(c: GPTConfig, std: float, rngs: nnx.Rngs) -> zj.TiledMLP:
     )
 
 
+def mixture(c: GPTConfig, std: float, rngs: nnx.Rngs) -> zj.MoE:
+    """Return a block's experts, initialized like dense layers."""
+    return zj.MoE(
+        c.hidden,
+        c.expert_width,
+        c.experts,
+        top_k=c.top_k,
+        capacity_factor=c.capacity_factor,
+        dtype=c.dtype,
+        router_init=nnx.initializers.normal(std),
+        up_init=nnx.initializers.normal(std),
+        down_init=nnx.initializers.normal(std / (2 * c.layers) ** 0.5),
+        rngs=rngs,
+    )
+
+
 class Embed(nnx.Module):
     """Token and position embedding: tokens[B, T] -> x[B, T, H]."""
 
@@ -211,15 +274,25 @@ def attention(
     """Return causal attention of q, k, v[B, T, heads, width]: [B, T, heads, width].
 
     Raises:
-      ValueError: the implementation is unknown, or cuDNN does not support the arguments.
+      ValueError: the implementation is unknown, cuDNN does not support the arguments, or tokens or
+        heads do not divide by the mesh.
+      NotImplementedError: cuDNN does not support the arguments on a mesh with `context`.
     """
+    if implementation in ("ring", "ulysses", "gather"):
+        return zj.attention(q, k, v, method=implementation)
     if implementation not in ("auto", "xla", "cudnn"):
-        raise ValueError(f"attention={implementation!r} is unknown: choose from auto, xla, cudnn")
+        raise ValueError(
+            f"attention={implementation!r} is unknown: choose from auto, xla, cudnn, ring, "
+            "ulysses, gather"
+        )
     return attend(q, k, v, scale=q.shape[-1] ** -0.5, implementation=implementation)
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the stream: x[B, T, H] -> x[B, T, H]."""
+    """Attention and MLP, each behind a norm and added to the stream: x[B, T, H] -> x[B, T, H].
+
+    With experts in place of the MLP, it also returns their loss.
+    """
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         """Create the layers with random weights."""
@@ -232,16 +305,18 @@ class Block(nnx.Module):
         # of sqrt(2 L).
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
-        self.tiles_mlp = c.mlp_tiles > 0
-        if self.tiles_mlp:
+        self.tiles_mlp, self.has_experts = c.mlp_tiles > 0, c.experts > 0
+        if self.has_experts:
+            self.moe = mixture(c, std, rngs)
+        elif self.tiles_mlp:
             self.mlp = mlp(c, std, rngs)
         else:
             self.fc = linear(c, h, 4 * h, std, (None, t), rngs)
             self.out = linear(c, 4 * h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the block's output x[B, T, H]."""
+    def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, zj.Loss]:
+        """Return the block's output x[B, T, H], and with experts what they add to the loss."""
         # Otherwise XLA would split heads, and attention would send scores between devices.
         check_heads(self.heads, jax.sharding.get_abstract_mesh().shape.get(self.tensor_axis, 1))
         batch, seq, hidden = x.shape
@@ -253,6 +328,9 @@ class Block(nnx.Module):
         a = checkpoint_name(attention(q, k, v, self.attention).reshape(x.shape), "attention")
         x = x + self._drop(checkpoint_name(self.proj(a), "projection"))
         z = self.ln2(x)
+        if self.has_experts:
+            y, stats = self.moe(z)
+            return x + self._drop(checkpoint_name(y, "mlp")), zj.expert_loss(stats)
         return x + self._drop(
             checkpoint_name(self.mlp(z) if self.tiles_mlp else self._dense_mlp(z), "mlp")
         )
@@ -313,10 +391,20 @@ class GPT(nnx.Module):
 
     def stream(self, batch: Batch) -> jax.Array:
         """Return the head's input, x[B, T, H]."""
-        x = self.embed(batch)
+        return self.stream_and_losses(batch)[0]
+
+    def stream_and_losses(self, batch: Batch) -> tuple[jax.Array, list[zj.Loss]]:
+        """Return the head's input, x[B, T, H], and the losses of the blocks' experts, if any."""
+        x, losses = self.embed(batch), []
         for block in self.blocks:
-            x = block(x)
-        return x
+            x, *of_experts = as_tuple(block(x))
+            losses += of_experts
+        return x, losses
+
+
+def as_tuple(out: Any) -> tuple[Any, ...]:
+    """Return a block's output as a tuple: (x,) or, with experts, (x, loss)."""
+    return out if isinstance(out, tuple) else (out,)
 
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
@@ -339,26 +427,48 @@ def head_loss(c: GPTConfig, head: Head, embed: Embed, x: jax.Array, batch: Batch
 def unrolled_gpt(c: GPTConfig) -> zj.Model:
     """Return the GPT as a Model: one module, gathered on use."""
 
-    def loss(model: GPT, batch: Batch) -> jax.Array:
-        return head_loss(c, model.head, model.embed, model.stream(batch), batch)
+    def loss(model: GPT, batch: Batch) -> jax.Array | zj.Loss:
+        x, losses = model.stream_and_losses(batch)
+        loss = head_loss(c, model.head, model.embed, x, batch)
+        return add_losses(loss, losses) if losses else loss
 
     return zj.from_flax(lambda rngs: GPT(c, rngs=rngs), loss)
 
 
+def add_losses(loss: jax.Array, losses: list[zj.Loss]) -> zj.Loss:
+    """Return the head's loss plus the blocks' losses, with the metrics of both.
+
+    A `LayeredModel` adds up the losses that its blocks return, and averages their metrics.
+    """
+    dropped = [block.metrics["dropped_fraction"] for block in losses]
+    return zj.Loss(
+        loss + sum(block.total for block in losses),
+        metrics={"cross_entropy": loss, "dropped_fraction": sum(dropped) / len(dropped)},
+    )
+
+
 def layered_gpt(c: GPTConfig) -> zj.LayeredModel:
     """Return the GPT as a LayeredModel: a scan over equal blocks."""
+
+    def loss(head: Head, embed: Embed, x: jax.Array, batch: Batch) -> jax.Array | zj.Loss:
+        loss = head_loss(c, head, embed, x, batch)
+        return zj.Loss(loss, metrics={"cross_entropy": loss}) if c.experts else loss
+
     return zj.from_flax(
         embed=lambda rngs: Embed(c, rngs=rngs),
         block=lambda rngs: Block(c, rngs=rngs),
         head=lambda rngs: Head(c, rngs=rngs),
         num_layers=c.layers,
-        loss=lambda head, embed, x, batch: head_loss(c, head, embed, x, batch),
+        loss=loss,
     )
 
 
 def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
-    """Return logits[B, T, V] of tokens[B, T], from the parameter tree of either form."""
-    c = dataclasses.replace(c, dropout=0.0)
+    """Return logits[B, T, V] of tokens[B, T], from the parameter tree of either form.
+
+    No token is dropped by its experts.
+    """
+    c = dataclasses.replace(c, dropout=0.0, capacity_factor=None)
 
     def bind(make: Callable[[nnx.Rngs], nnx.Module], tree: Any) -> Any:
         # Put the tree's leaves into an abstract module's structure: both have the same order.
@@ -375,7 +485,7 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
             return bind(lambda rngs: GPT(c, rngs=rngs), params)(batch)
         embed = bind(lambda rngs: Embed(c, rngs=rngs), params["embed"])
         x, _ = jax.lax.scan(
-            lambda x, p: (bind(lambda rngs: Block(c, rngs=rngs), p)(x), None),
+            lambda x, p: (as_tuple(bind(lambda rngs: Block(c, rngs=rngs), p)(x))[0], None),
             embed(batch),
             params["blocks"],
         )

@@ -10,6 +10,10 @@
     python examples/train_gpt.py --preset 1.3b --precision bf16 --auto True
     # Tensor parallelism:
     python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 --sequence-parallel True
+    # A long sequence, split over 4 devices:
+    python examples/train_gpt.py --mesh fsdp=2,context=4 --devices 8 --attention ring --seq 1024
+    # Experts:
+    python examples/train_gpt.py --experts 8 --top-k 2 --mesh expert=2,fsdp=2
     # A cluster, see examples/slurm/:
     srun python examples/train_gpt.py --preset 6.7b ...
     # Resume from the newest checkpoint, or start if there is none:
@@ -39,6 +43,7 @@ import numpy as np
 import optax
 import train_loop
 import tyro
+from jax.sharding import PartitionSpec
 from text_data import batches, go_to, load_corpus, validation_batches
 from train_loop import (
     LoopOptions,
@@ -74,6 +79,15 @@ class Options(LoopOptions):
         full logits; by default the loss is tiled if that lowers peak memory.
       mlp_tiles: number of tiles of a block's MLP, gathered and used one at a time; 0 uses two dense
         layers; by default the MLP is tiled if that lowers peak memory.
+      attention: "auto" uses cuDNN where it applies, else XLA; "xla" or "cudnn" insists on one. On a
+        mesh with context, "ring", "ulysses" and "gather" are methods of `zj.attention`, and "auto"
+        lets it choose between ring and ulysses.
+      experts: number of experts in each block, spread over the mesh axis expert; 0 uses an MLP.
+      top_k: number of experts that a token visits.
+      capacity_factor: an expert takes at most capacity_factor x top_k / experts of a device's
+        tokens; None drops no token.
+      expert_hidden: width of an expert's hidden dim; by default an MLP's, 4 times the width of the
+        stream.
       sample_bytes: bytes of text to generate at the end, with all parameters on the device; use 0
         if they do not fit there.
       prompt: beginning of the generated text.
@@ -95,6 +109,11 @@ class Options(LoopOptions):
     dropout: float = 0.0
     loss_tiles: int | None = None
     mlp_tiles: int | None = None
+    attention: gpt.Attention = "auto"
+    experts: int = 0
+    top_k: int = 2
+    capacity_factor: float | None = 1.25
+    expert_hidden: int | None = None
     sample_bytes: int = 300
     prompt: str = "def "
 
@@ -133,9 +152,14 @@ def build(
         ],
         tensor_axis="tensor" if mesh.shape["tensor"] > 1 else None,
         loss_tiles=options.loss_tiles,
+        attention=options.attention,
+        experts=options.experts,
+        top_k=options.top_k,
+        capacity_factor=options.capacity_factor,
+        expert_hidden=options.expert_hidden,
     )
     gpt.check_tensor(c, mesh.shape["tensor"])
-    c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c, mesh.shape["tensor"]))
+    c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c, mesh))
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)
     # The decay must be longer than the warmup, even in a run of one step.
@@ -152,11 +176,11 @@ def build(
     return c, *build_program(options, options.zero, model, tx, mesh, batch)
 
 
-def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
+def mlp_tiles(options: Options, c: gpt.GPTConfig, mesh: jax.sharding.Mesh) -> int:
     """Return the number of tiles of an MLP: the option, or a number that lowers peak memory.
 
-    Without the option, tiles are used at stage 3 only. If parameters stream, there must be several
-    tiles, and the config must allow records of tiles.
+    Without the option, tiles are used at stage 3 only, and not with experts. If parameters stream,
+    there must be several tiles, and the config must allow records of tiles.
     """
     if options.mlp_tiles is not None:
         if options.mlp_tiles < 0 or (options.mlp_tiles and 4 * c.hidden % options.mlp_tiles):
@@ -165,8 +189,9 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
                 f"{4 * c.hidden} is needed"
             )
         return options.mlp_tiles
+    tensor = mesh.shape["tensor"]
     sizes = {
-        "seq": c.seq,
+        "seq": c.seq // mesh.shape.get("context", 1),
         "hidden": c.hidden,
         "heads": c.heads,
         "itemsize": jnp.dtype(c.dtype).itemsize,
@@ -174,7 +199,8 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
     }
     streamed = options.model == "layered" and streams(options.zero)
     if (
-        options.zero.stage < 3
+        c.experts
+        or options.zero.stage < 3
         or (streamed and untiled_setting(options.zero))
         or not memory.tiled_mlp_pays(**sizes)
     ):
@@ -293,7 +319,10 @@ def run(
         report.begin(int(state.step) + 1)
 
         def validate(state: zj.TrainState) -> float:
-            return float(np.mean([float(program.eval(state, batch)) for batch in inputs.held_out]))
+            out = [program.eval(state, batch) for batch in inputs.held_out]
+            # With experts, what is validated are the tokens, without the experts' balance.
+            losses = [m["cross_entropy"] if isinstance(m, dict) else m for m in out]
+            return float(np.mean([float(loss) for loss in losses]))
 
         state, is_over = train_loop.train(
             options,
@@ -317,6 +346,9 @@ def sample(options: Options, c: gpt.GPTConfig, program: zj.Program, state: zj.Tr
     generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
     params = whole_params(c, program, state)
     with jax.set_mesh(program.mesh):
+        if "context" in program.mesh.shape:
+            # Once for all bytes: weights split over `context` would meet tokens split over it.
+            params = jax.jit(lambda params: params, out_shardings=PartitionSpec())(params)
         generated = generate(params, jax.random.key(options.seed))
     # Every device has the same text, so one shard is enough.
     return bytes(np.asarray(generated.addressable_shards[0].data)).decode(errors="replace")

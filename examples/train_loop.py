@@ -24,6 +24,7 @@ from zerojax.memory import MemoryReport
 from zerojax.planner import changed
 from zerojax.reporting import import_writers
 from zerojax.runtime import AllProcesses
+from zerojax.sharding import AXES
 
 TRACED_STEPS = 3
 
@@ -37,7 +38,8 @@ class LoopOptions:
         machine, and prints its plan.
       machine: machine for the plan: a name that `zerojax machines` lists, or a TOML file that
         `zerojax probe` wrote; by default this machine.
-      mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 takes the remaining devices.
+      mesh: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; -1
+        takes the remaining devices.
       devices: number of devices to simulate if there is only a CPU.
       batch_size: sequences per step, over all devices and microbatches.
       weight_decay: weight decay of AdamW.
@@ -228,19 +230,17 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
             "data=2,fsdp=4"
         )
     sizes = {axis: size for axis, _, size in pairs}
-    unknown = set(sizes) - {"data", "fsdp", "tensor"}
-    if unknown:
+    if unknown := sorted(set(sizes) - set(AXES)):
+        *first, last = AXES
         raise ValueError(
-            f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor"
+            f"--mesh {options.mesh}: {unknown} unknown; the axes are {', '.join(first)} and {last}"
         )
     axes = {axis: int(size) for axis, size in sizes.items()}
     if "fsdp" not in axes and -1 in axes.values():
         # At most one axis can be -1: the remaining devices cannot be split between two axes.
         axes["fsdp"] = 1
     try:
-        mesh = zj.make_mesh(
-            data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1)
-        )
+        mesh = zj.make_mesh(**axes)
     except ValueError as error:
         raise ValueError(f"--mesh {options.mesh}: {error}") from error
     AllProcesses(mesh, "looking for the folder of the report", ValueError).do(
@@ -476,6 +476,8 @@ def train(
             if step % options.eval_every == 0 or step == steps:
                 with report.pause():
                     line = f"step {step:>5}  {report.line}"
+                    if "train/dropped_fraction" in report.figures:
+                        line += f"  dropped {100 * report.figures['train/dropped_fraction']:.1f} %"
                     if validate is not None:
                         report.log(step, {"validation/loss": validate(state)})
                         line += f"  validation {report.figures['validation/loss']:.3f}"

@@ -17,6 +17,9 @@ SMALL_MODULES = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codeg
 SMALL_MODULES += ["--xla_gpu_disable_gpuasm_optimizations=true"]
 FLAGS = [*SMALL_MODULES, *(["--xla_cpu_use_fusion_emitters=false"] if HAS_FUSION_FLAG else [])]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+# The lines of Python that made each operation are left out of programs: no test reads them, and
+# writing them takes a twelfth of the time of tracing and compiling.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_PLATFORMS"] = (
     "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
 )

@@ -43,6 +43,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "opt_state": TIERS,
     "precision": tuple(PRECISIONS),
     "moments": ("float32", "bfloat16"),
+    "grads_dtype": (None, "float32", "bfloat16"),
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
     "reduce_every": (None, "microbatch", "step"),
     "update": (None, "after_backward", "in_backward", "in_forward"),
@@ -146,6 +147,12 @@ class ZeroConfig:
       moments: dtype in which the optimizer's moments are stored, in every tier; the update itself
         runs in float32. "bfloat16" rounds the moments stochastically and halves their bytes
         (`zerojax.optim.moments`).
+      grads_dtype: dtype in which the gradients of a streamed step are stored between backward and
+        update, in every tier. None: float32 if they are summed over several microbatches or reduced
+        in float32, else the compute dtype. "bfloat16" halves the bytes of float32 gradients: sums,
+        norm and finite check stay as they are, then each sum is rounded once, to the nearest, and
+        the update widens it again. fp16 refuses it: its gradients have 11 significant bits, and
+        bfloat16 keeps 8. "float32" stores 16-bit gradients in float32, which changes no number.
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
         With 16-bit compute, "float32" makes the products that compute gradients return float32, and
         gradients stay float32 until the update; gathers stay in 16 bits.
@@ -213,6 +220,7 @@ class ZeroConfig:
     tensor_overlap: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     moments: Literal["float32", "bfloat16"] = "float32"
+    grads_dtype: Literal["float32", "bfloat16"] | None = None
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     reduce_every: Literal["microbatch", "step"] | None = None
     num_microbatches: int = 1
@@ -299,6 +307,7 @@ class ZeroConfig:
         self._check_update()
         self._check_tiers()
         self._check_reduction()
+        self._check_grads_dtype()
 
     def _check_choices(self) -> None:
         """Check the fields that have a fixed set of values."""
@@ -473,6 +482,29 @@ class ZeroConfig:
                 f"are computed in {compute}; choose {choices}"
             )
 
+    def _check_grads_dtype(self) -> None:
+        """Check that the step stores gradients, and may store them in `grads_dtype`."""
+        if self.grads_dtype is None:
+            return
+        given = f"grads_dtype={self.grads_dtype!r}"
+        if self.update == "in_backward":
+            raise ValueError(
+                f"{given} with update='in_backward': each layer is updated as soon as its gradient "
+                "is computed, and gradients are never stored; use grads_dtype=None, or "
+                "update='in_forward'"
+            )
+        if self.grads_dtype == "bfloat16" and self.precision == "fp16":
+            raise ValueError(
+                f"{given} with precision='fp16': its gradients have 11 significant bits, and "
+                "bfloat16 keeps 8; use grads_dtype=None, or precision='bf16'"
+            )
+        if not streams(self):
+            raise ValueError(
+                f"{given} needs a streamed step: a resident step does not store its gradients "
+                "between backward and update; use grads_dtype=None, or move params, grads, "
+                "opt_state or activations of a LayeredModel off the device"
+            )
+
 
 def _check_names(layers: Segment | ZeroConfig) -> None:
     """Raise ValueError unless both fields are tuples of names, and no name is in both."""
@@ -518,12 +550,19 @@ def reduces_once(config: ZeroConfig) -> bool:
     return config.reduce_every == "step" and config.num_microbatches > 1
 
 
-def grads_in_float32(config: ZeroConfig) -> bool:
-    """Return whether gradients are stored in float32.
+def sums_in_float32(config: ZeroConfig) -> bool:
+    """Return whether gradients are summed in float32 with any compute dtype.
 
-    They are if they are reduced in float32, or summed in float32 over microbatches.
+    They are if they are reduced in float32, or summed over several microbatches.
     """
     return config.num_microbatches > 1 or reduces_in_float32(config)
+
+
+def stored_grads_dtype(config: ZeroConfig) -> str:
+    """Return the dtype in which gradients are stored between backward and update."""
+    if config.grads_dtype is not None:
+        return config.grads_dtype
+    return "float32" if sums_in_float32(config) else PRECISIONS[config.precision].compute_dtype
 
 
 def streams(config: ZeroConfig) -> bool:
@@ -677,6 +716,7 @@ def check_unlayered(config: ZeroConfig) -> None:
         "sequence_parallel": (False,),
         "reduce_every": (None, "microbatch"),
         "delayed_update": (False,),
+        "grads_dtype": (None,),
         "saved_names": ((),),
         "offloaded_names": ((),),
         "opt_state_device_fraction": (0,),

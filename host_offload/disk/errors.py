@@ -12,7 +12,7 @@ import re
 TRUNCATED = "truncated"
 CHECKSUM = "checksum"
 NOT_REGULAR = "not regular"
-STATE_LOST = "the state on the disk is lost: make one by init"
+STATE_LOST = "the state on the disk is lost: restore a checkpoint, or make a state with init"
 _LACKS = (
     "that file system does not support this call: set swap_dir to a folder of a local disk "
     "(ext4, xfs)"

@@ -291,7 +291,8 @@ class HostLeaves:
             if not isinstance(errors[0], Exception):
                 raise errors[0]
             raise RuntimeError(
-                "the optimizer's update on the host failed, and the state is lost: make one by init"
+                "the optimizer's update on the host failed, and the state is lost: restore a "
+                "checkpoint, or make a state with init"
             ) from errors[0]
 
     def take_errors(self) -> list[BaseException]:

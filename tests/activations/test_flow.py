@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax as zj
 from zerojax.activations import flow, has_island
-from zerojax.jaxprs import PRODUCTS, evaluate, flatten, read
+from zerojax.jaxprs import PRODUCTS, evaluate, flatten, list_regions, read
 from zerojax.sharding import pad_spec
 
 BATCH, T = ("data", "fsdp"), "tensor"
@@ -274,3 +274,20 @@ def test_an_island_of_every_axis_splits_its_results_by_their_specs():
     assert specs_of(beside_tensor, [("fsdp", None, None)], (4, 8, 8)) == [None]
     assert has_island(traced(jax.jit(everywhere), *floats((4, 8, 8))))
     assert not has_island(traced(jnp.linalg.cholesky, *floats((4, 8, 8))))
+
+
+def test_slots_inside_an_island_are_not_those_of_equations_taken_apart():
+    mesh = zj.make_mesh(fsdp=2, tensor=1, devices=jax.devices()[:2])
+    spec = PartitionSpec("fsdp")
+    island = jax.shard_map(
+        lambda x: jnp.cos(jnp.sin(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    program = traced(island, *floats((4, 8)))
+    (i,) = program.instructions
+    (region,) = list_regions(i.eqn)
+    inside = {out for inner in region.flatten().instructions for out in inner.outs}
+    taken_apart = traced(jnp.add, *floats((4, 8), (4, 8)))  # of other operands
+    apart = dict.fromkeys(inside - set(i.outs), taken_apart)
+    assert apart
+    slots = flow(program, [("fsdp", None)], {"fsdp": 2}, apart)
+    assert slots[i.outs[0]] == ("fsdp", None)

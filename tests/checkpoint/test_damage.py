@@ -29,6 +29,7 @@ from zerojax.checkpoint.inspection import inspect
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.program_state import begin_save
 
+pytestmark = pytest.mark.xdist_group("damage")  # which share programs
 DATA = toys.batches(6)
 ON_DISK = {"stage": 3, "params": DISK, "opt_state": DISK}
 

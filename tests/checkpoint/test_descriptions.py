@@ -304,7 +304,9 @@ def program():
 def read_for(program: Any, step: pathlib.Path) -> None:
     read_all(step)
     with SavedState(str(step / "state")) as saved:
-        find_sources(leaves_of_program(program), saved, program.config.loss_scaling)
+        find_sources(
+            leaves_of_program(program), saved, program.config.loss_scaling, program.settler
+        )
 
 
 def check(program: Any, step: pathlib.Path, text: str, num: int) -> None:

@@ -15,6 +15,7 @@ from matrix_of_checkpoints import DISK, HOST, assert_same, numbers
 import zerojax as zj
 from zerojax.precision import LossScaling
 
+pytestmark = pytest.mark.xdist_group("resume")  # which share a program
 DATA = toys.batches(6)
 ON_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST}
 

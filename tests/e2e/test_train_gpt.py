@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import text_data
 import train_gpt
+from flax import nnx
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
 import zerojax as zj
@@ -200,7 +201,15 @@ def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
     [
         (["--batch-size", "6"], "a batch of 6 does not divide"),
         (["--mesh", "fsdp=3"], "fsdp 3 x tensor 1 = 3, but there are 4 devices"),
-        (["--mesh", "rows=3"], "the axes are data, fsdp and tensor"),
+        (["--mesh", "rows=3"], "the axes are data, fsdp, expert, context and tensor"),
+        (
+            ["--mesh", "fsdp=1,context=4", "--attention", "ring", "--seq", "60"],
+            "60 tokens do not divide by 2 x context=4",
+        ),
+        (["--mesh", "context=2", "--auto", "True"], "zj.plan cannot predict what a step sends"),
+        (["--mesh", "expert=2"], "the mesh has expert=2, but no weight"),
+        (["--experts", "8", "--mlp-tiles", "4"], "--mlp-tiles 4 cuts an MLP that --experts 8"),
+        (["--experts", "4", "--top-k", "5"], "--top-k 5"),
         (["--data", "nowhere"], "not a folder"),
         (["--params", "nvme"], "set --swap-dir"),
         (["--params", "nvme", "--swap-dir", "nowhere"], "nowhere"),
@@ -237,7 +246,7 @@ def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("script", ["train_gpt.sh", "train_gpt_tensor.sh"])
+@pytest.mark.parametrize("script", ["train_gpt.sh", "train_gpt_tensor.sh", "train_long_context.sh"])
 def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, script):
     """A stand-in for srun records its call on 2 nodes, with example options for 16 devices."""
     (tmp_path / "bin").mkdir()
@@ -263,7 +272,9 @@ def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, 
     monkeypatch.setattr(zj, "join_cluster", lambda timeout: None)
     mesh = train_gpt.start(dataclasses.replace(options, devices=8))
     assert mesh.size == 16
-    train_gpt.gpt.check_tensor(train_gpt.gpt.PRESETS[options.preset], mesh.shape["tensor"])
+    preset = train_gpt.gpt.PRESETS[options.preset]
+    train_gpt.gpt.check_tensor(preset, mesh.shape["tensor"])
+    assert (options.seq or preset.seq) % (2 * mesh.shape.get("context", 1)) == 0
     assert (
         options.batch_size
         % (mesh.shape["data"] * mesh.shape["fsdp"] * options.zero.num_microbatches)
@@ -283,6 +294,23 @@ def test_presets_have_the_parameters_of_their_names():
         np.testing.assert_allclose(
             dataclasses.replace(presets[name], vocab=vocab).num_params, count, rtol=0.02
         )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied": False}, {"experts": 4}, {"experts": 3, "expert_hidden": 40, "tied": False}],
+    ids=["dense", "untied", "experts", "narrow_experts"],
+)
+def test_num_params_is_the_number_of_parameters(changes):
+    c = train_gpt.gpt.GPTConfig(layers=2, hidden=16, heads=2, seq=8, vocab=32, **changes)
+    model = nnx.eval_shape(lambda: train_gpt.gpt.GPT(c, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert c.num_params == sum(leaf.size for leaf in leaves)
+
+
+def test_an_mlp_is_tiled_or_experts():
+    with pytest.raises(ValueError, match="mlp_tiles=4 cuts an MLP that experts=8 replaces"):
+        train_gpt.gpt.GPTConfig(experts=8, mlp_tiles=4)
 
 
 def test_corpus_is_deterministic_and_split_by_file(tmp_path):

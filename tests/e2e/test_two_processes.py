@@ -182,9 +182,11 @@ def test_what_fails_in_one_process_is_raised_in_both(found):
         failed_in_another("the optimizer's update on the host"),
     ]
     assert failed["on the host"][0] == "RuntimeError"
-    assert "state is lost: make one by init" in failed["on the host"][1]
+    assert (
+        "state is lost: restore a checkpoint, or make a state with init" in failed["on the host"][1]
+    )
     for each in (other, failed):
         assert each["after the host"] == each["host"]
         assert each["failed"]
-        assert "lost: make one by init" in each["after it"][1]
+        assert "lost: restore a checkpoint, or make a state with init" in each["after it"][1]
         assert each["after all"] == each["nvme"]

@@ -117,7 +117,7 @@ def losses(kind: str, axes: dict[str, int]) -> list[float]:
     if kind == "nnx":
         model = zj.from_flax(lambda rngs: NnxNet(rngs=rngs), loss)
     else:
-        model = zj.from_flax(LinenNet(), loss, batch=batches[0])
+        model = zj.from_flax(LinenNet(), loss, example_batch=batches[0])
     size = int(np.prod(list(axes.values())))
     mesh = zj.make_mesh(**axes, devices=jax.devices()[:size])
     with zj.build_train_step(model, optax.adam(1e-2), zj.ZeroConfig(stage=3), mesh) as program:
@@ -126,7 +126,7 @@ def losses(kind: str, axes: dict[str, int]) -> list[float]:
         for batch in batches:
             state, metrics = program.step(state, batch)
             found.append(float(metrics["loss"]))
-        assert float(metrics["dropped_fraction"]) == 0
+            assert float(metrics["dropped_fraction"]) == 0
         specs = [str(sharding.spec) for sharding in jax.tree.leaves(program.shardings.params)]
         assert any("'expert'" in spec for spec in specs) == ("expert" in axes)
     return found

@@ -355,6 +355,24 @@ class Episode:
             raise Found("bare error", f"the SwapError names no file: {error}", error)
         self.regain()
 
+    def settle(self) -> None:
+        """Apply the update that the state holds, and train on from the result."""
+        step = self.step
+
+        def call() -> Any:
+            state, self.state = self.state, None  # donated
+            return self.program.settle(state)
+
+        state, error = self.attempt("settle", call)
+        if error is None:
+            with self.told_later():
+                _, metrics = self.program.step(state, DATA[step + 1])
+                if float(metrics["loss"]) != self.toy.losses[step + 1]:
+                    raise Found("wrong number", f"another loss after settle at step {step}")
+        elif not isinstance(error, SwapError) or error.file is None:
+            raise Found("bare error", f"settle raised no SwapError with a file: {error}", error)
+        self.regain()
+
     # --- common parts -----------------------------------------------------------------------------
 
     def advance(self) -> None:
@@ -502,13 +520,18 @@ class Episode:
         "save": (3, 3), "save_and_step": (1, 2), "save_and_close": (1, 1), "begin_again": (1.5, 1.5), "restore": (2, 2),
         "latest_step": (1, 1), "all_steps": (0.5, 0.5), "best_step": (0.5, 0.5), "inspect": (1, 1), "export": (1.5, 1),
         "import_weights": (1, 1), "init": (0, 2), "close_and_init": (0, 1), "train": (0, 3), "read_params": (0, 1),
-        "probe": (0, 0.2),
+        "probe": (0, 0.2), "settle": (0, 2),
     }  # fmt: skip
     """Weights with which operations are drawn, by whether a tier is nvme."""
 
+    def weight(self, operation: str) -> float:
+        """Return the weight with which an operation is drawn for this toy."""
+        others = ("export", "import_weights") if self.toy.leaves_updates else ("settle",)
+        return 0 if operation in others else self.OPERATIONS[operation][self.toy.on_disk]
+
     def run(self, count: int) -> None:
         """Run some checked operations, then one more save and a restore without faults."""
-        weights = [weight[self.toy.on_disk] for weight in self.OPERATIONS.values()]
+        weights = [self.weight(operation) for operation in self.OPERATIONS]
         for _ in range(count):
             (operation,) = self.random.choices(list(self.OPERATIONS), weights)
             if self.step > LAST - 3:
@@ -520,14 +543,14 @@ class Episode:
         """Run each operation once without faults, and count its calls."""
         self.rehearses = True
         for operation in self.OPERATIONS:
-            if self.OPERATIONS[operation][self.toy.on_disk]:
+            if self.weight(operation):
                 self.do(operation)
             if operation == "save_and_close":
                 self.begin_anew()
         for _ in range(20):  # both formats
-            if {f"{a}_{form}" for a in ("export", "import") for form in EXPORTS} <= set(
-                self.toy.counts
-            ):
+            if self.toy.leaves_updates or {
+                f"{a}_{form}" for a in ("export", "import") for form in EXPORTS
+            } <= set(self.toy.counts):
                 break
             self.export()
             self.import_weights()

@@ -59,12 +59,14 @@ def test_a_call_of_each_kind_fails_as_planned(library, tmp_path):
 
 
 FEW, ALL = "device,nvme", "device,nvme,nvme_tensorstore,nvme_all"
-CASES = {"15": (FEW, 0, 15)} | {
-    f"5000.{part}": (ALL, 10_000 * (part + 1), 500) for part in range(10)
-}
+CASES = {
+    "15": (FEW, 0, 15),
+    "in_forward.9": ("in_forward", 3, 9),
+    "in_forward.500": ("in_forward", 200_000, 500),
+} | {f"5000.{part}": (ALL, 10_000 * (part + 1), 500) for part in range(10)}
 
 
-@pytest.mark.by_default("15")
+@pytest.mark.by_default("15", "in_forward.9")
 @pytest.mark.parametrize("case", CASES)
 def test_what_fails_is_told_and_nothing_is_lost(library, folder, tmp_path, case):
     toys, first, runs = CASES[case]

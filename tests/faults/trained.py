@@ -70,6 +70,7 @@ TOYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "nvme": (layered, NVME),
     "nvme_tensorstore": (layered, NVME | {"io": "tensorstore"}),
     "nvme_all": (layered, NVME | {"grads": "nvme", "activations": "nvme", "prefetch_distance": 2}),
+    "in_forward": (layered, NVME | {"grads": "nvme", "update": "in_forward", "clip_norm": 1.0}),
 }
 
 
@@ -90,6 +91,8 @@ class Toy:
 
     Attributes:
       program: the program, built once.
+      leaves_updates: whether its states hold an update that the next step applies. Then so do its
+        checkpoints, which are not exported.
       held: all numbers of the state, by step.
       saved: all numbers of the checkpoint, by step.
       losses: loss of the step that made the state, by step.
@@ -106,6 +109,7 @@ class Toy:
         self.name, self.root = name, root / name
         self.root.mkdir()
         self.on_disk = "nvme" in fields.values()
+        self.leaves_updates = fields.get("update") == "in_forward"
         self.swap = self.root / "swap"
         self.swap.mkdir()
         config = zj.ZeroConfig(
@@ -130,6 +134,8 @@ class Toy:
         self.template.mkdir()
         for step in (1, FIRST):
             shutil.copytree(self.root / "all" / str(step), self.template / str(step))
+        if self.leaves_updates:
+            return
         self.weights = {
             "safetensors": self.root / "weights.safetensors",
             "orbax": self.root / "weights.orbax",

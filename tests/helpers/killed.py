@@ -63,7 +63,10 @@ def train(
         state, metrics = program.step(state, batch_of(step))
         os.write(log, f"{step} {float(metrics['loss']).hex()}\n".encode())
         if ckpt is not None:
-            ckpt.save(program, state)
+            is_saved = ckpt.save(program, state)
+            if is_saved and program.config.update == "in_forward" and step % (2 * EVERY) == 0:
+                state = program.settle(state)
+                ckpt.save(program, state)  # in place of the checkpoint with the gradients, if any
 
 
 def main(folder: pathlib.Path, tier: str, last: int) -> None:

@@ -329,6 +329,26 @@ def test_a_delayed_update_has_all_of_the_step():
     assert found.busy["host kernel"] == pytest.approx(6)
 
 
+def test_an_update_in_forward_waits_for_a_layer_before_its_product():
+    call = f"  %start = s32[] custom-call(%i), {CALLBACK}"
+    install = f"  %new = {A} custom-call(%i), {CALLBACK}"
+    stash = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
+    program = lines(
+        call, install, loop("w", 2), call.replace("start", "finish"), product("e"), stash
+    )
+    found = hlo.simulate(
+        module(program, lines(install, product("d"))), rates=CALL_RATES, callbacks="in_forward"
+    )
+    # The kernels of three arrays begin after the first call: 0.5..2.5..4.5..6.5. The embedding is
+    # loaded 2.5..4.5, in the program's stream; the first layer 4.5..6.5, and d 6.5..8.5; the second
+    # layer 6.5..8.5, and d 8.5..10.5. The last call finds nothing to wait for. e 10.5..12.5, and
+    # its gradient is stored until 14.5.
+    assert seconds(found) == (14.5, 6, 0)
+    assert (found.num_callbacks, found.num_host_waits) == (6, 0)
+    assert found.callback_bytes == {"to_device": 6_000_000, "to_host": 2_000_000}
+    assert found.busy["host kernel"] == pytest.approx(6)
+
+
 def test_a_delayed_update_of_parameters_in_host_memory_is_waited_for_at_the_end():
     call = f"  %start = s32[] custom-call(%i), {CALLBACK}"
     body = lines(product("d"), f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}")

@@ -208,8 +208,9 @@ def test_tiers_add_up_to_the_same_totals(precision, count, counts):
             "opt_state_device_fraction": 0.5,
         },
         {"precision": "fp32", "opt_state": HOST, "stage": 2},
+        {**EVERYTHING, "grads_dtype": "bfloat16", "precision": "bf16", "num_microbatches": 2},
     ],
-    ids=["everything", "in_backward", "stage_2"],
+    ids=["everything", "in_backward", "stage_2", "rounded_grads"],
 )
 def test_account_equals_what_tiers_hold(config):
     program, batch = small(**config)

@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "disk": ON_DISK,
     "disk, in backward": ON_DISK | {"grads": "device", "update": "in_backward"},
     "disk, updated on the host": ON_DISK | {"update_on": "host"},
+    "host, rounded gradients": AWAY | {"grads_dtype": "bfloat16", "update": "in_forward"},
+    "disk, rounded gradients": ON_DISK | {"grads_dtype": "bfloat16", "num_microbatches": 2},
 }
 
 

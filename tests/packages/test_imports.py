@@ -82,7 +82,10 @@ def test_type_checkers_see_the_names_that_are_imported_lazily():
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.asname: node.module for node in imports for alias in node.names}
     assert seen == zj._HOME
-    assert {*seen, "__version__"} == set(zj.__all__)
+    modules = [node for node in block.body if isinstance(node, ast.Import)]
+    offered = {alias.asname: alias.name for node in modules for alias in node.names}
+    assert offered == {"linen": "zerojax.linen"}
+    assert {*seen, *offered, "__version__"} == set(zj.__all__)
 
 
 def test_modules_are_attributes_and_unknown_names_are_errors():

@@ -1,5 +1,7 @@
 """FLOPs of a transformer's step, against the utilization printed by Korthikanti et al."""
 
+import dataclasses
+
 import gpt
 import pytest
 
@@ -47,6 +49,13 @@ def test_flops_of_the_example_are_the_papers():
     assert c.flops_per_token == pytest.approx(
         72 * L * h**2 * (1 + c.seq / (6 * h) + c.vocab / (12 * h * L)), rel=1e-12
     )
+
+
+def test_flops_of_experts_are_those_of_a_tokens_own_and_the_router():
+    dense = gpt.GPTConfig(layers=3, hidden=64, seq=128)
+    sparse = dataclasses.replace(dense, experts=8, top_k=2, expert_hidden=2 * dense.hidden)
+    assert sparse.flops_per_token - dense.flops_per_token == 6 * 3 * 8 * 64
+    assert sparse.num_params > 2 * dense.num_params
 
 
 class Device:

@@ -192,6 +192,17 @@ def test_bytes_of_a_drawn_plan_that_updates_in_forward_are_its_programs(block, t
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("update", [None, "in_forward"])
+def test_bytes_of_drawn_plans_with_a_dtype_of_gradients_are_their_programs(update, dtype, tmp_path):
+    seeds = range(400, 406)
+    found = sum(
+        check_drawn(seed, str(tmp_path), update=update, grads_dtype=dtype) for seed in seeds
+    )
+    assert found >= len(seeds) // 4
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block", range(10))
 def test_bytes_of_many_drawn_plans_are_their_programs(block, tmp_path):
     seeds = range(100 + 12 * block, 112 + 12 * block)

@@ -114,6 +114,8 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
     assert time.monotonic() - start < 20
     assert error.value.layer == 1
     assert error.value.file == str(record)
+    with pytest.raises(ValueError, match="if step raised an error instead, restore a checkpoint"):
+        program.step(state, toys.batches(1)[0])
     assert_refused(program, copy)
     found, _ = losses_of(program, program.init(jax.random.key(0)))
     assert found == expected
@@ -131,7 +133,7 @@ def assert_refused(program, copy):
         lambda: next(program.iter_params(copy)),
     )
     for call in calls:
-        with pytest.raises(SwapError, match="state on the disk is lost: make one by init"):
+        with pytest.raises(SwapError, match="state on the disk is lost: restore a checkpoint, or"):
             call()
     assert not copy.step.is_deleted()
 

@@ -40,6 +40,15 @@ def lose(session):
         session.begin(OnDisk(jnp.ones(1, jnp.int32), SHAPE.shape, SHAPE.dtype), ())
 
 
+def test_a_session_without_a_state_refuses_another_ones(tmp_path):
+    session = new_session(tmp_path)
+    session.claim()
+    other = OnDisk(jnp.ones(1, jnp.int32), SHAPE.shape, SHAPE.dtype)
+    with pytest.raises(ValueError, match=r"has made no state, .* restore a checkpoint, or"):
+        session.begin(other, ())
+    session.close()
+
+
 WAYS = {
     SwapState.UNCLAIMED: (),
     SwapState.CLAIMED: (SwapSession.claim,),

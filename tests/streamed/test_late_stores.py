@@ -55,7 +55,7 @@ def train(config, tiles):
         return np.asarray(losses), *map(np.asarray, leaves)
 
 
-@pytest.mark.by_default("1-in_backward", "2-in_backward", "3-opt_state")
+@pytest.mark.by_default("1-in_backward", "3-opt_state")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_ten_steps_with_late_stores_equal_those_with_stores_in_time(

@@ -153,9 +153,11 @@ class SplitAnalysis(Analysis[Split | None]):
     def instruction(self, i: Instruction, ins: Sequence[Split | None]) -> list[Split | None]:
         """Return how the results of an instruction are split."""
         program = self.apart.get(i.outs[0]) if i.outs else None
+        # In the equation's regions, the slots of `apart` mean other values.
+        inner = SplitAnalysis(self.sizes)
         if program is None:
-            return self.equation(i.eqn, ins)
-        return self.results(program, SplitAnalysis(self.sizes).run(program, ins))
+            return inner.equation(i.eqn, ins)
+        return self.results(program, inner.run(program, ins))
 
     def equation(self, eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
         """Return how the results of an equation are split; None where that is unclear."""

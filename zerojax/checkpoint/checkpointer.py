@@ -41,7 +41,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.checkpoint.directory import STATE, Directory, is_folder
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, explaining
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    IteratorError,
+    explained,
+    explaining,
+)
 from zerojax.checkpoint.iterators import check_position, own_position
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.orbax import SAVING, StateSave, StepWriter
@@ -64,13 +70,16 @@ class _Step:
       number: number of the step.
       before: step from which the run continued, saved or restored; None if there is none.
       aside: steps of a rolled-back run, to be set aside once this step has appeared.
-      folder: final folder of the step.
+      folder: folder in which the step appears.
+      removes: whether the step replaces a checkpoint of the same state with an update to apply,
+        which is removed once this step has appeared.
     """
 
     number: int
     before: int | None
     aside: tuple[int, ...]
     folder: str
+    removes: bool = False
 
 
 class Checkpointer:
@@ -139,6 +148,8 @@ class Checkpointer:
         self._is_closed = False
         self._last_step: int | None = None  # last saved or restored step
         self._saving: _Step | None = None  # None once it is settled
+        # last step that was saved or restored with an update to apply
+        self._unsettled_step: int | None = None
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -166,7 +177,8 @@ class Checkpointer:
 
         Returns:
           Whether the state is being saved: False for a step between intervals, and for the last
-            saved or restored step.
+            saved or restored step. But if that checkpoint holds an update to apply, with
+            update="in_forward", a state of this step without one is saved, and replaces it.
 
         Raises:
           ValueError: the state was donated, or is not the one on disk; or `data` cannot be saved.
@@ -193,8 +205,9 @@ class Checkpointer:
         state = program.check_state(state)
         # Waits for the step that computes this state.
         step = int(state.step)
-        if (not force and step % self._interval) or (
-            step == self._last_step and self._saving is None
+        may_replace = step == self._unsettled_step and not program.settler.has_update(state)
+        if (not force and not may_replace and step % self._interval) or (
+            step == self._last_step and self._saving is None and not may_replace
         ):
             return False
         _note(program, "save")
@@ -211,10 +224,13 @@ class Checkpointer:
         self._take_lock(program.mesh)
         together.do(self._wait)
         together.do(self._settle_again)
-        if step == self._last_step:
+        replaces = may_replace and step == self._last_step and self._is_unsettled(together, step)
+        if step == self._last_step and not replaces:
             return False
+        if replaces and data is None:
+            together.do(lambda: self._check_no_position(step))
         together.do(self._directory.check_writable)
-        saving = self._step_to_save(program.mesh, step)
+        saving = self._step_to_save(program.mesh, step, replaces)
         with explaining(f"saving step {step} in {self.directory}"):
             self._begin_save(program, state, saving, kept_metrics, data)
         if not self._is_async:
@@ -246,6 +262,8 @@ class Checkpointer:
             # `_give_up` undoes this if the save fails.
             self._saving = saving
             self._last_step = saving.number
+            if program.settler.has_update(state):
+                self._unsettled_step = saving.number
             try:
                 self._writer.begin(
                     saving.folder, save, describe(program), metrics, lambda: self._settle(saving)
@@ -263,8 +281,49 @@ class Checkpointer:
                 "create another in this process"
             )
 
-    def _step_to_save(self, mesh: Mesh, step: int) -> _Step:
+    def _is_unsettled(self, together: AllProcesses, step: int) -> bool:
+        """Return whether the checkpoint of a step holds an update that the next step applies.
+
+        A damaged checkpoint counts as one that does.
+
+        Raises:
+          CheckpointError: it cannot be read now.
+        """
+        found: list[bool] = []
+
+        def look() -> None:
+            if jax.process_index() != 0:
+                return
+            try:
+                with SavedState(self._directory.state_folder(step)) as saved:
+                    found.append(not saved.is_settled)
+            except DamagedError:
+                found.append(True)
+
+        together.do(look)
+        return together.least(0 if any(found) else 1) == 0
+
+    def _check_no_position(self, step: int) -> None:
+        """Raise IteratorError if a checkpoint to replace holds the position of an iterator."""
+        if jax.process_index() != 0:
+            return
+        with (
+            contextlib.suppress(DamagedError),
+            SavedState(self._directory.state_folder(step)) as saved,
+        ):
+            if saved.data:
+                raise IteratorError(
+                    f"the checkpoint {saved.folder} holds the position of the iterator in data, "
+                    "which saving in its place would lose: save with data= again"
+                )
+
+    def _step_to_save(self, mesh: Mesh, step: int, removes: bool) -> _Step:
         """Return where a step will appear, and which newer steps will be set aside.
+
+        Args:
+          mesh: mesh of the program.
+          step: number of the step.
+          removes: whether an earlier checkpoint of the step is replaced.
 
         Raises:
           CheckpointError: the directory holds another run's steps.
@@ -284,14 +343,17 @@ class Checkpointer:
 
         together = AllProcesses(mesh, SAVING, CheckpointError)
         together.do(look)
-        aside = tuple(number for number in steps if last is not None and number > last)
+        first = step if removes else None if last is None else last + 1
+        aside = tuple(number for number in steps if first is not None and number >= first)
         # Only process 0 has listed the directory, and all processes write into the same folder.
         replaces = together.least(0 if step in aside else 1) == 0
-        return _Step(step, last, aside, self._directory.new_folder(step, replaces=replaces))
+        folder = self._directory.new_folder(step, replaces=replaces)
+        return _Step(step, last, aside, folder, removes)
 
     def _settle(self, saving: _Step) -> None:
         """Make a step that has appeared the newest one, then remove the surplus steps."""
-        for name in self._directory.settle(saving.number, saving.aside):
+        names = self._directory.settle(saving.number, saving.aside, removes=saving.removes)
+        for name in names:
             logger.warning(
                 "%s: step %s is set aside as %s, as this run continued from step %s",
                 self.directory,
@@ -421,8 +483,12 @@ class Checkpointer:
         _note(program, "restore" if step is None else f"restore of step {step}")
         AllProcesses(program.mesh, SAVING, CheckpointError).do(self._wait)
 
+        unsettled: list[int] = []
+
         def read(step: int) -> tuple[TrainState, Any, bool]:
             with self._open_step(step, program.mesh) as saved:
+                if not saved.is_settled:
+                    unsettled.append(step)
                 # The position first: if this process has none, nothing of the program's is
                 # overwritten.
                 position = None
@@ -456,6 +522,8 @@ class Checkpointer:
             )
         self._last_step = step
         self._saving = None
+        if step in unsettled:
+            self._unsettled_step = step
         return state
 
     def _open_step(self, step: int, mesh: Mesh) -> SavedState:

@@ -3,7 +3,8 @@
     {step}/state, {step}/config      a checkpoint and its items; Orbax renames it to this name
                                      once all of it is on disk
     {step}/metrics                   metrics of the step, if checkpoints are kept by a metric
-    {step}.next                      a complete checkpoint that replaces {step} of a rolled-back run
+    {step}.next                      a complete checkpoint that replaces {step}, which a rolled-back
+                                     run left, or which holds an update to apply
     {step}.orbax-checkpoint-tmp-*    a checkpoint that is being written, or whose process was killed
     {step}.set-aside                 a step of a rolled-back run; no reader takes it for a step
     .deleted.*/                      old checkpoints that are being removed
@@ -202,7 +203,7 @@ class Directory:
                 with tempfile.TemporaryFile(dir=self.path):
                     pass
 
-    def settle(self, step: int, aside: Sequence[int]) -> list[str]:
+    def settle(self, step: int, aside: Sequence[int], *, removes: bool = False) -> list[str]:
         """Give a step that has appeared its own name, and set other steps aside.
 
         Nothing is renamed before the step's name is on disk, and nothing may be removed before this
@@ -211,6 +212,7 @@ class Directory:
         Args:
           step: number of the saved step.
           aside: steps of a rolled-back run; `step` itself may be among them.
+          removes: remove the earlier checkpoint of `step` instead of setting it aside.
 
         Returns:
           The new names of the steps that were set aside.
@@ -223,16 +225,25 @@ class Directory:
         new = self.new_folder(step, replaces=True)
         names = []
         replaces = is_folder(new)
+        removed = ""
         for number in aside:
             old = self.new_folder(number)
             # If an earlier call failed after the rename, the step itself already has its own name.
-            if is_folder(old) and (number != step or replaces):
+            if not is_folder(old) or (number == step and not replaces):
+                continue
+            if number == step and removes:
+                removed = tempfile.mkdtemp(prefix=f"{DELETED}.", dir=self.path)
+                os.rename(old, os.path.join(removed, str(number)))
+            else:
                 names.append(self._free_name(number))
                 os.rename(old, os.path.join(self.path, names[-1]))
         if replaces:
             os.rename(new, self.new_folder(step))
         if names or replaces:
             sync(self.path)
+        if removed:
+            with contextlib.suppress(OSError):  # `clean` tries again
+                shutil.rmtree(removed, ignore_errors=True)
         return names
 
     def _free_name(self, step: int) -> str:

@@ -114,6 +114,11 @@ class StateLeaf:
         return RecordSpec(mesh, self.spec[self.lead :], self.tier)
 
 
+def is_weight(leaf: StateLeaf) -> bool:
+    """Return whether a leaf is one of the weights that the optimizer updates."""
+    return leaf.name.startswith("weights") and not (leaf.is_frozen or leaf.is_derived)
+
+
 def state_arrays(state: TrainState) -> list[Any]:
     """Return the arrays of a state in the order of `state_leaves`.
 

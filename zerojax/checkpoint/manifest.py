@@ -38,6 +38,7 @@ from host_offload.disk import (
 from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, unreadable
 from zerojax.checkpoint.iterators import decoded_position
+from zerojax.state import IN_FORWARD
 
 FORMAT = 1
 MOST_BYTES = 1 << 30
@@ -328,19 +329,39 @@ class SavedState:
         except FieldError as error:
             raise _refused(path, error) from error
 
+    @property
+    def pending_shape(self) -> tuple[int, ...] | None:
+        """Shape of the scalars of an update that is kept for the next step; None if none is kept.
+
+        An update in forward has one scalar more than a delayed update.
+        """
+        scalars = self.values.get("pending.scalars")
+        return None if scalars is None else scalars.shape
+
+    @property
+    def holds_update(self) -> bool:
+        """Whether the next step of the run that saved would have applied a saved update."""
+        return bool(np.any(self.values.get("pending.ready", False)))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the saved weights are the newest ones.
+
+        The weights of a delayed update are one update old by design.
+        """
+        return not self.holds_update or self.pending_shape != IN_FORWARD
+
     def check_settled(self) -> None:
         """Check that no update of the weights is pending.
 
         Raises:
           CheckpointError: the next step's forward would update the weights first.
         """
-        # A delayed update has three scalars, and its weights are one update old by design.
-        scalars = self.values.get("pending.scalars", np.zeros(3))
-        if scalars.size > 3 and np.any(self.values.get("pending.ready", False)):
+        if not self.is_settled:
             raise CheckpointError(
                 f"the checkpoint {self.folder} was saved with update='in_forward' before its last "
-                "update was applied: restore it, and save the result of program.settle(state) in "
-                "another directory"
+                "update was applied: restore it, and save program.settle(state), which replaces "
+                "this checkpoint"
             )
 
     @property

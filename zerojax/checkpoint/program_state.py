@@ -106,7 +106,11 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
     if program.calls is not None:
         program.calls.agree("restore" if saved.has_opt_state else "import", _compared_texts(saved))
     return Restoring(
-        program.layout, program.swap, leaves_of_program(program), program.calling
+        program.layout,
+        program.swap,
+        leaves_of_program(program),
+        program.calling,
+        program.settler,
     ).restore(saved, verify=verify)
 
 

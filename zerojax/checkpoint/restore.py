@@ -13,6 +13,9 @@ Frozen weights are never written again. So if the checkpoint holds a record of f
 exactly the form needed here, it is linked into the swap folder if both are on the same file system.
 A link takes no space, and copies nothing.
 
+A checkpoint may hold the gradients of an update in forward. A program with another `update` applies
+that update to each record as it reads it (`zerojax.checkpoint.source`).
+
 The program's own state is not changed before the checkpoint was compared with the model and found
 intact.
 """
@@ -33,6 +36,7 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.leaves import StateLeaf, state_arrays
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.source import LeafSource, find_sources
+from zerojax.program import RecordSettler
 from zerojax.progress import Advance, working
 from zerojax.runtime import AllProcesses, RecordKey, SwapSession
 from zerojax.sharding import explicit, named
@@ -48,6 +52,7 @@ class Restoring:
         swap: SwapSession | None,
         leaves: Sequence[StateLeaf],
         calling: Callable[[], AbstractContextManager[None]],
+        settler: RecordSettler,
     ) -> None:
         """Restore into states of `layout`.
 
@@ -56,7 +61,9 @@ class Restoring:
           swap: swap session of the program, or None if nothing is stored on disk.
           leaves: leaves of its states.
           calling: function that returns the context for a program with callbacks.
+          settler: applies an update that a checkpoint holds and this program does not keep.
         """
+        self._settler = settler
         self.layout = layout
         self.leaves = leaves
         self._swap = swap
@@ -80,7 +87,7 @@ class Restoring:
           DamagedError: the state is damaged.
           SwapError: the program's own disk is too small, or failed.
         """
-        sources = find_sources(self.leaves, saved, self.layout.config.loss_scaling)
+        sources = find_sources(self.leaves, saved, self.layout.config.loss_scaling, self._settler)
         share = {"part": jax.process_index(), "num_parts": jax.process_count()}
         with working("verify"):
             self._checking.do(lambda: saved.check(checksums=verify, **share))

@@ -60,7 +60,7 @@ from host_offload.engine import DiskRecords
 from host_offload.schedule import layers_kind
 from zerojax.checkpoint.errors import CheckpointError, explaining
 from zerojax.checkpoint.iterators import encoded_position
-from zerojax.checkpoint.leaves import StateLeaf, arrays_in_memory, state_arrays
+from zerojax.checkpoint.leaves import StateLeaf, arrays_in_memory, is_weight, state_arrays
 from zerojax.checkpoint.manifest import SavedLeaf, SavedState, write_manifest
 from zerojax.program import RecordSettler, UpdatedRecord
 from zerojax.runtime import SwapSession
@@ -646,11 +646,6 @@ class Saving:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
-
-
-def is_weight(leaf: StateLeaf) -> bool:
-    """Return whether a leaf is one of the weights that the optimizer updates."""
-    return leaf.name.startswith("weights") and not (leaf.is_frozen or leaf.is_derived)
 
 
 def is_updated(leaf: StateLeaf) -> bool:

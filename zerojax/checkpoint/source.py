@@ -9,12 +9,16 @@
     a small value                     the manifest
     nothing: only the config          its initial value: a loss scale, a count, no pending update
       requires it
+    a leaf and its gradient of an     both, and its optimizer state: what is read is updated
+      update in forward, for a
+      program with another `update`
 
 A leaf of the program that fits no row is a difference, and so is a saved leaf that the program does
 not have. The error names the first few.
 """
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -32,10 +36,12 @@ from zerojax.checkpoint.errors import (
     optimizer_difference,
     unreadable,
 )
-from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
+from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf, is_weight
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retile import Reblocked, Retiled, of_mlp, reblocked, retiled
 from zerojax.precision import LossScaling, init_loss_scale
+from zerojax.program import LeafUpdate, RecordSettler
+from zerojax.state import Pending
 
 logger = logging.getLogger("zerojax")
 _MOST_NAMED = 8
@@ -53,6 +59,8 @@ class LeafSource:
       tiles: how to read the leaf if it was saved in other tiles; otherwise None.
       blocks: how to read the leaf if it is an array of an 8-bit or 4-bit weight that was saved for
         other shards; otherwise None.
+      updated: how to read the leaf if the checkpoint holds an update that is applied to it first;
+        otherwise None.
     """
 
     leaf: StateLeaf
@@ -60,6 +68,7 @@ class LeafSource:
     value: np.ndarray | None = None
     tiles: Retiled | None = None
     blocks: Reblocked | None = None
+    updated: "UpdatedLeaf | None" = None
 
     @property
     def is_converted(self) -> bool:
@@ -74,6 +83,9 @@ class LeafSource:
           CheckpointError: a file cannot be read now.
         """
         shape = tuple(stop - start for start, stop in box)
+        if self.updated is not None:
+            out[...] = self.updated.read(self.leaf.path, box).reshape(out.shape)
+            return
         if self.value is not None:
             if self.value.shape:
                 out[...] = self.value[tuple(slice(*bounds) for bounds in box)].reshape(out.shape)
@@ -152,8 +164,86 @@ class LeafSource:
         return jax.make_array_from_callback(tuple(shape), sharding, shard)
 
 
+class _Parts:
+    """Updated parts of the records at one index, so that a weight and its state share an update."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._index: Any = None
+        self._parts: dict[Any, list[np.ndarray]] = {}
+
+    def get(self, index: Any, key: Any, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """Return the part with this key, and drop the parts of other records."""
+        if index != self._index:
+            self._index = index
+            self._parts.clear()
+        if key not in self._parts:
+            self._parts[key] = make()
+        return self._parts[key]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UpdatedLeaf:
+    """A weight with its gradient and optimizer state, updated as they are read.
+
+    Attributes:
+      index: index of the parameter leaf.
+      grad: where the gradient of the pending update is.
+      weight: where the float32 weight is.
+      opt: where the optimizer state of the leaf is, in the order of the state.
+      update: the pending update.
+      parts: updated parts, shared by all leaves of a restore.
+    """
+
+    index: int
+    grad: LeafSource
+    weight: LeafSource
+    opt: tuple[LeafSource, ...]
+    update: LeafUpdate
+    parts: _Parts
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        """Return a box of a leaf after the update, without the dims that number records.
+
+        Args:
+          path: path in the state of a leaf of `opt`, or of the weight or its compute copy.
+          box: box of the leaf, within one record.
+        """
+        lead = self.weight.leaf.lead
+        front, part = box[:lead], box[lead:]
+        paths = [source.leaf.path for source in self.opt]
+        place = paths.index(path) + 1 if path in paths else 0
+        # An unstacked leaf is a record of its own.
+        record = front or self.index
+        if self.update.is_elementwise:
+            key = (self.index, part)
+            return self.parts.get(record, key, lambda: self._updated(front, part))[place]
+        whole = self.parts.get(record, self.index, lambda: self._updated(front, None))[place]
+        return whole[tuple(slice(*bounds) for bounds in part)]
+
+    def _updated(self, front: Box, part: Box | None) -> list[np.ndarray]:
+        """Return a record's weight and optimizer state, or a part of each, after the update."""
+        grad, weight, *opt = (
+            _read(source, front, part) for source in (self.grad, self.weight, *self.opt)
+        )
+        return self.update(self.index, grad, weight, opt)
+
+
+def _read(source: LeafSource, front: Box, part: Box | None) -> np.ndarray:
+    """Return a part of a record, or all of it, as the checkpoint holds it."""
+    leaf = source.leaf
+    if part is None:
+        part = tuple((0, size) for size in leaf.shape[leaf.lead :])
+    out = np.empty([stop - start for start, stop in part], leaf.dtype)
+    source.fill(front + part, out)
+    return out
+
+
 def find_sources(
-    leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: LossScaling
+    leaves: Sequence[StateLeaf],
+    saved: SavedState,
+    loss_scaling: LossScaling,
+    settler: RecordSettler,
 ) -> list[LeafSource]:
     """Return where to read each leaf.
 
@@ -161,19 +251,39 @@ def find_sources(
       leaves: leaves of the program's state.
       saved: the checkpoint.
       loss_scaling: the program's loss scaling, used if the checkpoint has none.
+      settler: applies an update that the checkpoint holds and the program does not keep.
 
     Raises:
-      CheckpointError: leaves differ; the error names the first few.
+      CheckpointError: leaves differ, and the error names the first few; the checkpoint holds an
+        update that this program neither keeps nor applies; or `grads_dtype` would round its
+        gradients.
     """
     differences: list[str] = []
     shapes = {leaf.name: leaf.shape for leaf in leaves}
-    sources = [_source(leaf, shapes, saved, loss_scaling, differences) for leaf in leaves]
+    keeps_update = saved.holds_update and shapes.get("pending.scalars") == saved.pending_shape
+    if saved.holds_update and not keeps_update and saved.is_settled:
+        raise CheckpointError(
+            f"the checkpoint {saved.folder} holds a pending update of delayed_update=True: restore "
+            "it with delayed_update=True and update_on='host'"
+        )
+    if keeps_update:
+        _check_pending_dtype(leaves, saved, settler.layout.config.grads_dtype)
+    sources = list[LeafSource]()
+    for leaf in leaves:
+        if is_pending(leaf.name) and not keeps_update:
+            # Without an update to apply, none of its numbers is ever read.
+            dtype = np.dtype(leaf.dtype)
+            sources.append(LeafSource(leaf, saved, value=np.zeros((), dtype)))
+            continue
+        sources.append(_source(leaf, shapes, saved, loss_scaling, differences))
     # An import saved no optimizer state: it is created for the program's own tiles.
     if saved.has_opt_state:
         differences += _unconverted(sources)
     # The other direction: saved leaves that the program does not read.
     for name in sorted([*saved.leaves, *saved.values]):
-        if name not in shapes and not _may_be_left(name, saved):
+        if is_pending(name) and not keeps_update:
+            continue
+        if name not in shapes and not _may_be_left(name):
             differences.append(f"{name}, which this program's state does not have")
     if differences and all(ENCODED in difference for difference in differences):
         raise CheckpointError(
@@ -188,7 +298,99 @@ def find_sources(
             f"the checkpoint {saved.folder} is of another model, optimizer or setting. "
             f"It holds: {first_few(differences)}{remedy}"
         )
-    return sources
+    if saved.is_settled or keeps_update:
+        return sources
+    return _updated_sources(sources, saved, settler)
+
+
+def is_pending(name: str) -> bool:
+    """Return whether a leaf of this name belongs to an update that the next step applies."""
+    return name.startswith("pending.")
+
+
+def _updated_sources(
+    sources: Sequence[LeafSource], saved: SavedState, settler: RecordSettler
+) -> list[LeafSource]:
+    """Return sources that apply the checkpoint's update to the weights and the optimizer state.
+
+    Raises:
+      CheckpointError: the program cannot apply it; the error says what can.
+    """
+    subject = (
+        f"the checkpoint {saved.folder} holds an update of update='in_forward' that is not applied "
+        "yet, and this program cannot apply it"
+    )
+    remedy = (
+        "restore it with update='in_forward' and the optimizer, frozen weights and moments that it "
+        "was saved with, and save program.settle(state), which replaces it"
+    )
+    layout = settler.layout
+    weights = [source for source in sources if is_weight(source.leaf)]
+    copies = [source for source in sources if source.leaf.is_derived]
+    opt = [source for source in sources if source.leaf.path.startswith(".opt_state")]
+    # The gradients are numbered, in the order of a program that trains the same leaves.
+    order = [*layout.stacked, *layout.unstacked]
+    names = [f"pending.grads[{place}]" for place in range(len(order))]
+    if saved.frozen != {source.leaf.name for source in sources if source.leaf.is_frozen}:
+        raise CheckpointError(f"{subject}, as other weights are frozen here: {remedy}")
+    num_grads = sum(name.startswith("pending.grads[") for name in saved.leaves)
+    shared = _shared_scalars(saved)
+    if num_grads != len(order) or len(shared) != len(layout.opt_map.shared):
+        raise CheckpointError(
+            f"{subject}: it has {num_grads} gradients and {len(shared)} scalars of the optimizer, "
+            f"and this program trains {len(order)} weights with {len(layout.opt_map.shared)} "
+            f"scalars; {remedy}"
+        )
+    scalars, ready = (
+        jnp.asarray(saved.values[name]) for name in ("pending.scalars", "pending.ready")
+    )
+    pending = Pending([], shared, scalars, ready)
+    try:
+        update = settler.leaf_update(pending)
+    except ValueError as error:
+        raise CheckpointError(f"{subject}: {error}; {remedy}") from error
+
+    parts = _Parts()
+    updated: dict[str, UpdatedLeaf] = {}  # by path
+    for name, i in zip(names, order, strict=True):
+        weight_leaf = dataclasses.replace(weights[i].leaf, dtype=np.dtype("float32"))
+        weight = dataclasses.replace(weights[i], leaf=weight_leaf)
+        grad = dataclasses.replace(weight, leaf=dataclasses.replace(weight_leaf, name=name))
+        states = tuple(opt[j] for j in layout.opt_map.list_state_leaves((i,)))
+        leaf = UpdatedLeaf(i, grad, weight, states, update, parts)
+        own = [weights[i], *states, *(copies[i : i + 1])]
+        updated |= {source.leaf.path: leaf for source in own}
+    return [
+        dataclasses.replace(source, updated=updated.get(source.leaf.path)) for source in sources
+    ]
+
+
+def _shared_scalars(saved: SavedState) -> list[Any]:
+    """Return the optimizer's scalars for the update that a checkpoint holds."""
+    names = (f"pending.shared[{n}]" for n in itertools.count())
+    return [saved.values[name] for name in itertools.takewhile(saved.values.__contains__, names)]
+
+
+def _check_pending_dtype(
+    leaves: Sequence[StateLeaf], saved: SavedState, grads_dtype: str | None
+) -> None:
+    """Raise CheckpointError if `grads_dtype` would round the gradients of a pending update.
+
+    A wider dtype keeps every bit.
+    """
+    if grads_dtype is None or not np.any(saved.values.get("pending.ready", False)):
+        return
+    for leaf in leaves:
+        if not leaf.name.startswith("pending.grads") or leaf.name not in saved.leaves:
+            continue
+        dtype = saved.leaves[leaf.name].dtype
+        if jnp.promote_types(dtype, leaf.dtype) != leaf.dtype:
+            raise CheckpointError(
+                f"the checkpoint {saved.folder} holds the gradients of a pending update in "
+                f"{dtype}, and grads_dtype={grads_dtype!r} would round them: use "
+                "grads_dtype='float32', or save program.settle(state), which replaces this "
+                "checkpoint"
+            )
 
 
 def _why_encoded(differences: Sequence[str]) -> str:
@@ -275,8 +477,7 @@ def _source(
         # A placeholder until all differences are raised together.
         return LeafSource(leaf, saved)
     value = _initial_value(name, saved, loss_scaling)
-    # Without a pending update its gradients are never read, so zeros will do.
-    if value is None and not name.startswith("pending.grads"):
+    if value is None:
         differences.append(f"no {name} {list(leaf.shape)}")
     # Zeros are a placeholder until all differences are raised; numpy has no dtype for random keys.
     dtype = np.uint32 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype
@@ -307,8 +508,6 @@ def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> n
     if name == ROUNDING_STEP:
         # float32 moments are not rounded and have no such count, so the count starts at the step.
         return saved.values.get("step")
-    if name.startswith("pending.") and not name.startswith("pending.grads"):
-        return np.zeros((), np.float32)  # no update is pending
     return None
 
 
@@ -339,18 +538,6 @@ def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
     return differences
 
 
-def _may_be_left(name: str, saved: SavedState) -> bool:
-    """Return whether a state of another config may leave a saved leaf unread.
-
-    Raises:
-      CheckpointError: the leaf belongs to an update that is still pending.
-    """
-    if name.startswith("pending."):
-        if np.any(saved.values.get("pending.ready", True)):
-            raise CheckpointError(
-                f"the checkpoint {saved.folder} holds a pending update: restore it with the "
-                "setting that it was saved with, delayed_update=True or update='in_forward', or "
-                "save the result of program.settle(state) in another directory"
-            )
-        return True
+def _may_be_left(name: str) -> bool:
+    """Return whether a state of another config may leave a saved leaf unread."""
     return name.startswith("loss_scale.") or name == ROUNDING_STEP

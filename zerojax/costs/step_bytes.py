@@ -113,7 +113,14 @@ class StepBytes:
         elif records.updates_in_forward:
             # Gradients that the next step's forward applies belong to the state.
             kind = "pending"
-        self._add("device", kind, records.grads_shard_bytes(workload.unstacked_elements))
+        unstacked = records.grads_shard_bytes(workload.unstacked_elements)
+        sums = unstacked * records.summed_itemsize / per_param.grads
+        if kind == "pending":
+            self._add("device", kind, unstacked)
+            # Backward sums in the place of the pending gradients if they have the same dtype.
+            self._add("device", "grads", 0 if sums == unstacked else sums)
+        else:
+            self._add("device", kind, max(sums, unstacked))
         # Records on disk are named by their kind alone.
         layers_kind = "grads" if layers_tier == "nvme" else kind
         self._add(layers_tier, layers_kind, records.grads_shard_bytes(in_layers))

@@ -21,9 +21,10 @@ from host_offload.schedule import (
 from zerojax.config import (
     ZeroConfig,
     frozen_tier,
-    grads_in_float32,
     reduces_once,
+    stored_grads_dtype,
     streams,
+    sums_in_float32,
     updates_by_parts,
 )
 from zerojax.costs.layer_runs import LayerRun
@@ -44,6 +45,7 @@ _RESIDENT = {
     "gather_ahead": False,
     "opt_state_device_fraction": 0.0,
     "delayed_update": False,
+    "grads_dtype": None,
 }
 """Config fields for the schedule of a step whose layers stay on the device."""
 
@@ -62,6 +64,7 @@ class StepRecords:
       per_param: bytes per parameter, by kind.
       opt_state_bytes: bytes per parameter in a record of optimizer state, including the master.
       has_master: whether parameters have float32 masters.
+      summed_itemsize: bytes per element of a gradient before it is stored.
       grads_in_float32: whether gradients are reduced in float32.
       num_reductions: number of times that gradients are reduced per step.
       updates_on_host: whether the optimizer runs on the host.
@@ -83,19 +86,16 @@ class StepRecords:
         self.is_streamed = workload.is_layered and streams(config)
         self.repeats = 1 if self.is_streamed else config.num_microbatches
 
-        keeps_float32 = grads_in_float32(config)
         self.per_param = state_bytes(
-            config.precision,
-            moments=8,
-            num_microbatches=config.num_microbatches,
-            reduce_dtype="float32" if keeps_float32 else None,
+            config.precision, moments=8, grads_dtype=stored_grads_dtype(config)
         )
         moments = workload.moment_bytes * (0.5 if config.moments == "bfloat16" else 1.0)
         self.opt_state_bytes = self.per_param.master + moments
         self.has_master = PRECISIONS[config.precision].has_master
 
+        self.summed_itemsize = 4 if sums_in_float32(config) else self.per_param.params
         is_reduced_once = reduces_once(config)
-        is_float32 = keeps_float32 and config.reduce_dtype == "float32"
+        is_float32 = sums_in_float32(config) and config.reduce_dtype == "float32"
         self.grads_in_float32 = is_float32 or is_reduced_once
         self.num_reductions = 1 if is_reduced_once else config.num_microbatches
 

@@ -116,6 +116,7 @@ class _Tracer:
             "delayed_update": False,
             "num_microbatches": 1,
             "clip_norm": None,
+            "grads_dtype": None,
         }
         config = dataclasses.replace(self.base, **{**on_device, **simplest, **fields})
         return assemble(self.model, self.tx, config, self.mesh)

@@ -100,17 +100,16 @@ class Exchange:
         """
         capacity = self._count_cells(probabilities)
 
-        def local(p: Array) -> Seats:
+        def local(p: Array) -> tuple[Array, ...]:
             tokens = p.reshape(-1, p.shape[-1])
             seats = assign_cells(tokens, self.top_k, capacity)
             by_token = (*p.shape[:2], self.top_k)
-            return Seats(
-                seats.chosen.reshape(by_token), seats.cells.reshape(by_token), seats.pairs[None]
-            )
+            return seats.chosen.reshape(by_token), seats.cells.reshape(by_token), seats.pairs[None]
 
-        specs = Seats(self._token_spec, self._token_spec, self._device_spec)
+        specs = (self._token_spec, self._token_spec, self._device_spec)
+        run = self._island(local, (self._token_spec,), specs)
         # The choice has no derivative.
-        return self._island(local, (self._token_spec,), specs)(jax.lax.stop_gradient(probabilities))
+        return Seats(*run(jax.lax.stop_gradient(probabilities)))
 
     def send(self, x: Array, seats: Seats) -> Array:
         """Return the cells with their tokens, on the devices of their experts.

@@ -65,6 +65,7 @@ def state_bytes(
     num_microbatches: int = 1,
     keeps_fp32_grads: bool = False,
     reduce_dtype: str | None = None,
+    grads_dtype: str | None = None,
 ) -> StateBytes:
     """Return the bytes per parameter of each kind of model state.
 
@@ -74,11 +75,15 @@ def state_bytes(
       num_microbatches: microbatches per step; with more than one, gradients accumulate in float32.
       keeps_fp32_grads: whether to count float32 gradients in addition to gradients in the compute
         dtype, as ZeRO-Infinity does.
-      reduce_dtype: dtype in which gradients are reduced and stored; None is the compute dtype.
+      reduce_dtype: dtype in which gradients are reduced; None is the compute dtype.
+      grads_dtype: dtype in which gradients are stored; None is float32 if they are accumulated or
+        reduced in float32, else the compute dtype.
     """
     compute_dtype = PRECISIONS[precision].compute_dtype
     params = jnp.dtype(compute_dtype).itemsize
     grads = 4 if num_microbatches > 1 or reduce_dtype == "float32" else params
+    if grads_dtype is not None:
+        grads = jnp.dtype(grads_dtype).itemsize
     if keeps_fp32_grads:
         grads += 4
     master = 4 if PRECISIONS[precision].has_master else 0

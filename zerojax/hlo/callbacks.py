@@ -8,6 +8,9 @@ callback returns. The modes are:
     "delayed"      from the first callback on, the worker updates with the last step's gradients;
                    gradients go down; in backward, each layer's parameters go up when the layer is
                    updated (`delayed_update`)
+    "in_forward"   the same update, but embedding and head, then each layer's parameters, go up
+                   before forward uses them; gradients go down in backward
+                   (`update_on="host"` with `update="in_forward"`)
     "nvme"         a record goes up from a buffer that the disk has filled, or down into a buffer
                    that is written to disk; each has a copy to or from a slot on the device
     "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer state read
@@ -21,9 +24,11 @@ kernels and copies the parameters out of the slot. Outside loops, gradients and 
 copied in the program's stream, array by array. A delayed update's gradients go down in the same
 way. Its parameters go up to one slot once their callback has waited for the layer's kernels and the
 slot is empty, and from there behind the products of their tick. Parameters that are stored in host
-memory do not go up; the last callback waits for them. Callbacks of the nvme tier wait for the disk
-and for buffers, but not for the device. Any other callback is assumed to wait until the device has
-done all enqueued work, like one that reads an index from device memory.
+memory do not go up; the last callback waits for them. The parameters of an update in forward go up
+the same way, wherever they are stored, and the products of their tick wait for them. Callbacks of
+the nvme tier wait for the disk and for buffers, but not for the device. Any other callback is
+assumed to wait until the device has done all enqueued work, like one that reads an index from
+device memory.
 
 The disk reads each record one use ahead, alternating between two buffers. The callback waits for
 the read. The record then goes up to its kind's slot as soon as the program has copied the previous
@@ -38,7 +43,7 @@ import collections
 from zerojax.hlo.rates import Rates
 from zerojax.hlo.timeline import Timeline
 
-CALLBACKS = ("plain", "update", "delayed", "nvme", "nvme_update")
+CALLBACKS = ("plain", "update", "delayed", "in_forward", "nvme", "nvme_update")
 HOST = "host thread"
 MAIN = "main stream"
 CORES = "compute"
@@ -51,6 +56,7 @@ WAIT = "host waits for the device"
 LEAST_BYTES = 1 << 16
 """Least bytes of an array that a callback moves; smaller arrays are indices and flags."""
 
+_PENDING = ("delayed", "in_forward")  # updates with the last step's gradients
 _UPDATED = 28  # bytes per parameter
 _STATES = 12  # bytes per parameter: master and moments on the disk
 _ITEM = 2  # bytes per gradient element
@@ -121,11 +127,11 @@ class Callbacks:
         seconds = self.rates.callback_seconds + self.rates.leaf_seconds * num_arrays
         t.add(HOST, seconds, label=f"callbacks: Python ({self.mode})")
 
-        updates = self.mode in ("update", "delayed") or (
+        updates = self.mode in ("update", *_PENDING) or (
             self.mode == "nvme_update" and (bool(bytes_down) or not bytes_up)
         )
-        if self.mode == "delayed":
-            self._delayed(operands, results, in_loop)
+        if self.mode in _PENDING:
+            self._pending(operands, results, in_loop)
         elif updates and bytes_down and in_loop:
             self._update_layer(operands, results)
         elif updates and bytes_down:
@@ -195,7 +201,7 @@ class Callbacks:
             copied_up = self._copy(UP, sum(params), [kernel, emptied])
         layer_updates.append((kernel, copied_up))
 
-    def _delayed(self, grads: list[int], params: list[int], in_loop: bool) -> None:
+    def _pending(self, grads: list[int], params: list[int], in_loop: bool) -> None:
         t = self.timeline
         grad_bytes = sum(grads)
         param_bytes = sum(params)
@@ -215,12 +221,13 @@ class Callbacks:
         elif param_bytes:
             self._main_copy(UP, param_bytes)
         elif not grad_bytes:
-            # In the first and the last call, as many gradients have arrived as went down in this
-            # step.
+            # In the first and the last call of a delayed update, as many gradients have arrived as
+            # went down in this step. The kernels of an update in forward are waited for with their
+            # parameters, before any gradient goes down.
             self._pending_kernel(max(0, self.bytes_down - self._updated_bytes))
 
     def _pending_kernel(self, num_bytes: int) -> None:
-        """Wait for a delayed update's next kernels, which make `num_bytes` bytes of parameters."""
+        """Wait for the next kernels of a pending update, which make `num_bytes` of parameters."""
         if num_bytes:
             seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
             self._updated_bytes += num_bytes

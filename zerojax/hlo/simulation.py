@@ -297,8 +297,8 @@ def simulate(
       graphs: how copies that are nodes of CUDA graphs are made: "in_turn", by copy engines while
         nothing else runs; "copies", by copy engines overlapped with products; or "kernels", by the
         cores (`GRAPHS`).
-      callbacks: what callbacks to the host do: "plain", "update", "delayed", "nvme" or
-        "nvme_update", described in `zerojax.hlo.callbacks`. The text does not say.
+      callbacks: what callbacks to the host do: "plain", "update", "delayed", "in_forward", "nvme"
+        or "nvme_update", described in `zerojax.hlo.callbacks`. The text does not say.
       unknown_trips: trip count to assume for a loop whose count XLA does not know; 1 in a streamed
         step.
 

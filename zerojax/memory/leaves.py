@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from zerojax.config import stored_grads_dtype, sums_in_float32
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES, local_elements, num_zero_shards, stored_spec
 from zerojax.state import Layout, Leaf, RecordSpec, is_away
@@ -25,7 +26,12 @@ def compute_itemsize(layout: Layout) -> int:
 
 def grad_itemsize(layout: Layout) -> int:
     """Return the bytes per element of a stored gradient."""
-    return 4 if layout.grads_in_float32 else compute_itemsize(layout)
+    return jnp.dtype(stored_grads_dtype(layout.config)).itemsize
+
+
+def summed_itemsize(layout: Layout) -> int:
+    """Return the bytes per element of a gradient once backward has computed it."""
+    return 4 if sums_in_float32(layout.config) else compute_itemsize(layout)
 
 
 def reduced_itemsize(layout: Layout, leaf: Leaf) -> int:

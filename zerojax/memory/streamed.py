@@ -16,6 +16,7 @@ from zerojax.memory.leaves import (
     grad_elements,
     grad_itemsize,
     local_record_bytes,
+    summed_itemsize,
     unreduced_bytes,
 )
 from zerojax.memory.report import RunningBytes
@@ -122,21 +123,25 @@ def _stored_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str
     The first result is on the device, the second in host memory by kind.
     """
     config = layout.config
-    unstacked = grad_elements(layout, blocks=False) * grad_itemsize(layout)
+    stored_size = grad_itemsize(layout)
+    summed_size = summed_itemsize(layout)
+    unstacked = grad_elements(layout, blocks=False)
+    summed = unstacked * summed_size
     if config.update == "in_forward":
-        # Backward overwrites the pending gradients, which are part of the state.
+        # Backward overwrites the pending gradients, which are part of the state, unless it sums
+        # the gradients of embedding and head in another dtype.
         if streamed.host is None:
-            return 0, {}
+            return summed if summed_size != stored_size else 0, {}
         made = 0
         if not streamed.host.params_away:
             made = grad_elements(layout) * compute_itemsize(layout)
         # Backward adds to the gradients of embedding and head on the device.
-        return unstacked, {"made": made}
+        return summed, {"made": made}
     layers = 0
     if config.update != "in_backward":
-        layers = grad_elements(layout, blocks=True) * grad_itemsize(layout)
+        layers = grad_elements(layout, blocks=True) * stored_size
 
-    device = unstacked
+    device = max(summed, unstacked * stored_size)
     host: dict[str, int] = {}
     if streamed.host is None:
         if config.grads == "device":
@@ -149,6 +154,6 @@ def _stored_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str
         # Callbacks keep the gradients that wait off the device.
         host["stashed"] = layers
     if config.delayed_update:  # every leaf's gradient, and new parameters next to the old ones
-        host["stashed"] = layers + unstacked
+        host["stashed"] = layers + unstacked * stored_size
         host["made"] = grad_elements(layout) * compute_itemsize(layout)
     return device, host

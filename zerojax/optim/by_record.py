@@ -35,7 +35,7 @@ from zerojax.optim.layer_wise import (
     check_whole_leaves,
     why_not_by_leaf,
 )
-from zerojax.optim.leaf_rule import LeafRule
+from zerojax.optim.leaf_rule import LeafRule, Stay
 from zerojax.optim.unused import unused_grads
 from zerojax.optim.whole_tree import Update, finish, measure_grads
 from zerojax.state import FlatState, StateRecords, TrainState, load_leaves, order_read_before_write
@@ -186,6 +186,36 @@ class RecordUpdate:
         # If XLA cannot see the order of reads and writes, it copies the entire stack.
         values = (list(grads), list(read), landing)
         return order_read_before_write(ok, update_record, keep_record, values, self.mesh)
+
+    def update_alone(
+        self,
+        index: int,
+        grad: Array,
+        weight: Array,
+        opt: Sequence[Array],
+        shared: Sequence[Array],
+        loss: Array,
+    ) -> tuple[Array, list[Array]]:
+        """Update one leaf of a record on one device, where the program's mesh is not in scope.
+
+        Args:
+          index: index of the parameter leaf.
+          grad: float32 gradient of the record's leaf; any part of it if the rule is elementwise.
+          weight: float32 weight, with the shape of `grad`.
+          opt: the leaf's optimizer state, in the order of the state.
+          shared: the scalars of the optimizer state before the step.
+          loss: f32[], the loss of the step.
+
+        Returns:
+          The weight and the optimizer state after the update.
+        """
+        if isinstance(self.rule, LeafRule):
+            (weight,), opt_after = self.rule.update_part(
+                (index,), [grad], [weight], opt, shared, loss, Stay()
+            )
+            return weight, opt_after
+        (weight,), opt_after, _ = self.rule((index,), [grad], [weight], opt, shared, loss)
+        return weight, opt_after
 
     def _apply_rule(
         self,

@@ -82,10 +82,13 @@ def update_if(
 Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
-def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
-    """Return `update(state, loss, grads) -> (state, metrics)` on full trees.
+def build_update(
+    tx: optax.GradientTransformation, layout: Layout
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Return `update(state, loss, grads, norm=None) -> (state, metrics)` on full trees.
 
-    The update unscales the gradients, computes their norm, clips, runs the optimizer, and casts.
+    The update unscales the gradients, computes their norm if it is not given, clips, runs the
+    optimizer, and casts.
 
     Args:
       tx: the optimizer.
@@ -98,9 +101,9 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(
-        state: TrainState, loss: jax.Array, grads: Grads
+        state: TrainState, loss: jax.Array, grads: Grads, norm: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        measured = measure_grads(config, state, grads, unused)
+        measured = measure_grads(config, state, grads, unused, norm)
         old = state.params if state.master is None else state.master
         # Parameters without masters are unsharded below stage 3: each device updates its own shard
         # of them.
@@ -185,7 +188,11 @@ class MeasuredGrads:
 
 
 def measure_grads(
-    config: ZeroConfig, state: TrainState, grads: Grads, unused: frozenset[int]
+    config: ZeroConfig,
+    state: TrainState,
+    grads: Grads,
+    unused: frozenset[int],
+    norm: jax.Array | None = None,
 ) -> MeasuredGrads:
     """Return the norm of the gradients, and the factors that the update multiplies them by.
 
@@ -194,6 +201,7 @@ def measure_grads(
       state: the state before the step.
       grads: float32 gradients.
       unused: indices of the gradients that the optimizer never uses; the norm leaves them out.
+      norm: f32[], global norm without the loss scale, if it is known; otherwise None.
     """
     # Unscale, compute the norm, clip, in this order: `clip_norm` bounds the true gradient, and the
     # metric shows the unclipped norm.
@@ -202,7 +210,8 @@ def measure_grads(
     scale = None if state.loss_scale is None else state.loss_scale.scale
     if scale is not None:
         leaves = [g / scale for g in leaves]
-    norm = global_norm(leaves)
+    if norm is None:
+        norm = global_norm(leaves)
     factor = None if config.clip_norm is None else clip_factor(norm, config.clip_norm)
     return MeasuredGrads(norm, jnp.isfinite(norm), scale, factor)
 

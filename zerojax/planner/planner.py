@@ -572,6 +572,8 @@ class Planner:
         """Return whether a program can be built with some fields."""
         assert self.mesh is not None
         try:
+            # `grads_dtype` needs a streamed step, which single fields may not make.
+            fixed = {**fixed, "grads_dtype": None}
             plain = {name: value for name, value in fixed.items() if name not in fields}
             assemble(self.model, self.tx, ZeroConfig(**{**plain, **fields}), self.mesh)
         except (ValueError, NotImplementedError) as error:
@@ -802,8 +804,20 @@ def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return extra fields that make a config of the fixed fields valid."""
+    fitting = dict[str, Any]()
     needs_host = fixed.get("update_on") == "host" or fixed.get("opt_state_device_fraction")
-    return {"opt_state": "pinned_host"} if needs_host and "opt_state" not in fixed else {}
+    if needs_host and "opt_state" not in fixed:
+        fitting["opt_state"] = "pinned_host"
+    if fixed.get("grads_dtype") is not None:  # it needs a streamed step
+        streaming = {
+            "grads": "pinned_host",
+            "opt_state": "pinned_host",
+            "activations": "pinned_host",
+            "gather_ahead": True,
+        }
+        free = [name for name in streaming if name not in fixed]
+        fitting |= {name: streaming[name] for name in free[:1]}
+    return fitting
 
 
 def _chosen(config: ZeroConfig) -> dict[str, Any]:

@@ -281,6 +281,8 @@ def _callbacks(config: ZeroConfig) -> str:
         return "nvme" if on_disk else "plain"
     if on_disk:
         return "nvme_update"
+    if config.update == "in_forward":
+        return "in_forward"
     return "delayed" if config.delayed_update else "update"
 
 

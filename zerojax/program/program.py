@@ -467,6 +467,7 @@ class Program:
         with self.calling(), jax.set_mesh(self.mesh):
             # Checked once more: another thread may have donated the state in the meantime.
             state = self.check_state(state, self._state_numbers)
+            self.check_state.check_pending(state)
             # Before the moves: they follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
@@ -561,6 +562,7 @@ class Program:
             return state
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state, self._state_numbers)
+            self.check_state.check_pending(state)
             settle = self._compiler.settle
             if self._runner.calls_back:
                 self._compiler.order(settle, as_arguments((state,)))

@@ -5,6 +5,9 @@
 This is `program.settle` without a second state and without a change of the first: the device holds
 one record more. `zerojax.Checkpointer.save` writes the records, so that a checkpoint needs no
 gradients, and any program continues from it.
+
+A checkpoint that holds gradients all the same is restored into a program with another `update` in
+the same way (`LeafUpdate`): what it reads of a leaf is updated on its way to the new state.
 """
 
 import dataclasses
@@ -14,10 +17,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from zerojax.optim import RecordUpdate
 from zerojax.program.runner import Runner
 from zerojax.program.step import Step
-from zerojax.state import Index, OnDevice, OnDisk, StateRecords, Tile, TrainState, is_stored
+from zerojax.state import (
+    Index,
+    OnDevice,
+    OnDisk,
+    Pending,
+    StateRecords,
+    Tile,
+    TrainState,
+    is_stored,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +53,56 @@ class UpdatedRecord:
     opt: list[jax.Array]
 
 
+class LeafUpdate:
+    """Applies a pending update to arrays of a checkpoint, on one device of this process.
+
+    No collective is needed, so each process may update other parts at another time.
+
+    Attributes:
+      is_elementwise: whether any part of a leaf can be updated by itself; otherwise all of a
+        record's leaf is needed.
+    """
+
+    def __init__(self, update: RecordUpdate, pending: Pending) -> None:
+        """Apply `pending`, whose gradients are passed to each call, with the rule of `update`."""
+        self.is_elementwise = update.is_elementwise
+        self._update = update
+        self._pending = pending
+        self._device = update.mesh.local_devices[0]
+
+    def __call__(
+        self, index: int, grad: np.ndarray, weight: np.ndarray, opt: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Return a record's weight of one leaf after the update, and the leaf's optimizer state.
+
+        Args:
+          index: index of the parameter leaf.
+          grad: the saved gradient, without leading dims.
+          weight: float32 weight.
+          opt: optimizer state of the leaf, in the order of the state.
+        """
+        with jax.set_mesh(Mesh(np.array([self._device]), ("alone",))):
+            args = jax.device_put((self._pending, grad, weight, list(opt)), self._device)
+            return [np.asarray(value) for value in self._apply(index, *args)]
+
+    @cached_property
+    def _apply(self) -> Any:
+        def apply(
+            index: int, pending: Pending, grad: jax.Array, weight: jax.Array, opt: list[jax.Array]
+        ) -> list[jax.Array]:
+            def update(values: list[jax.Array]) -> list[jax.Array]:
+                mean, weight, *opt = values
+                scalars = (pending.shared, pending.scalars[0])
+                weight, opt = self._update.update_alone(index, mean, weight, opt, *scalars)
+                return [weight, *opt]
+
+            # In a branch, as in a step, so that XLA rounds the same sums.
+            values = [pending.mean_grad(grad), weight, *opt]
+            return jax.lax.cond(pending.ready, update, lambda values: values[1:], values)
+
+        return jax.jit(apply, static_argnums=0)
+
+
 class RecordSettler:
     """Applies the pending update of a state to its records, one at a time."""
 
@@ -50,6 +115,7 @@ class RecordSettler:
           step: step of the program, which knows the update that a state leaves pending.
         """
         self.layout = records.layout
+        self._records = records
         self._runner = runner
         self._step = step
 
@@ -83,6 +149,17 @@ class RecordSettler:
         not finite.
         """
         return state.pending is not None and bool(state.pending.ready)
+
+    def leaf_update(self, pending: Pending) -> LeafUpdate:
+        """Return how to apply a pending update of another program, which a checkpoint holds.
+
+        Raises:
+          ValueError: the optimizer of this program cannot update single leaves.
+        """
+        update = self._step.update
+        if update is None:
+            update = RecordUpdate(self.layout.tx, self._records)
+        return LeafUpdate(update, pending)
 
     def __call__(self, state: TrainState) -> Iterator[UpdatedRecord]:
         """Yield the updated records of a state, which is only read.

@@ -181,7 +181,8 @@ class SwapSession:
         """
         if self.swap.engine is None:
             raise RuntimeError(
-                "this program is closed, and its state on disk was deleted: make a state with init"
+                "this program is closed, and its state on disk was deleted: restore a checkpoint, "
+                "or make a state with init"
             )
         return self.swap.engine
 
@@ -449,14 +450,16 @@ class SwapSession:
         numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
         wrong = {int(number[0]) for number in numbers} - {self.swap.generation}
         if wrong:
-            on_disk = "none, since a step was interrupted"
+            on_disk = "none: this program has made no state, by init or by a restore"
             if self.swap.generation:
                 on_disk = f"number {self.swap.generation}"
+            elif self._state == SwapState.LOST:
+                on_disk = "none, since a step was interrupted"
             raise ValueError(
                 f"this state (number {min(wrong)}) is not the one on disk ({on_disk}): a program "
                 "has only one state there, which its last init or step returned. This state was "
                 "overwritten by a later init or step, or belongs to another program. Continue with "
-                "the state on disk, or make one with init"
+                "the state on disk if there is one, restore a checkpoint, or make a state with init"
             )
 
     def _end_last(self) -> None:

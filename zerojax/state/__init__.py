@@ -45,6 +45,7 @@ from zerojax.state.runs import LayerRange as LayerRange
 from zerojax.state.runs import layer_ranges as layer_ranges
 from zerojax.state.state_records import FlatState as FlatState
 from zerojax.state.state_records import StateRecords as StateRecords
+from zerojax.state.train_state import IN_FORWARD as IN_FORWARD
 from zerojax.state.train_state import DiskArgument as DiskArgument
 from zerojax.state.train_state import OnDisk as OnDisk
 from zerojax.state.train_state import Pending as Pending

@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 from zerojax.config import (
     ZeroConfig,
     frozen_tier,
-    grads_in_float32,
     updates_by_parts,
     uses_disk,
 )
@@ -52,7 +51,7 @@ from zerojax.sharding import (
 )
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.encodings import Encoding, encode_leaves, list_encodings, with_decoded
-from zerojax.state.layout import Layout, param_shardings
+from zerojax.state.layout import Layout, param_shardings, stored_grad_dtype
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves, tile_groups, tiled_leaves
 from zerojax.state.opt_state import (
     OptStateMap,
@@ -452,11 +451,6 @@ def _build_pending(
     leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh
 ) -> Pending:
     """Return the shapes of an update that a step leaves to the next one, stacked leaves first."""
-    # The same dtype as `Layout.grad_dtype`.
-    if grads_in_float32(config):
-        dtype = jnp.dtype("float32")
-    else:
-        dtype = jnp.dtype(PRECISIONS[config.precision].compute_dtype)
 
     def grad(leaf: Leaf) -> Any:
         spec = stored_spec(leaf.spec, STAGES[config.stage].opt_state)
@@ -465,6 +459,7 @@ def _build_pending(
         tier = config.opt_state
         if config.update_on == "device":
             tier = _array_tier(config.grads) if leaf.is_stacked else "device"
+        dtype = stored_grad_dtype(leaf, config)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, tier))
 
     def scalar(shape: tuple[int, ...], dtype: Any) -> Any:

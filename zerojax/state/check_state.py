@@ -15,7 +15,13 @@ import numpy as np
 
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
-from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
+from zerojax.state.train_state import (
+    IN_FORWARD,
+    TrainState,
+    as_arguments,
+    check_is_array,
+    check_is_there,
+)
 from zerojax.trees import Tree
 from zerojax.user_values import as_integer, as_number, shown
 
@@ -49,6 +55,8 @@ class StateCheck:
         """Compute what `layout` expects of each leaf."""
         leaves, self._structure = jax.tree.flatten(layout.abstract_state)
         self._expected = [_expected(leaf) for leaf in leaves]
+        names = _names(layout.abstract_state)
+        self._grads = [i for i, name in enumerate(names) if name.startswith(".pending.grads")]
 
     def __call__(
         self, state: TrainState, report: Callable[[Sequence[str]], None] | None = None
@@ -91,12 +99,31 @@ class StateCheck:
         replaced = [scalars.get(i, leaf) for i, leaf in enumerate(state_leaves)]
         return jax.tree.unflatten(tree, replaced)
 
+    def check_pending(self, state: TrainState) -> None:
+        """Check that a step can overwrite the gradients of a state's pending update.
+
+        Raises:
+          ValueError: they have another dtype than the program's.
+        """
+        leaves = jax.tree.leaves(as_arguments(state)) if self._grads else []
+        for i in self._grads:
+            if leaves[i].dtype != self._expected[i].dtype:
+                raise ValueError(
+                    f"this state's {_name(state, i)} is {leaves[i].dtype}, and this program's is "
+                    f"{self._expected[i].dtype}: the state was made by a program with another "
+                    "grads_dtype, precision or num_microbatches; save it there, and restore the "
+                    "checkpoint here"
+                )
+
     def _other_structure(self, state: TrainState) -> str:
         """Return an error that names the leaves that a state lacks or has in excess."""
-        names = _names(as_arguments(state))
+        actual = _names(as_arguments(state))
         expected = _names(jax.tree.unflatten(self._structure, self._expected))
-        missing = [name for name in expected if name not in set(names)]
-        extra = [name for name in names if name not in set(expected)]
+        missing = [name for name in expected if name not in set(actual)]
+        extra = [name for name in actual if name not in set(expected)]
+        names = [*missing, *extra]
+        if names and all(name.startswith(".pending") for name in names):
+            return self._other_pending(state)
         differences = []
         if missing:
             differences.append(f"it lacks {_listed(missing)}")
@@ -108,6 +135,24 @@ class StateCheck:
             "program with another config, or a value in it was replaced by something other than a "
             "number"
         )
+
+    def _other_pending(self, state: TrainState) -> str:
+        """Return an error for a state that keeps its gradients for the next step, or does not."""
+        ours = _update_setting(jax.tree.unflatten(self._structure, self._expected).pending)
+        theirs = _update_setting(state.pending)
+        return (
+            f"this state was made by a program with {theirs}, and this program has {ours}, whose "
+            "states hold other gradients between steps: save the state with a zerojax.Checkpointer "
+            f"and restore it with this program, or build this program with {theirs}"
+        )
+
+
+def _update_setting(pending: Any) -> str:
+    """Return the setting under which a state keeps an update for the next step, or none."""
+    if pending is None:
+        return "update='after_backward' or 'in_backward'"
+    is_in_forward = pending.scalars.shape == IN_FORWARD
+    return "update='in_forward'" if is_in_forward else "delayed_update=True"
 
 
 def _memory(is_host: bool) -> str:

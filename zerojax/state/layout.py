@@ -20,9 +20,10 @@ from host_offload.schedule import layers_kind
 from zerojax.config import (
     ZeroConfig,
     frozen_tier,
-    grads_in_float32,
     reduces_in_float32,
     reduces_once,
+    stored_grads_dtype,
+    sums_in_float32,
     updates_by_parts,
 )
 from zerojax.models import LayeredModel, block_path
@@ -187,15 +188,14 @@ class Layout:
         """Whether devices sum their own gradients over microbatches and reduce them at the end."""
         return reduces_once(self.config) and num_batch_shards(self.mesh) > 1
 
-    @property
-    def grads_in_float32(self) -> bool:
-        """Whether gradients are stored in float32 between backward and update."""
-        return grads_in_float32(self.config)
+    def summed_dtype(self, index: int) -> Any:
+        """Return the dtype of a leaf's gradient once backward has computed it."""
+        dtype = self.leaves[index].dtype
+        return jnp.promote_types(dtype, jnp.float32) if sums_in_float32(self.config) else dtype
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is stored between backward and update."""
-        dtype = self.leaves[index].dtype
-        return jnp.promote_types(dtype, jnp.float32) if self.grads_in_float32 else dtype
+        return stored_grad_dtype(self.leaves[index], self.config)
 
     def encode(self, params: Params, *keys: str) -> Any:
         """Return parameters as they are stored, with some leaves encoded.
@@ -302,6 +302,14 @@ class Layout:
     def param_shardings(self, sharded: bool) -> Any:
         """Return the parameters' shardings on the device, split over the ZeRO axis or not."""
         return param_shardings(self.abstract_params, self.specs, self.mesh, sharded, "device")
+
+
+def stored_grad_dtype(leaf: Leaf, config: ZeroConfig) -> Any:
+    """Return the dtype in which a leaf's gradient is stored between backward and update."""
+    dtype = jnp.dtype(stored_grads_dtype(config))
+    # A complex gradient stays complex.
+    is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return dtype if is_floating else jnp.promote_types(leaf.dtype, dtype)
 
 
 def param_shardings(

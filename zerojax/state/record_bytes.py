@@ -59,12 +59,16 @@ def record_bytes(
             gathered_frozen += _leaf_bytes(decoded, False, records.mesh)
 
     grads = 0
+    derivative = count(leaf_ids, False, 4) if layout.reduces_in_float32 else gathered
     for i in leaf_ids:
         grads += count([i], stage.opt_state, layout.grad_dtype(i).itemsize)
+        # A gradient that is stored in another dtype is in memory twice.
+        if layout.summed_dtype(i) != layout.grad_dtype(i):
+            derivative += count([i], stage.opt_state, layout.summed_dtype(i).itemsize)
     sizes = {
         "params": count(leaf_ids, stage.params),
         "gathered": gathered + gathered_frozen if is_gathered(records) else 0,
-        "derivative": count(leaf_ids, False, 4) if layout.reduces_in_float32 else gathered,
+        "derivative": derivative,
         "grads": grads,
         "opt_state": _opt_state_bytes(records, leaf_ids),
         "handed": grads,

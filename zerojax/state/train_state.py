@@ -32,6 +32,10 @@ class Split:
     host: Any
 
 
+IN_FORWARD = (4,)
+"""Shape of the scalars of a pending update that the next step's forward applies."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pending:
@@ -51,6 +55,19 @@ class Pending:
     shared: list[jax.Array]
     scalars: jax.Array
     ready: jax.Array
+
+    def mean_grad(self, grad: jax.Array) -> jax.Array:
+        """Return the gradient to update with: the mean over microbatches, unscaled and clipped.
+
+        The numbers are those of the step that computed the gradient, which may have run with
+        another precision, `clip_norm` or number of microbatches.
+
+        Args:
+          grad: one of `grads` of an update in forward, or a part of one, on the device.
+        """
+        _, factor, scale, count = self.scalars
+        # In this order, as in an update after backward. Factors of 1 change no bit.
+        return grad.astype(jnp.float32) / count / scale * factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +268,8 @@ def check_is_there(state: TrainState) -> None:
     if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
         raise ValueError(
             "this state was donated to an earlier step and no longer exists: continue with the "
-            "state that step returned"
+            "state that step returned; if step raised an error instead, restore a checkpoint, or "
+            "make a state with init"
         )
 
 

@@ -376,7 +376,9 @@ class StreamedPlan:
         phase, peak = build(distance, ahead).peak
         if peak > budget:
             # `gather_ahead` alone may be what makes the step stream.
-            is_needed = not streams(dataclasses.replace(config, gather_ahead=False))
+            # A resident step has no `grads_dtype`.
+            plain = dataclasses.replace(config, gather_ahead=False, grads_dtype=None)
+            is_needed = not streams(plain)
             choices = (False,)
             if ahead:
                 choices = (True,) if is_needed else (True, False)
@@ -504,11 +506,11 @@ class StreamedPlan:
         return derivative
 
     def grad_dtype(self, index: int) -> Any:
-        """Return the dtype in which a leaf's gradient is summed."""
+        """Return the dtype in which a leaf's gradient is stored."""
         return self.layout.grad_dtype(index)
 
     def grad_shape(self, index: int) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of a leaf's gradient; for a stacked leaf, of one layer or tile."""
+        """Return shape and dtype of a leaf's stored gradient; if stacked, of one layer or tile."""
         return jax.ShapeDtypeStruct(self.leaves[index].record_shape, self.grad_dtype(index))
 
     def empty(self, record: RecordSpec, a: Any, lead: Sequence[int]) -> Any:
@@ -696,6 +698,17 @@ class StreamedPlan:
             for g, i in zip(grads, indices, strict=True)
         ]
 
+    def stored(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
+        """Return gradients in the dtype in which they are stored until the update.
+
+        Args:
+          grads: gradients summed over microbatches, on their shards.
+          indices: indices of their leaves.
+        """
+        if self.config.grads_dtype is None:
+            return list(grads)
+        return [_rounded(g, self.grad_dtype(i)) for g, i in zip(grads, indices, strict=True)]
+
     def mean(self, grad: Array) -> Array:
         """Return the float32 mean over microbatches of a summed gradient."""
         grad = grad.astype(jnp.float32)
@@ -716,6 +729,17 @@ class StreamedPlan:
         """
         grads = used(grads, leaf_ids, self.unused)
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
+
+
+def _rounded(grad: Array, dtype: Any) -> Array:
+    """Return a gradient in `dtype`, rounded even if it is used as soon as it is computed.
+
+    XLA may leave out a cast to a narrower dtype that it casts back.
+    """
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        bits = jnp.finfo(dtype)
+        grad = jax.lax.reduce_precision(grad, bits.nexp, bits.nmant)
+    return grad.astype(dtype)
 
 
 def _stack_plan(

@@ -105,14 +105,8 @@ class PendingUpdate:
         return self.pending.scalars[0]
 
     def ready(self, grad: Array) -> Array:
-        """Return the gradient to update with: the mean over microbatches, unscaled and clipped.
-
-        The numbers are those of the step that computed the gradient, which may have run with
-        another precision, `clip_norm` or number of microbatches.
-        """
-        _, factor, scale, count = self.pending.scalars
-        # In this order, as in an update after backward. Factors of 1 change no bit.
-        return grad.astype(jnp.float32) / count / scale * factor
+        """Return the gradient to update with: the mean over microbatches, unscaled and clipped."""
+        return self.pending.mean_grad(grad)
 
     def update_unstacked(self, states: FlatState) -> FlatState:
         """Return the states with the unstacked leaves updated."""
@@ -472,7 +466,7 @@ class UpdateInForward(StoredGrads):
 
     def next_grads(self, result: BackwardResult[GradStacks]) -> list[Any]:
         """Return the gradients of a step, stacked leaves first."""
-        return [*result.carried.grads, *result.unstacked]
+        return [*result.carried.grads, *self.stored_unstacked(result)]
 
     def _pending(self, state: TrainState) -> PendingUpdate:
         assert state.pending is not None

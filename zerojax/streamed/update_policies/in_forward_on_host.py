@@ -267,7 +267,7 @@ class HostUpdateInForward(UpdateInForward):
 
     def next_grads(self, result: BackwardResult[GradStacks]) -> list[Any]:
         """Stash the gradients of the unstacked leaves; return the arrays that hold all of them."""
-        self.host.stash_unstacked(result.unstacked, result.carried.token)
+        self.host.stash_unstacked(self.stored_unstacked(result), result.carried.token)
         pending = result.state.pending
         assert pending is not None
         # The arrays are passed on unchanged: callbacks have written the gradients to their memory.

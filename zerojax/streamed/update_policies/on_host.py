@@ -178,7 +178,8 @@ class OnHost(StoredGrads):
         states, token, handed = self.of_layers(
             result, tick, (states, result.carried.token, host.none_in_flight())
         )
-        states, _ = host.update_unstacked(states, result.unstacked, ok, scalars, token, handed)
+        unstacked = self.stored_unstacked(result)
+        states, _ = host.update_unstacked(states, unstacked, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
 
 
@@ -235,7 +236,7 @@ class Delayed(OnHost):
         # The norm of this step's gradients. The update that was installed used the norm of the
         # previous step.
         norm = self.norm(result)
-        token = host.stash_unstacked(result.unstacked, result.carried.token)
+        token = host.stash_unstacked(self.stored_unstacked(result), result.carried.token)
         states = records.flat(state)
         if not host.params_away:
             params, token = host.install(

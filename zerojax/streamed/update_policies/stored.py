@@ -110,7 +110,13 @@ class StoredGrads(PlainForward):
         # Squares are summed while the gradients are available, so no stack is read a second time
         # for the norm.
         squares = carried.squares + self.plan.squares(record.grads, record.leaf_ids, state)
-        return dataclasses.replace(self.store(carried, record), squares=squares), record.in_flight
+        carried = self.store(carried, self.as_stored(record))
+        return dataclasses.replace(carried, squares=squares), record.in_flight
+
+    def as_stored(self, record: RecordGrads) -> RecordGrads:
+        """Return a record with its gradients in the dtype in which they are stored."""
+        grads = self.plan.stored(record.grads, record.leaf_ids)
+        return dataclasses.replace(record, grads=grads)
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         """Write one record's gradients to their stacks."""
@@ -149,8 +155,12 @@ class StoredGrads(PlainForward):
             pick(self.plan.grads, leaf_ids), self.plan.pick(carried.grads, leaf_ids), index
         )
 
+    def stored_unstacked(self, result: BackwardResult[GradStacks]) -> list[Array]:
+        """Return the gradients of the unstacked leaves in the dtype in which they are stored."""
+        return self.plan.stored(result.unstacked, self.plan.unstacked)
+
     def norm(self, result: BackwardResult[GradStacks]) -> Array:
-        """Return the global norm of the unscaled gradients."""
+        """Return the global norm of the unscaled gradients, before they are stored."""
         # The squares of the unstacked leaves are added last: a tied embedding's gradient is
         # complete only after backward.
         return jnp.sqrt(
@@ -167,13 +177,14 @@ class GradsAlone(StoredGrads):
     ) -> tuple[GradStacks, Any]:
         """Store one record's gradients."""
         del state
-        return self.store(carried, record), record.in_flight
+        return self.store(carried, self.as_stored(record)), record.in_flight
 
     def tree(self, result: BackwardResult[GradStacks]) -> Any:
         """Return the unscaled mean gradients, float32, as a tree like the trainable parameters."""
         plan = self.plan
         leaf_ids = (*plan.stacked, *plan.unstacked)
-        grads = dict(zip(leaf_ids, [*result.carried.grads, *result.unstacked], strict=True))
+        unstacked = self.stored_unstacked(result)
+        grads = dict(zip(leaf_ids, [*result.carried.grads, *unstacked], strict=True))
         mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
         return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
 
@@ -194,12 +205,15 @@ class UpdateWholeTree(StoredGrads):
         plan = self.plan
         # By index, because the update takes the leaves in the order of the parameter tree.
         leaf_ids = (*plan.stacked, *plan.unstacked)
-        grads = dict(zip(leaf_ids, [*result.carried.grads, *result.unstacked], strict=True))
+        unstacked = self.stored_unstacked(result)
+        grads = dict(zip(leaf_ids, [*result.carried.grads, *unstacked], strict=True))
         tree = jax.tree.structure(result.state.params)
         # Still scaled: the update of full trees divides by the loss scale itself, then computes the
         # norm and clips.
-        mean = [plan.mean(grads[i]) for i in range(len(grads))]
-        return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
+        mean = jax.tree.unflatten(tree, [plan.mean(grads[i]) for i in range(len(grads))])
+        if self.config.grads_dtype is None:
+            return self.update(result.state, result.loss, mean)
+        return self.update(result.state, result.loss, mean, self.norm(result))
 
 
 class UpdateByLayer(StoredGrads):
@@ -241,7 +255,7 @@ class UpdateByLayer(StoredGrads):
         # Every record is updated with the scalars from before the step; `closed` advances them
         # once.
         shared = records.list_shared(states)
-        unstacked = dict(zip(plan.unstacked, result.unstacked, strict=True))
+        unstacked = dict(zip(plan.unstacked, self.stored_unstacked(result), strict=True))
         if self.unstacked_first:
             states = update.update_unstacked(states, unstacked, shared, result.loss, ok, ready)
             # The engine's read-ahead expects the layers' records after the unstacked leaves
