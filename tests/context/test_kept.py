@@ -65,10 +65,12 @@ def test_a_step_exchanges_once_and_equals_one_device(case):
     for c in hlo.collectives(text or "", unknown_trips=1):
         if c.times >= long_decoder.LAYERS - 1:
             counts[c.op] += c.times
-    again = forward if fields["activations"] == "remat" else 0
-    # XLA may merge two equal permutes of forward and backward into one.
-    most = (forward + backward + again) * long_decoder.LAYERS
-    assert most * 0.9 <= counts[op] <= most
+    once = (forward + backward) * long_decoder.LAYERS
+    # XLA may merge equal permutes of forward and of backward, where both are in one loop's body.
+    if fields["activations"] == "remat":
+        assert once < counts[op] <= once + forward * long_decoder.LAYERS
+    else:
+        assert once * 0.9 <= counts[op] <= once
 
 
 @pytest.mark.by_default("ring")

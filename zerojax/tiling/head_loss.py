@@ -20,9 +20,11 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import linear_cross_entropy as op
 from zerojax.sharding import (
+    CONTEXT,
     FSDP,
     TENSOR,
     batch_axes,
+    context_size,
     leaf_spec,
     pad_spec,
     zero_axes,
@@ -48,7 +50,8 @@ def linear_cross_entropy(
 
     Args:
       x: activations `[..., D]`: float32, bfloat16 or float16. On a mesh the number of its tokens,
-        all dims but the last, must be divisible by the number of devices along `data` x `fsdp`.
+        all dims but the last, must be divisible by the number of devices along `data` x `fsdp` x
+        `expert` x `context`.
       w: weight of the head, `[D, V]`, in x's dtype.
       labels: integers below V, with x's leading dims. A label >= V makes the loss NaN; see
         `check_labels`.
@@ -74,7 +77,8 @@ def linear_cross_entropy(
                 "jax.shard_map"
             )
         return op.linear_cross_entropy(x, w, labels, **options)
-    tokens = batch_axes(mesh)
+    # `context` splits tokens too, so it may gather and scatter w, like the batch's axes.
+    tokens = (*batch_axes(mesh), *((CONTEXT,) if context_size(mesh) > 1 else ()))
     if w_spec is not None or w.ndim != 2:
         split = op.Split(mesh, tokens, w_spec or PartitionSpec())
     else:
