@@ -71,7 +71,7 @@ class GPTConfig:
       expert_hidden: width of an expert's hidden dim; by default an MLP's, 4 hidden.
 
     Raises:
-      ValueError: both experts and mlp_tiles are set.
+      ValueError: experts is negative, or set together with mlp_tiles.
     """
 
     vocab: int = 256
@@ -93,7 +93,9 @@ class GPTConfig:
     expert_hidden: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that a block's MLP is one thing."""
+        """Check the number of experts, and that nothing else replaces the MLP."""
+        if self.experts < 0:
+            raise ValueError(f"experts={self.experts}: at least 1 is needed, or 0 for an MLP")
         if self.experts and self.mlp_tiles:
             raise ValueError(
                 f"mlp_tiles={self.mlp_tiles} cuts an MLP that experts={self.experts} replaces: use "

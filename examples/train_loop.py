@@ -240,7 +240,13 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
         # At most one axis can be -1: the remaining devices cannot be split between two axes.
         axes["fsdp"] = 1
     try:
-        mesh = zj.make_mesh(**axes)
+        mesh = zj.make_mesh(
+            data=axes.get("data", 1),
+            fsdp=axes.get("fsdp", -1),
+            tensor=axes.get("tensor", 1),
+            context=axes.get("context", 1),
+            expert=axes.get("expert", 1),
+        )
     except ValueError as error:
         raise ValueError(f"--mesh {options.mesh}: {error}") from error
     AllProcesses(mesh, "looking for the folder of the report", ValueError).do(

@@ -308,7 +308,9 @@ def test_num_params_is_the_number_of_parameters(changes):
     assert c.num_params == sum(leaf.size for leaf in leaves)
 
 
-def test_an_mlp_is_tiled_or_experts():
+def test_experts_are_not_negative_and_have_no_tiles():
+    with pytest.raises(ValueError, match="experts=-1: at least 1 is needed, or 0 for an MLP"):
+        train_gpt.gpt.GPTConfig(experts=-1)
     with pytest.raises(ValueError, match="mlp_tiles=4 cuts an MLP that experts=8 replaces"):
         train_gpt.gpt.GPTConfig(experts=8, mlp_tiles=4)
 
