@@ -235,7 +235,7 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
         raise ValueError(
             f"--mesh {options.mesh}: {unknown} unknown; the axes are {', '.join(first)} and {last}"
         )
-    axes = {axis: int(size) for axis, size in sizes.items()}
+    axes: dict[str, Any] = {axis: int(size) for axis, size in sizes.items()}
     if "fsdp" not in axes and -1 in axes.values():
         # At most one axis can be -1: the remaining devices cannot be split between two axes.
         axes["fsdp"] = 1
