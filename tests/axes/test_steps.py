@@ -47,25 +47,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 AXES: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
+    "attention": ("plain", "ring", "ulysses", "gather"),
     "state": tuple(STATES),
     "activations": ("save", "selective", "remat", HOST),
     "option": tuple(OPTIONS),
 }
 QUICK = [
-    {"mesh": "context4", "state": "stage_3", "activations": "save", "option": "microbatches"},
+    {
+        "mesh": "context4",
+        "attention": "ring",
+        "state": "stage_3",
+        "activations": "save",
+        "option": "microbatches",
+    },
     {
         "mesh": "context2_tensor2",
+        "attention": "ulysses",
         "state": "host",
         "activations": "selective",
         "option": "sequence_parallel",
     },
-    {"mesh": "expert2_context2", "state": "stage_3", "activations": "remat", "option": "plain"},
+    {
+        "mesh": "expert2_context2",
+        "attention": "plain",
+        "state": "stage_3",
+        "activations": "remat",
+        "option": "plain",
+    },
 ]
 
 
 def is_valid(case: dict[str, Any]) -> bool:
     """Return whether a case's settings have a meaning together."""
     option = case["option"]
+    if "context" not in case["mesh"] and case["attention"] != "plain":
+        return False
     if option in ("sequence_parallel", "partitioned") and "tensor" not in case["mesh"]:
         return False
     return option != "ahead" or case["state"] not in ("stage_0", "stage_1", "stage_2")
@@ -80,12 +96,15 @@ def pairwise_cases() -> list[dict[str, Any]]:
 
 
 def train(
-    mesh: dict[str, int], experts: bool, dropout: float, fields: dict[str, Any]
+    mesh: dict[str, int], attention: str, experts: bool, dropout: float, fields: dict[str, Any]
 ) -> tuple[np.ndarray, Any]:
-    """Return losses and parameters after some steps."""
+    """Return losses and parameters after some steps, with an evaluation in the middle."""
+    attend = long_decoder.plain_attention
+    if attention != "plain":
+        attend = functools.partial(long_decoder.split_attention, attention)
     size = int(np.prod(list(mesh.values())))
     program = zj.build_train_step(
-        long_decoder.model(experts=experts, dropout=dropout),
+        long_decoder.model(attend, experts=experts, dropout=dropout),
         # A large eps: gradients that are almost 0 would otherwise differ in sign.
         optax.adam(1e-2, eps=1e-2),
         zj.ZeroConfig(**fields),
@@ -97,6 +116,8 @@ def train(
         for batch in long_decoder.batches(STEPS):
             state, metrics = program.step(state, batch)
             losses.append(float(metrics["loss"]))
+            if len(losses) == 2:
+                losses.append(float(program.eval(state, batch)))
         state = program.settle(state)
         layers = [jax.device_get(tree) for _, tree in program.iter_params(state)]
     return np.asarray(losses, np.float32), layers
@@ -106,7 +127,7 @@ def train(
 def reference(experts: bool, dropout: float, count: int, clip: float | None) -> Any:
     """Return losses and parameters of one device that keeps everything."""
     fields = {"num_microbatches": count, "clip_norm": clip}
-    return train({"fsdp": 1}, experts, dropout, fields)
+    return train({"fsdp": 1}, "plain", experts, dropout, fields)
 
 
 def check(case: dict[str, Any], swap_dir: str) -> None:
@@ -119,7 +140,7 @@ def check(case: dict[str, Any], swap_dir: str) -> None:
     experts = "expert" in mesh
     count = fields.get("num_microbatches", 1)
     expected, weights = reference(experts, dropout, count, fields.get("clip_norm"))
-    losses, params = train(mesh, experts, dropout, fields)
+    losses, params = train(mesh, case["attention"], experts, dropout, fields)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     toys.assert_trees_close(params, weights, atol=5e-6)
 

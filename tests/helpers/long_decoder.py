@@ -46,6 +46,11 @@ def plain_attention(q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
     return jnp.einsum("bnts,bsnd->btnd", weights, v)
 
 
+def split_attention(method: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> jax.Array:
+    """Return the same by `zj.attention`, in small blocks."""
+    return zj.attention(q, k, v, segment_ids=segment_ids, method=method, block=4)
+
+
 def every_expert(x: Any, p: Any) -> jax.Array:
     """Return the sum of all experts' results, weighted by the router's probabilities."""
     shares = jax.nn.softmax((x @ p["router"]).astype(jnp.float32), -1).astype(x.dtype)
