@@ -4,8 +4,9 @@
 
 A token visits k of E experts, each 1 / k as wide as the dense MLP, so both models multiply equally
 often per token, apart from the router. Both see the same batches, for several seeds of the weights.
-Losses are of the tokens alone, without the losses that balance the experts. The text is the source
-of Python's standard library (examples/text_data.py).
+Losses are of the tokens alone, without the losses that balance the experts. Experts need steps
+before they pay, since each sees only a part of the tokens, so short runs favor the dense model. The
+text is the source of Python's standard library (examples/text_data.py).
 """
 
 import argparse
@@ -159,11 +160,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
       arguments: command-line arguments; None: use `sys.argv`.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=32, help="sequences per step")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2, help="experts that a token visits")
     parser.add_argument("--capacity-factor", type=float, default=1.25)

@@ -474,7 +474,9 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
 
     def bind(make: Callable[[nnx.Rngs], nnx.Module], tree: Any) -> Any:
         # Put the tree's leaves into an abstract module's structure: both have the same order.
-        graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+        # The mesh in scope may lack an axis that annotations name, and none is needed here.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
         return nnx.merge(
             graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))
         )
