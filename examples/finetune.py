@@ -526,8 +526,11 @@ def run(
     memory = program.memory(abstract_batch(options))
     with train_loop.errors_without_traceback("finetune.py", Options):
         trace = swap_trace(options, program)
-        train_loop.local_batch_size(options)
-        data = batches(inputs.rows, options.batch_size, options.seed)
+        part, num_parts = program.batch_part
+        train_loop.local_batch_size(options, num_parts)
+        data = batches(
+            inputs.rows, options.batch_size, options.seed, part=part, num_parts=num_parts
+        )
         report = open_run(
             options,
             program,
@@ -543,7 +546,13 @@ def run(
 
     def validate(state: zj.TrainState) -> float:
         assert inputs.held_out is not None
-        held_out = batches_once(inputs.held_out, options.batch_size, count=options.eval_batches)
+        held_out = batches_once(
+            inputs.held_out,
+            options.batch_size,
+            count=options.eval_batches,
+            part=part,
+            num_parts=num_parts,
+        )
         return zj.perplexity(program, state, held_out).loss
 
     with report:

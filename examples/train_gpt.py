@@ -266,14 +266,14 @@ class Inputs:
 
 def prepare(options: Options, c: gpt.GPTConfig, program: zj.Program) -> Inputs:
     """Read the text, and check that a trace can be written."""
-    me, processes = jax.process_index(), jax.process_count()
-    local = local_batch_size(options)
+    part, num_parts = program.batch_part
+    local = local_batch_size(options, num_parts)
     trace = train_loop.swap_trace(options, program)
     text, held_text = load_corpus(options.data)
-    data = batches(text, c.seq, local, options.seed, part=me, num_parts=processes)
+    data = batches(text, c.seq, local, options.seed, part=part, num_parts=num_parts)
     # Each process also reads its own rows of each held-out batch.
     held_out = [
-        {k: v[me * local : (me + 1) * local] for k, v in batch.items()}
+        {k: v[part * local : (part + 1) * local] for k, v in batch.items()}
         for batch in validation_batches(held_text, c.seq, options.batch_size, options.eval_batches)
     ]
     return Inputs((len(text), len(held_text)), data, held_out, trace)

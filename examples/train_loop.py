@@ -300,18 +300,21 @@ def load_machine(options: LoopOptions) -> zj.Machine | None:
         raise ValueError(f"--machine: {error}") from error
 
 
-def local_batch_size(options: LoopOptions) -> int:
+def local_batch_size(options: LoopOptions, num_parts: int) -> int:
     """Return the number of sequences per batch that one process reads.
 
+    Args:
+      options: the run's options.
+      num_parts: number of parts in which processes read a batch, of `program.batch_part`.
+
     Raises:
-      ValueError: the batch does not divide by the number of processes.
+      ValueError: the batch does not divide by the number of parts.
     """
-    processes = jax.process_count()
-    if options.batch_size % processes:
+    if options.batch_size % num_parts:
         raise ValueError(
-            f"--batch-size {options.batch_size} does not divide by {processes} processes"
+            f"--batch-size {options.batch_size} does not divide by {num_parts} processes"
         )
-    return options.batch_size // processes
+    return options.batch_size // num_parts
 
 
 def open_run(

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from zerojax.program import Program
-from zerojax.sharding import no_mesh
+from zerojax.sharding import batch_part, no_mesh
 from zerojax.state import TrainState
 
 
@@ -82,6 +83,8 @@ def perplexity(
     # Counts are sent as float32, which is exact for integers below 2^24.
     local_counts = np.asarray(weights, np.float32)
     if jax.process_count() > 1:
+        if not _is_first_of_part(program.mesh):
+            local_counts = np.zeros_like(local_counts)  # another process counts the same rows
         local_counts = np.asarray(multihost_utils.process_allgather(local_counts)).sum(0)
     counts = local_counts.astype(np.float64) + np.asarray(total_weights)
     tokens = counts.sum()
@@ -91,3 +94,11 @@ def perplexity(
         )
     loss = float(np.dot(losses, counts) / tokens)
     return Evaluation(loss, math.exp(loss) if loss < 709 else math.inf, round(tokens))
+
+
+def _is_first_of_part(mesh: Mesh) -> bool:
+    """Return whether this process is the first one that provides its part of the batches."""
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    own_part = batch_part(mesh)
+    first = next(each for each in processes if batch_part(mesh, each) == own_part)
+    return first == jax.process_index()

@@ -57,6 +57,7 @@ from zerojax.sharding import (
     Replicated,
     Rows,
     abstract_batch,
+    batch_part,
     check_batch,
     no_mesh,
     place_any_batch,
@@ -180,6 +181,15 @@ class Program:
     def shardings(self) -> TrainState:
         """Shardings of the state: a TrainState of NamedSharding."""
         return self.layout.shardings
+
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """Which part of each batch this process provides, and the number of parts.
+
+        Each process passes its part of dim 0 to `step`. There is one part per process, unless
+        `context` or `tensor` spans several processes: these provide the same rows.
+        """
+        return batch_part(self.mesh)
 
     @property
     def replicated(self) -> tuple[Replicated, ...]:

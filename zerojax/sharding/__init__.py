@@ -3,6 +3,7 @@
 from zerojax.sharding.activations import ActivationSpec as ActivationSpec
 from zerojax.sharding.batches import Rows as Rows
 from zerojax.sharding.batches import abstract_batch as abstract_batch
+from zerojax.sharding.batches import batch_part as batch_part
 from zerojax.sharding.batches import batch_size as batch_size
 from zerojax.sharding.batches import check_batch as check_batch
 from zerojax.sharding.batches import place_any_batch as place_any_batch

@@ -38,8 +38,8 @@ class Rows:
 
     Attributes:
       size: number of rows of the batch.
-      parts: for each leaf, the number of processes that provided a part of it; each part is padded
-        separately.
+      parts: for each leaf, the number of parts in which processes provided it (`batch_part`); each
+        part is padded separately.
     """
 
     size: int
@@ -236,11 +236,38 @@ def _brought(leaf: Any, mesh: Mesh) -> Any:
     return jax.device_put(leaf, named(mesh, ())) if is_on_another_mesh(leaf, mesh) else leaf
 
 
+def batch_part(mesh: Mesh, process: int | None = None) -> tuple[int, int]:
+    """Return which part of a batch a process provides, and how many parts there are.
+
+    Processes whose devices hold the same rows provide the same part. This is so if an axis that
+    does not split rows, `context` or `tensor`, spans several processes.
+
+    Args:
+      mesh: the device mesh.
+      process: index of the process; by default `jax.process_index()`.
+    """
+    process = jax.process_index() if process is None else process
+    axes = batch_axes(mesh)
+    other_axes = [axis for axis in mesh.axis_names if axis not in axes]
+    order = [mesh.axis_names.index(axis) for axis in (*axes, *other_axes)]
+    by_rows = mesh.devices.transpose(order).reshape(num_batch_shards(mesh), -1)
+    rows: dict[int, list[int]] = {}
+    for row, devices in enumerate(by_rows):
+        for owner in dict.fromkeys(device.process_index for device in devices):
+            rows.setdefault(owner, []).append(row)
+    parts = list(dict.fromkeys(tuple(own) for own in rows.values()))
+    own_rows = tuple(rows.get(process, parts[0]))
+    return parts.index(own_rows), len(parts)
+
+
 def _parts(leaf: Any, mesh: Mesh) -> int:
-    """Return how many processes hold one part each of a leaf's dim 0; 1 if the leaf is global."""
-    # An array that is only partly addressable is a global one.
-    is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return 1 if is_whole or leaf.ndim == 0 else len({d.process_index for d in mesh.devices.flat})
+    """Return in how many parts processes hold a leaf's dim 0; 1 if the leaf is global."""
+    return batch_part(mesh)[1] if leaf.ndim and _is_local(leaf) else 1
+
+
+def _is_local(leaf: Any) -> bool:
+    """Return whether a leaf is a process's part; a partly addressable array is a global one."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def _whole(batch: Batch, mesh: Mesh) -> Any:
@@ -265,8 +292,9 @@ def _place(batch: Batch, mesh: Mesh) -> Any:
         is_here = isinstance(leaf, jax.Array) and not is_on_another_mesh(leaf, mesh)
         if is_here and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        if _parts(leaf, mesh) > 1:
-            return jax.make_array_from_process_local_data(sharding, leaf)
+        if leaf.ndim and _is_local(leaf) and len({d.process_index for d in mesh.devices.flat}) > 1:
+            rows = (leaf.shape[0] * _parts(leaf, mesh), *leaf.shape[1:])
+            return jax.make_array_from_process_local_data(sharding, leaf, rows)
         return jax.device_put(leaf, sharding)
 
     return jax.tree.map(place, batch)
