@@ -122,9 +122,10 @@ def main() -> None:
     rows = [compile_step(options, method) for method in options.methods]
     table = ["| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows)]
     command = f"python benchmarks/context.py {' '.join(sys.argv[1:])}"
+    gpus = options.context * options.fsdp
     setting = (
         f"GPT {options.preset}, bf16, sequences of {options.seq:,} tokens, context "
-        f"{options.context} x fsdp {options.fsdp} on {options.context * options.fsdp} absent H200s, "
+        f"{options.context} x fsdp {options.fsdp} on {gpus} absent H200s, "
         f"one sequence for each of the {options.fsdp} shards of the batch, "
         f"activations={options.activations!r}. Bytes are those of one device; seconds are lower "
         "bounds at the stated rates, not measured."
