@@ -117,7 +117,7 @@ def train(
             state, metrics = program.step(state, batch)
             losses.append(float(metrics["loss"]))
             if len(losses) == 2:
-                losses.append(float(program.eval(state, batch)))
+                losses.append(float(program.eval(state, batch)["loss"]))
         state = program.settle(state)
         layers = [jax.device_get(tree) for _, tree in program.iter_params(state)]
     return np.asarray(losses, np.float32), layers

@@ -50,9 +50,9 @@ def train(program: zj.Program, state: Any, data: list[Any]) -> tuple[Any, list[d
     for batch in data:
         state, metrics = jax.block_until_ready(program.step(state, batch))
         row = {name: float(value) for name, value in metrics.items()}
-        engine = program.swap.engine
-        engine.flush()
-        row["swap_read_bytes"] += engine.take_stats().bytes_read
+        if program.swap is not None:
+            program.swap.engine.flush()
+            row["swap_read_bytes"] += program.swap.engine.take_stats().bytes_read
         rows.append(row)
     return state, rows
 

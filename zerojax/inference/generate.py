@@ -86,7 +86,6 @@ def generate(
         this use; the error names the argument.
       NotImplementedError: the program's mesh has `expert` or `context`.
     """
-    _check_mesh(program.mesh)
     rows = checked_prompts(prompts)
     lengths = np.asarray([len(row) for row in rows])
     max_new_tokens = checked_count(max_new_tokens, int(lengths.max()))
@@ -97,6 +96,7 @@ def generate(
         key = uncommitted(key)
     ends = checked_ends(eos)
     use_cache = checked_use_cache(use_cache)
+    _check_mesh(program.mesh)
     # The last token is not read, so it needs no position.
     width = int(lengths.max()) + max_new_tokens - 1
     tokens, lengths = _padded_batch(rows, width, num_batch_shards(program.mesh))
