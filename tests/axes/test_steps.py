@@ -58,7 +58,7 @@ QUICK = [
         "attention": "ring",
         "state": "stage_3",
         "activations": "save",
-        "option": "microbatches",
+        "option": "plain",
     },
     {
         "mesh": "context2_tensor2",
@@ -154,3 +154,15 @@ def test_a_step_equals_one_device(case, tmp_path):
 @pytest.mark.parametrize("case", pairwise_cases(), ids=matrix.name_of)
 def test_steps_of_every_pair_equal_one_device(case, tmp_path):
     check(case, str(tmp_path))
+
+
+def test_arguments_are_those_of_the_account():
+    program = zj.build_train_step(
+        long_decoder.model(experts=True),
+        optax.adam(1e-2),
+        zj.ZeroConfig(precision="bf16"),
+        zj.make_mesh(**MESHES["expert2_context2"]),
+    )
+    batch = long_decoder.batches(1)[0]
+    stats = program.lower(batch).compile().memory_analysis()
+    assert stats.argument_size_in_bytes == program.memory(batch).argument_bytes

@@ -73,7 +73,7 @@ def test_a_step_exchanges_once_and_equals_one_device(case):
         assert once * 0.9 <= counts[op] <= once
 
 
-@pytest.mark.by_default("ring")
+@pytest.mark.exhaustive  # by default tests/axes/test_steps.py has a mesh with tensor
 @pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
 def test_a_step_on_a_mesh_with_tensor_equals_one_device(method):
     fields = {"stage": 3, "activations": "selective", "sequence_parallel": True}

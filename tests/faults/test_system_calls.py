@@ -66,7 +66,7 @@ CASES = {
 } | {f"5000.{part}": (ALL, 10_000 * (part + 1), 500) for part in range(10)}
 
 
-@pytest.mark.by_default("15", "in_forward.9")
+@pytest.mark.by_default("15")
 @pytest.mark.parametrize("case", CASES)
 def test_what_fails_is_told_and_nothing_is_lost(library, folder, tmp_path, case):
     toys, first, runs = CASES[case]

@@ -45,7 +45,11 @@ def train(program: zj.Program, data: list[Any], state: Any = None) -> tuple[list
     rows = []
     for batch in data:
         state, metrics = jax.block_until_ready(program.step(state, batch))
-        rows.append({name: float(value) for name, value in metrics.items()})
+        row = {name: float(value) for name, value in metrics.items()}
+        if program.swap is not None:  # a step does not wait for its last writes
+            program.swap.engine.flush()
+            row["swap_write_bytes"] += program.swap.engine.take_stats().bytes_written
+        rows.append(row)
     return rows, state
 
 
@@ -120,7 +124,7 @@ HOST_UPDATES = {
 }
 
 
-@pytest.mark.by_default("in_forward")
+@pytest.mark.exhaustive  # by default the test above rounds with an update on the device
 @pytest.mark.parametrize("case", HOST_UPDATES.values(), ids=HOST_UPDATES)
 def test_the_host_updates_with_rounded_gradients(case, tmp_path):
     rounded = run("bfloat16", tmp_path, **SUMMED, **case)

@@ -77,7 +77,7 @@ def of_piece(params, piece):
 
 
 @pytest.mark.xdist_group("stacks")  # which share a reference
-@pytest.mark.by_default("nvme-2")
+@pytest.mark.by_default("nvme-1")
 @pytest.mark.parametrize(("name", "count"), [*itertools.product(STEPS_OF, (1, 2, 4))])
 def test_an_encoder_and_a_decoder_equal_a_plain_loop(name, count, tmp_path):
     first, metrics, params = expected(count)

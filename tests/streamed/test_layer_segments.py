@@ -126,10 +126,7 @@ def config_of(case, swap_dir=None):
 
 
 @pytest.mark.xdist_group("segments")  # which share references
-@pytest.mark.by_default(
-    "tiers-pinned_host-pinned_host-nvme-after_backward_device-2-0-True-0.7",
-    "modes-pinned_host-device-device-in_backward_device-2-0-False-0.0",
-)
+@pytest.mark.by_default("tiers-pinned_host-pinned_host-nvme-after_backward_device-2-0-True-0.7")
 @pytest.mark.parametrize("case", quick_cases(), ids=matrix.name_of)
 def test_segmented_steps_equal_the_uniform_one(case, tmp_path, request):
     if case["update"][1] == "device":  # whose bound is a few ulp; on the host it is 1e-5

@@ -105,7 +105,7 @@ def test_equals_an_update_after_backward(case):
 
 
 @pytest.mark.usefixtures("default_fusions")
-@pytest.mark.by_default("stage_2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case", [{}, {"stage": 2, "grads": HOST, "opt_state": HOST}], ids=["device", "stage_2"]
 )
