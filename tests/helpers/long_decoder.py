@@ -96,7 +96,7 @@ def block(
     q, k, v = (jnp.einsum("bth,hnd->btnd", norm(x), p[name]) for name in ("q", "k", "v"))
     x = x + jnp.einsum("btnd,ndh->bth", attend(q, k, v, segment_ids), p["out"])
     y = every_expert(norm(x), p) if "router" in p else jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
-    if dropout:
+    if dropout and key is not None:  # no key in an evaluation
         y = jnp.where(jax.random.bernoulli(key, 1 - dropout, y.shape), y / (1 - dropout), 0)
     return (x + y).astype(x.dtype)
 
