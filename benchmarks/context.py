@@ -83,7 +83,7 @@ def compile_step(options: argparse.Namespace, method: Any) -> list[str]:
     start = time.perf_counter()
     compiled = program.lower(batch).compile()
     seconds = time.perf_counter() - start
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     report = program.memory(batch)
     assert report.argument_bytes == stats.argument_size_in_bytes
     arguments = ("params", "master", "opt_state", "batch", "scalars", "frozen")

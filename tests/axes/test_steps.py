@@ -164,5 +164,5 @@ def test_arguments_are_those_of_the_account():
         zj.make_mesh(**MESHES["expert2_context2"]),
     )
     batch = long_decoder.batches(1)[0]
-    stats = program.lower(batch).compile().memory_analysis()
+    stats: Any = program.lower(batch).compile().memory_analysis()
     assert stats.argument_size_in_bytes == program.memory(batch).argument_bytes
