@@ -42,7 +42,7 @@ NETWORK = 50e9
 
 def parse() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--preset", default="6.7b", choices=gpt.PRESETS)
     parser.add_argument("--seq", type=int, default=262_144)
     parser.add_argument("--context", type=int, default=16)
