@@ -26,6 +26,7 @@ from zerojax.context.cudnn import cudnn_attention, find_fault
 from zerojax.context.derivative import attend
 from zerojax.context.scores import Scores
 from zerojax.sharding import CONTEXT, TENSOR, batch_axes, context_size
+from zerojax.user_values import as_integer
 
 Array = jax.Array
 Method = Literal["ulysses", "ring", "gather"]
@@ -256,12 +257,15 @@ def _check_options(
                 f"attention: a window that is an array is an integer scalar, got "
                 f"{window.dtype}{list(window.shape)}"
             )
-    elif window is not None and window < 1:
-        raise ValueError(f"attention: window={window} shows no key: at least 1, or None for all")
+    elif window is not None and (as_integer(window) or 0) < 1:
+        raise ValueError(
+            f"attention: window={window!r} is not a number of keys: an integer of at least 1 is "
+            "needed, or None for all"
+        )
     if cap is not None and not cap > 0:
         raise ValueError(f"attention: cap={cap} must be positive, or None")
-    if block < 1:
-        raise ValueError(f"attention: block={block} must be at least 1")
+    if (as_integer(block) or 0) < 1:
+        raise ValueError(f"attention: block={block!r} must be an integer of at least 1")
 
 
 def _check_divides(q: Array, method: str, causal: bool, place: _Place) -> None:
