@@ -44,7 +44,7 @@ def train(program: zj.Program, state: Any, data: list[Any]) -> tuple[Any, list[d
     """Return the state after a step with each batch, and the steps' metrics.
 
     The bytes read include what a step reads ahead for the next one. A step does not wait for these
-    reads, so its own metric counts those that have ended by then.
+    reads, so its own metric counts only the reads that have ended by then.
     """
     rows = []
     for batch in data:

@@ -107,7 +107,7 @@ class Kept(NamedTuple):
     segment_ids: Array | None = None
 
     def without_copies(self, operands: Operands) -> Operands:
-        """Return the operands without those that are kept here in another layout."""
+        """Return the operands without the ones kept here in another layout."""
         q, k, v, segment_ids, window = operands
         return Operands(
             None if self.q is not None else q,  # pyright: ignore[reportArgumentType]

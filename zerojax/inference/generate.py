@@ -35,8 +35,8 @@ from zerojax.inference.sampling import next_tokens
 from zerojax.models import LAST, LayeredModel, at_last
 from zerojax.program import Program
 from zerojax.sharding import (
-    OPTIONAL_AXES,
     ActivationSpec,
+    describe_optional_axes,
     num_batch_shards,
     uncommitted,
     without_mesh,
@@ -123,11 +123,10 @@ def generate(
 
 def _check_mesh(mesh: Mesh) -> None:
     """Raise NotImplementedError for a mesh on which nothing is generated."""
-    extra = [f"{axis}={mesh.shape[axis]}" for axis in OPTIONAL_AXES if axis in mesh.shape]
-    if extra:
+    if axes := describe_optional_axes(mesh):
         raise NotImplementedError(
-            f"generate does not run on a mesh with {' and '.join(extra)}: save a checkpoint, and "
-            "restore it with a program on a mesh with these devices on fsdp"
+            f"generate does not run on a mesh with {axes}: save a checkpoint, and restore "
+            "it with a program on a mesh with these devices on fsdp"
         )
 
 

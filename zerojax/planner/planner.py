@@ -74,9 +74,9 @@ from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import (
-    OPTIONAL_AXES,
     Axes,
     abstract_batch,
+    describe_optional_axes,
     own_mesh,
     without_mesh,
 )
@@ -156,11 +156,10 @@ def plan(
 
 def _check_axes(mesh: Mesh) -> None:
     """Raise NotImplementedError for a mesh whose steps the planner cannot predict."""
-    extra = [f"{axis}={mesh.shape[axis]}" for axis in OPTIONAL_AXES if axis in mesh.shape]
-    if extra:
+    if axes := describe_optional_axes(mesh):
         raise NotImplementedError(
-            f"zj.plan cannot predict what a step sends on a mesh with {' and '.join(extra)}: plan "
-            "on a mesh with these devices on fsdp, and compare the bytes with "
+            f"zj.plan cannot predict what a step sends on a mesh with {axes}: plan on "
+            "a mesh with these devices on fsdp, and compare the bytes with "
             "program.memory(batch) on this mesh"
         )
 

@@ -277,6 +277,12 @@ def num_zero_shards(mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in zero_axes(mesh))
 
 
+def describe_optional_axes(mesh: Any) -> str:
+    """Return the sizes of a mesh's `expert` and `context` for an error, or ""."""
+    axes = [axis for axis in OPTIONAL_AXES if axis in mesh.axis_names]
+    return " and ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+
+
 def splits_activations(mesh: Any) -> bool:
     """Return whether axes split activations in other dims than the batch."""
     return mesh.shape[TENSOR] > 1 or context_size(mesh) > 1

@@ -1,7 +1,7 @@
 """From shapes to sharding specs: which dim of each leaf is split over the ZeRO axes.
 
-The axes are `fsdp`, and `expert` and `context` on a mesh that has them, less those that the leaf's
-own spec names. They split one dim together. The rule, per leaf: among the dims that the product of
+The axes are `fsdp`, and `expert` and `context` on a mesh that has them, except for the axes in the
+leaf's own spec. They split one dim together. The rule, per leaf: among the dims that the product of
 their sizes divides and that nothing else splits, choose the largest, or, in a layer's leaf, the
 first. If there is none, choose a dim that is already split and whose local size the product
 divides. If there is none either, the leaf stays replicated and is reported.
@@ -268,8 +268,8 @@ def stored_spec(spec: LeafSpec, sharded: bool) -> Spec:
 def row_axes(mesh: Any, unsharded: Sequence[Any] | PartitionSpec) -> tuple[str, ...]:
     """Return the axes that split the rows of a leaf's unreduced gradient.
 
-    They are the batch's axes, without those that split the leaf itself: with experts over `expert`,
-    the devices of an expert group hold the gradients of different experts.
+    They are the batch's axes, without the axes that split the leaf itself: with experts over
+    `expert`, the devices of an expert group hold the gradients of different experts.
 
     Args:
       mesh: the device mesh.
