@@ -260,6 +260,7 @@ def gpu_mesh(
     tensor: int = 1,
     context: int = 1,
     expert: int = 1,
+    pipe: int = 1,
 ) -> Mesh:
     """Return a mesh of `hosts` x `gpus_per_host` GPUs that need not be present.
 
@@ -272,6 +273,7 @@ def gpu_mesh(
       tensor: size of the axis `tensor`.
       context: size of the axis `context`.
       expert: size of the axis `expert`.
+      pipe: size of the axis `pipe`.
 
     Raises:
       ValueError: the chip is unknown, or the sizes do not fit the devices.
@@ -279,5 +281,11 @@ def gpu_mesh(
     """
     devices = gpu_devices(chip, hosts, gpus_per_host)
     return make_mesh(
-        data=data, fsdp=fsdp, tensor=tensor, context=context, expert=expert, devices=devices
+        data=data,
+        fsdp=fsdp,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        pipe=pipe,
+        devices=devices,
     )

@@ -22,6 +22,7 @@ from zerojax.models.model import LayeredModel as LayeredModel
 from zerojax.models.model import Model as Model
 from zerojax.models.model import Stack as Stack
 from zerojax.models.model import StackModel as StackModel
+from zerojax.models.model import abstract_block as abstract_block
 from zerojax.models.model import block_path as block_path
 from zerojax.models.model import init_layered as init_layered
 from zerojax.models.model import init_params as init_params

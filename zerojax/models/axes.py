@@ -9,7 +9,7 @@ in order. The first rule for a name applies whose axes no other dim of the param
 
 Two kinds of names are dropped, and from_flax logs them once:
 
-    `fsdp`, `data`, `context`                     ZeRO chooses the dim that they split
+    `fsdp`, `data`, `context`, `pipe`             ZeRO chooses the dim that they split
     a name without a rule, if there are rules     the dim stays unsplit, as in Flax; a rule
                                                   ("*", "refuse") refuses all such names instead,
                                                   and (name, "refuse") refuses one of them
@@ -38,13 +38,13 @@ import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from zerojax.sharding import AXES, CONTEXT, DATA, FSDP, TENSOR
+from zerojax.sharding import AXES, CONTEXT, DATA, FSDP, PIPE, TENSOR
 
 logger = logging.getLogger("zerojax")
 
 Rules = Sequence[tuple[str, Any]]
 
-_ASSIGNED = (DATA, FSDP, CONTEXT)
+_ASSIGNED = (DATA, FSDP, CONTEXT, PIPE)
 """Axes that a parameter's spec cannot name."""
 ANY_NAME = "*"
 REFUSE = "refuse"

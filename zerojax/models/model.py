@@ -231,6 +231,14 @@ class LayeredModel:
                     f"be the number of layers, {self.num_layers}"
                 )
 
+    def split_layer_keys(self, key: jax.Array) -> jax.Array:
+        """Return the keys from which the layers of all stacks are created, key[L].
+
+        Args:
+          key: the random key of all layers.
+        """
+        return jax.random.split(key, self.num_layers)
+
     def _check_init_state(self) -> None:
         """Raise ValueError unless `init_state` is None, or functions by the names of parts."""
         init_state = self.init_state
@@ -450,7 +458,7 @@ def of_every_stack(model: LayeredModel, value: Any, missing: Any) -> Any:
 
 def layer_keys(model: LayeredModel, key: jax.Array) -> jax.Array:
     """Return the keys from which the layers of all stacks are created, key[L]."""
-    return jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
+    return model.split_layer_keys(jax.random.split(key, 3)[1])
 
 
 def init_layered(
@@ -483,6 +491,12 @@ def init_layered(
         BLOCKS: by_stack(model, stacked),
         "head": select(("head",), model.init_head(k_head)),
     }
+
+
+def abstract_block(model: LayeredModel) -> Params:
+    """Return the shapes of one layer's parameters, of a model with a single stack."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(model.init_block, key)
 
 
 def block_path(stack: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.models.model import LayeredModel, Model, by_stack, of_every_stack
-from zerojax.sharding import CONTEXT, FSDP, broadcast_specs, parse_axes
+from zerojax.sharding import CONTEXT, FSDP, PIPE, broadcast_specs, parse_axes
 from zerojax.trees import Params
 
 _SHOWN = 24
@@ -181,7 +181,7 @@ def _check(subject: str, shape: tuple[int, ...], spec: PartitionSpec, lead: int)
     axes = list(itertools.chain(*map(parse_axes, spec)))
     if len(set(axes)) < len(axes):
         raise ValueError(f"{subject}, which names an axis twice")
-    assigned = [axis for axis in axes if axis in (FSDP, CONTEXT)]
+    assigned = [axis for axis in axes if axis in (FSDP, CONTEXT, PIPE)]
     if assigned:
         raise ValueError(
             f"{subject}: ZeRO chooses the dim that {assigned[0]!r} splits, so use only other axes, "

@@ -70,7 +70,7 @@ class RecordUpdate:
             self.rule = tx.rule
             self._gathered = Gathered(layout)
         else:
-            stacked = [leaf.is_stacked for leaf in layout.leaves]
+            stacked = [leaf.layer_dims for leaf in layout.leaves]
             self.rule = elementwise_update(
                 tx,
                 layout.abstract_params,

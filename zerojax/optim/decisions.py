@@ -95,13 +95,13 @@ _Output = tuple[str, int | str]
 """A result: ("update", parameter leaf), ("after", path in state), or ("first", path in state)."""
 
 
-def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Differences:
+def differences(stacks: Traced, layer: Traced, stacked: Sequence[int]) -> Differences:
     """Return what an optimizer computes differently over stacks of layers and over one layer.
 
     Args:
       stacks: the optimizer traced over the stacks.
       layer: the optimizer traced over one layer.
-      stacked: whether each parameter leaf is a stack of layers.
+      stacked: for each parameter leaf, the number of leading dims that count layers.
 
     Returns:
       The differences; falsy if there are none.

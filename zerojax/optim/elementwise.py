@@ -198,7 +198,7 @@ def elementwise_update(
     tx: optax.GradientTransformation,
     params: Params,
     why: str,
-    stacked: Sequence[bool],
+    stacked: Sequence[int],
     beyond: Callable[[], str | None] = lambda: None,
 ) -> ElementwiseUpdate:
     """Return an optimizer that can be applied to one layer of stacked leaves, or to one other leaf.
@@ -207,7 +207,7 @@ def elementwise_update(
       tx: the optimizer.
       params: abstract float32 parameters.
       why: the setting that needs an elementwise optimizer, for the error.
-      stacked: whether each parameter leaf is a stack of layers.
+      stacked: for each parameter leaf, the number of leading dims that count layers.
       beyond: function that returns what in the optimizer combines layers or leaves, or None, for
         the error.
 
@@ -239,7 +239,7 @@ def elementwise_update(
 def elementwise_rule(
     tx: optax.GradientTransformation,
     params: Params,
-    stacked: Sequence[bool],
+    stacked: Sequence[int],
     state: OptState,
     closed: jex.ClosedJaxpr,
 ) -> ElementwiseUpdate | str:
@@ -248,7 +248,7 @@ def elementwise_rule(
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      stacked: whether each parameter leaf is a stack of layers.
+      stacked: for each parameter leaf, the number of leading dims that count layers.
       state: the optimizer's abstract state over the tree of one layer.
       closed: the optimizer's traced update of one layer's tree, a function of (grads, state,
         params, loss).

@@ -97,7 +97,7 @@ def by_layer(
     tx: optax.GradientTransformation,
     params: Params,
     on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
-    stacked: Sequence[bool],
+    stacked: Sequence[int],
 ) -> optax.GradientTransformation:
     """Return an optimizer that treats a stack as it would treat each layer alone.
 
@@ -111,7 +111,7 @@ def by_layer(
       params: abstract float32 parameters.
       on_stacks: the optimizer's abstract state over `params` and its traced update, a function of
         (grads, state, params, loss); or the error raised by tracing it over them.
-      stacked: whether each parameter leaf is a stack of layers.
+      stacked: for each parameter leaf, the number of leading dims that count layers.
 
     Raises:
       ValueError: the optimizer combines layers or leaves and also makes decisions from shapes, so
@@ -164,7 +164,7 @@ def _traced(
     return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
 
 
-def _check_reads_one_leaf(diffs: Differences, params: Params, stacked: Sequence[bool]) -> None:
+def _check_reads_one_leaf(diffs: Differences, params: Params, stacked: Sequence[int]) -> None:
     """Raise ValueError if an optimizer of single leaves reads the shapes of other leaves.
 
     One layer's tree shows it the sizes of one layer, and stacks show it the sizes of all layers. An
@@ -188,7 +188,7 @@ def _check_reads_one_leaf(diffs: Differences, params: Params, stacked: Sequence[
 
 
 def _report_differences(
-    diffs: Differences, params: Params, stacked: Sequence[bool], fault: str
+    diffs: Differences, params: Params, stacked: Sequence[int], fault: str
 ) -> None:
     """Raise ValueError for an optimizer that would treat stacks differently than layers.
 
@@ -203,7 +203,7 @@ def _report_differences(
         path, leaf = leaves[i]
         if stacked[i]:
             name = jax.tree_util.keystr(path)
-            names.append(f"{name} {leaf.shape}, one layer {leaf.shape[1:]}")
+            names.append(f"{name} {leaf.shape}, one layer {leaf.shape[stacked[i]:]}")
     names += [f"the optimizer's state {path}" for path in shared]
     if not names:
         return
@@ -251,14 +251,14 @@ def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.Gradie
 
 
 def why_not_by_leaf(
-    tx: optax.GradientTransformation, params: Params, stacked: Sequence[bool]
+    tx: optax.GradientTransformation, params: Params, stacked: Sequence[int]
 ) -> str | None:
     """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      stacked: whether each parameter leaf is a stack of layers.
+      stacked: for each parameter leaf, the number of leading dims that count layers.
     """
     layer = one_layer(params, stacked)
     try:

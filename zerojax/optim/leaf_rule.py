@@ -583,20 +583,25 @@ def without_branches(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 # --- the proof ------------------------------------------------------------------------------------
 
 
-def one_layer(params: Params, stacked: Sequence[bool]) -> Params:
-    """Return the abstract tree of one layer: stacks lose their layer dim."""
+def one_layer(params: Params, stacked: Sequence[int]) -> Params:
+    """Return the abstract tree of one layer: stacks lose their dims of layers.
+
+    Args:
+      params: abstract parameters.
+      stacked: for each parameter leaf, the number of leading dims that count layers, or whether it
+        is a stack of layers.
+    """
     leaves, tree = jax.tree.flatten(params)
     layer_leaves = []
-    for leaf, is_stacked in zip(leaves, stacked, strict=True):
-        shape = leaf.shape[1:] if is_stacked else leaf.shape
-        layer_leaves.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    for leaf, num_dims in zip(leaves, stacked, strict=True):
+        layer_leaves.append(jax.ShapeDtypeStruct(leaf.shape[int(num_dims) :], leaf.dtype))
     return jax.tree.unflatten(tree, layer_leaves)
 
 
 def leaf_rule(
     tx: optax.GradientTransformation,
     params: Params,
-    stacked: Sequence[bool],
+    stacked: Sequence[int],
     state: OptState,
     closed: jex.ClosedJaxpr,
 ) -> LeafRule | str:
@@ -605,7 +610,7 @@ def leaf_rule(
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      stacked: whether each parameter leaf is a stack of layers.
+      stacked: for each parameter leaf, the number of leading dims that count layers.
       state: the optimizer's abstract state over the tree of one layer.
       closed: the optimizer's update of one layer's tree, traced and without branches
         (`without_branches`), a function of (grads, state, params, loss).
@@ -693,7 +698,7 @@ class _Dependences:
         return None
 
     def random_output(
-        self, program: FlatJaxpr, owners: Sequence[int | None], stacked: Sequence[bool]
+        self, program: FlatJaxpr, owners: Sequence[int | None], stacked: Sequence[int]
     ) -> int | None:
         """Return the first stacked owner of an output that random numbers reach, or None."""
         for ref, owner in zip(program.outputs, owners, strict=True):

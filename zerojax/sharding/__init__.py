@@ -14,6 +14,7 @@ from zerojax.sharding.mesh import CONTEXT as CONTEXT
 from zerojax.sharding.mesh import DATA as DATA
 from zerojax.sharding.mesh import EXPERT as EXPERT
 from zerojax.sharding.mesh import FSDP as FSDP
+from zerojax.sharding.mesh import PIPE as PIPE
 from zerojax.sharding.mesh import TENSOR as TENSOR
 from zerojax.sharding.mesh import Axes as Axes
 from zerojax.sharding.mesh import batch_axes as batch_axes
@@ -21,6 +22,7 @@ from zerojax.sharding.mesh import context_size as context_size
 from zerojax.sharding.mesh import describe_optional_axes as describe_optional_axes
 from zerojax.sharding.mesh import make_mesh as make_mesh
 from zerojax.sharding.mesh import num_batch_shards as num_batch_shards
+from zerojax.sharding.mesh import num_stages as num_stages
 from zerojax.sharding.mesh import num_zero_shards as num_zero_shards
 from zerojax.sharding.mesh import own_mesh as own_mesh
 from zerojax.sharding.mesh import splits_activations as splits_activations

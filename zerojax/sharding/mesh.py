@@ -1,5 +1,6 @@
 """The device mesh: its axes, and which of them split batches and state.
 
+    pipe       pipeline parallelism: each stage holds some of the layers (`zerojax.pipeline`)
     data       replicas of the state
     fsdp       ZeRO shards
     expert     expert parallelism: each shard holds some of the experts (`zerojax.experts`)
@@ -7,15 +8,18 @@
     tensor     tensor parallelism
 
 The axes are in this order. The last one is the innermost, so neighboring devices share a tensor
-group, then a context group. A mesh has `expert` and `context` only if they have more than one
-device. With devices listed host by host, `fsdp` = GPUs per node and `data` = nodes is hybrid
+group, then a context group. A mesh has `pipe`, `expert` and `context` only if they have more than
+one device. With devices listed host by host, `fsdp` = GPUs per node and `data` = nodes is hybrid
 sharding (MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209): state is sharded inside a node
 and replicated across nodes, and only gradients cross nodes.
 
 Two functions say what the axes split, and the rest of the package asks them:
 
-    batch_axes(mesh)   data, fsdp, expert      dim 0 of a batch, and of what depends on it
-    zero_axes(mesh)    fsdp, expert, context   state, except for the axes in a leaf's own spec
+    batch_axes(mesh)   data, fsdp, expert            dim 0 of a batch, and of what depends on it
+    zero_axes(mesh)    pipe, fsdp, expert, context   state, except for the axes in a leaf's own spec
+
+`pipe` splits the layers of a stack by their numbers, so ZeRO splits only embedding and head over
+it.
 """
 
 import itertools
@@ -33,17 +37,18 @@ from zerojax.user_values import as_integer
 logger = logging.getLogger("zerojax")
 Axes = Mapping[str, str | tuple[str, ...]]
 """For each axis of this package, the axis or axes of a user's mesh that it stands for."""
+PIPE = "pipe"
 DATA = "data"
 FSDP = "fsdp"
 EXPERT = "expert"
 CONTEXT = "context"
 TENSOR = "tensor"
-AXES = (DATA, FSDP, EXPERT, CONTEXT, TENSOR)
+AXES = (PIPE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
 """All axes, the outermost first."""
-OPTIONAL_AXES = (EXPERT, CONTEXT)
+OPTIONAL_AXES = (PIPE, EXPERT, CONTEXT)
 """Axes that a mesh has only if they have more than one device."""
-_BATCH_AXES = (DATA, FSDP, EXPERT)
-_ZERO_AXES = (FSDP, EXPERT, CONTEXT)
+_BATCH_AXES = (PIPE, DATA, FSDP, EXPERT)
+_ZERO_AXES = (PIPE, FSDP, EXPERT, CONTEXT)
 
 
 def make_mesh(
@@ -53,11 +58,13 @@ def make_mesh(
     *,
     context: int = 1,
     expert: int = 1,
+    pipe: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Arrange devices in a mesh with the axes `data`, `fsdp`, `expert`, `context` and `tensor`.
+    """Arrange devices in a mesh with the axes of this package.
 
-    The mesh has `expert` and `context` only if they have more than one device.
+    In order, these are `pipe`, `data`, `fsdp`, `expert`, `context` and `tensor`. The mesh has
+    `pipe`, `expert` and `context` only if they have more than one device.
 
     Args:
       data: number of replicas of the sharded state.
@@ -67,6 +74,8 @@ def make_mesh(
       context: number of shards of each sequence (`zerojax.attention`). They are ZeRO shards too.
       expert: number of shards of the experts (`zerojax.moe`). For the rest of the state they are
         ZeRO shards, and they split the batch as `fsdp` does.
+      pipe: number of pipeline stages, each of which holds some of the layers. For embedding and
+        head they are ZeRO shards.
       devices: the devices, host by host; `jax.devices()` by default. Devices of a compile-only
         topology are accepted.
 
@@ -74,7 +83,14 @@ def make_mesh(
       ValueError: the axes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = {DATA: data, FSDP: fsdp, EXPERT: expert, CONTEXT: context, TENSOR: tensor}
+    sizes = {
+        PIPE: pipe,
+        DATA: data,
+        FSDP: fsdp,
+        EXPERT: expert,
+        CONTEXT: context,
+        TENSOR: tensor,
+    }
     for axis, size in sizes.items():
         number = as_integer(size)
         if number is None or (number < 1 and number != -1):
@@ -111,8 +127,8 @@ def make_mesh(
 def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
     """Return a mesh with this package's axes, all automatic, over any mesh's devices.
 
-    The devices keep their order. As from `make_mesh`, the result has `expert` and `context` only if
-    they have more than one device.
+    The devices keep their order. As from `make_mesh`, the result has `pipe`, `expert` and `context`
+    only if they have more than one device.
 
         own_mesh(Mesh(.., ("replica", "x", "y")), {"data": "replica", "fsdp": ("x", "y")})
 
@@ -278,7 +294,7 @@ def num_zero_shards(mesh: Any) -> int:
 
 
 def describe_optional_axes(mesh: Any) -> str:
-    """Return the sizes of a mesh's `expert` and `context` for an error, or ""."""
+    """Return the sizes of a mesh's optional axes for an error, or ""."""
     axes = [axis for axis in OPTIONAL_AXES if axis in mesh.axis_names]
     return " and ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
 
@@ -291,3 +307,8 @@ def splits_activations(mesh: Any) -> bool:
 def context_size(mesh: Any) -> int:
     """Return the number of shards of a sequence: the size of `context`, or 1."""
     return mesh.shape.get(CONTEXT, 1)
+
+
+def num_stages(mesh: Any) -> int:
+    """Return the number of pipeline stages: the size of `pipe`, or 1."""
+    return mesh.shape.get(PIPE, 1)

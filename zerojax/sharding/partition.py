@@ -1,7 +1,8 @@
 """From shapes to sharding specs: which dim of each leaf is split over the ZeRO axes.
 
-The axes are `fsdp`, and `expert` and `context` on a mesh that has them, except for the axes in the
-leaf's own spec. They split one dim together. The rule, per leaf: among the dims that the product of
+The axes are `fsdp`, and `pipe`, `expert` and `context` on a mesh that has them, except for the axes
+in the leaf's own spec. A stack of layers is never split over `pipe` here. They split one dim
+together. The rule, per leaf: among the dims that the product of
 their sizes divides and that nothing else splits, choose the largest, or, in a layer's leaf, the
 first. If there is none, choose a dim that is already split and whose local size the product
 divides. If there is none either, the leaf stays replicated and is reported.
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.sharding.mesh import EXPERT, OPTIONAL_AXES, TENSOR, batch_axes
+from zerojax.sharding.mesh import EXPERT, OPTIONAL_AXES, PIPE, TENSOR, batch_axes
 from zerojax.sharding.specs import Spec, as_entry, list_axes, pad_spec, parse_axes, without_axes
 from zerojax.trees import Params, Tree
 
@@ -156,16 +157,19 @@ def param_specs(
         # A model with experts is used on meshes without `expert` too.
         base = PartitionSpec(*without_axes(tuple(given), *absent))
         path = jax.tree_util.keystr(key_path)
-        reason = misfit(path, leaf.shape, base, mesh, axes)
+        first_dim = first_dims.get(path, 0)
+        # The stages of a pipeline hold different layers, so `pipe` does not split a layer.
+        leaf_axes = tuple(axis for axis in axes if not first_dim or axis != PIPE)
+        reason = misfit(path, leaf.shape, base, mesh, leaf_axes)
         if reason is not None:
             misfits.append(reason)
             continue
         specs[path] = leaf_spec(
             leaf.shape,
             mesh,
-            axes,
+            leaf_axes,
             pad_spec(base, len(leaf.shape)),
-            first_dim=first_dims.get(path, 0),
+            first_dim=first_dim,
             min_shard_bytes=min_shard_bytes,
         )
     if misfits:

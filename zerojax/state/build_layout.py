@@ -69,15 +69,16 @@ from zerojax.state.train_state import (
     is_stored,
     split_frozen,
 )
+from zerojax.state.wide import stage_order
 from zerojax.trees import OptState, Params, Tree
 
 logger = logging.getLogger("zerojax")
 
 ByLayer = Callable[
-    [optax.GradientTransformation, Any, tuple[Any, jex.ClosedJaxpr] | ValueError, Sequence[bool]],
+    [optax.GradientTransformation, Any, tuple[Any, jex.ClosedJaxpr] | ValueError, Sequence[int]],
     optax.GradientTransformation,
 ]
-"""(tx, abstract params, (abstract state, traced update) or error, is stacked) -> optimizer."""
+"""(tx, abstract params, (abstract state, traced update) or error, dims of layers) -> optimizer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +213,7 @@ def build_layout(
         places=weights.positions,
         encodings=weights.encodings,
         stack_layers=stack_layers,
+        order=stage_order(model),
     )
 
 
@@ -308,8 +310,9 @@ def _count_first_dims(model: Model | LayeredModel, params: Params) -> dict[str, 
         return {}
     paths = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})[0]
     flags = tiled_leaves(model, params)
+    num_layer_dims = 1 if stage_order(model) is None else 2
     return {
-        jax.tree_util.keystr(path): 1 + bool(tiled)
+        jax.tree_util.keystr(path): num_layer_dims + bool(tiled)
         for (path, _), tiled in zip(paths, flags, strict=True)
     }
 
@@ -331,7 +334,7 @@ def _trace_optimizer(
     traced = traced_optimizer(tx, master)
     # Any optimizer can update the full tree of a Model.
     if isinstance(model, LayeredModel) or updates_by_parts(config):
-        applied = by_layer(tx, master, traced, [leaf.is_stacked for leaf in weights.leaves])
+        applied = by_layer(tx, master, traced, [leaf.layer_dims for leaf in weights.leaves])
         if applied is not tx:
             tx = applied
             traced = init_opt_state_shape(tx, master)

@@ -40,6 +40,7 @@ from zerojax.state.encodings import Encoding, decoded, decoding_model, encode_tr
 from zerojax.state.leaves import Leaf, TileGroup
 from zerojax.state.opt_state import OptStateMap
 from zerojax.state.train_state import TrainState, join_frozen
+from zerojax.state.wide import StageOrder
 from zerojax.trees import Params, Tree
 
 
@@ -116,6 +117,7 @@ class Layout:
         weight once.
       stack_layers: L of each stack of a LayeredModel, in order, by name; the name is "" if the
         model has only one.
+      order: which layer each record holds of each pipeline stage; None if a record is one layer.
     """
 
     mesh: Mesh
@@ -141,6 +143,7 @@ class Layout:
     places: tuple[int, ...] = ()
     encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     stack_layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    order: StageOrder | None = None
 
     @functools.cached_property
     def all_leaves(self) -> tuple[Leaf, ...]:

@@ -5,6 +5,9 @@
     tile     W[L, T, ...], in a group whose records are tiles   2       one tile of all its leaves
     end      embedding, head, every leaf of a Model             0       the leaf
 
+On a mesh with `pipe`, a record holds one layer of every stage: its first dim counts the stages
+(`zerojax.state.wide`).
+
 `lead` counts the leading dims that number a leaf's records; the remaining dims are the shape of one
 record. The table is in the order of the flattened parameter tree, so an index into it is also an
 index into the flattened parameters. Frozen leaves have their own table, and their indices continue
@@ -27,7 +30,8 @@ import jax
 from host_offload.schedule import tiles_kind
 from zerojax.config import ZeroConfig, streams, untiled_setting
 from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
-from zerojax.sharding import LeafSpec
+from zerojax.sharding import LeafSpec, Spec
+from zerojax.state.wide import StageOrder, stage_order
 from zerojax.trees import Params
 from zerojax.user_values import as_flag, as_integer
 
@@ -83,6 +87,8 @@ class Leaf:
         in 8 or 4 bits; else None.
       stack: name of the stack of layers that the leaf belongs to; "" if the model has only one, or
         the leaf is unstacked.
+      order: which layer each record holds of each pipeline stage; None if a record is one layer, or
+        the leaf is unstacked.
     """
 
     path: tuple[Any, ...]
@@ -95,6 +101,7 @@ class Leaf:
     frozen: bool = False
     decodes: "Leaf | None" = None
     stack: str = ""
+    order: StageOrder | None = None
 
     @property
     def role(self) -> Role:
@@ -113,8 +120,26 @@ class Leaf:
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """Shape of one of the leaf's records: a layer, a tile, or the full leaf."""
+        """Shape of one of the leaf's records: a layer, a tile, or the full leaf.
+
+        With an `order`, it is the shape of one layer of every stage.
+        """
         return self.shape[self.lead :]
+
+    @property
+    def layer_dims(self) -> int:
+        """Number of leading dims that count layers: 2 for records of several stages."""
+        return int(self.is_stacked) + (self.order is not None)
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Shape of the leaf in one layer, or of the full leaf if it is unstacked."""
+        return self.shape[self.layer_dims :]
+
+    @property
+    def layer_spec(self) -> Spec:
+        """The user's spec of the leaf in one layer, or of the full leaf if it is unstacked."""
+        return self.spec.base[self.layer_dims :]
 
 
 def is_stacked(model: Model | LayeredModel, path: Sequence[Any]) -> bool:
@@ -158,6 +183,7 @@ def build_leaves(
             group=group_names.get(i, ""),
             frozen=frozen[i],
             stack=stack_name(model, path),
+            order=stage_order(model) if is_stacked(model, path) else None,
         )
         leaves.append(leaf)
     return tuple(leaves)
