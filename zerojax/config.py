@@ -164,6 +164,10 @@ class ZeroConfig:
         memory until the reduction.
       num_microbatches: number of gradient accumulation steps inside the train step; must divide
         each device's batch.
+      pipe_chunks: number of chunks of layers that each pipeline stage holds (interleaved schedule;
+        arXiv:2104.04473). With v chunks the stages idle for 1 / v of the time that they idle with
+        one, send activations v times as often, and keep more of them. With more than one,
+        `num_microbatches` must divide by the stages. Has no effect without the mesh axis `pipe`.
       clip_norm: largest global gradient norm, computed exactly across shards. None: no clipping.
         Gradients that the optimizer never uses (frozen weights) do not count.
       update: when a layer's optimizer runs. None: "after_backward". "in_backward" updates each
@@ -224,6 +228,7 @@ class ZeroConfig:
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     reduce_every: Literal["microbatch", "step"] | None = None
     num_microbatches: int = 1
+    pipe_chunks: int = 1
     clip_norm: float | None = None
     update: Literal["after_backward", "in_backward", "in_forward"] | None = None
     update_on: Literal["device", "host"] = "device"
@@ -360,6 +365,7 @@ class ZeroConfig:
         """Check the fields that are whole numbers."""
         for name, least in (
             ("num_microbatches", 1),
+            ("pipe_chunks", 1),
             ("prefetch_distance", 0),
             ("min_shard_bytes", 0),
         ):

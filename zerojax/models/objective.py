@@ -30,7 +30,7 @@ from zerojax.models.model import (
     list_stacks,
     takes_context,
 )
-from zerojax.trees import Batch, Context, ModelState, Params, Tree
+from zerojax.trees import Batch, Context, Params, Tree
 
 Array = jax.Array
 State = Any
@@ -476,7 +476,10 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
 
 
 def whole_weight(
-    weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: ModelState
+    weight_of: Callable[[Any, Any], Array | None],
+    pieces: Any,
+    unread: Any,
+    why: str = "the model's state, which is not allowed with num_microbatches > 1",
 ) -> Array | None:
     """Return the weight of all microbatches together, f32[]; None if the loss is a mean.
 
@@ -485,15 +488,17 @@ def whole_weight(
     a weight that counts tokens reads only the batch.
 
     Args:
-      weight_of: function (microbatch, state of the model) -> weight.
+      weight_of: function (microbatch, unread) -> weight.
       pieces: all microbatches, stacked along dim 0.
-      model_state: state of the model before the step.
+      unread: what the weight must not depend on, such as the state of the model before the step,
+        which each microbatch changes.
+      why: description of `unread` for the error, with the reason.
 
     Raises:
-      ValueError: the weight depends on the model's state, which each microbatch changes.
+      ValueError: the weight depends on `unread`.
     """
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), pieces)
-    closed, weight = jax.make_jaxpr(weight_of, return_shape=True)(first, model_state)
+    closed, weight = jax.make_jaxpr(weight_of, return_shape=True)(first, unread)
     if weight is None:
         return None
     program = flatten(closed.jaxpr, closed.consts)
@@ -501,8 +506,5 @@ def whole_weight(
     for instruction in program.live(program.outputs):
         used.update(instruction.reads)
     if used & set(program.inputs[len(jax.tree.leaves(first)) :]):
-        raise ValueError(
-            "the weight of the loss depends on the model's state, which is not allowed with "
-            "num_microbatches > 1"
-        )
-    return jnp.sum(jax.lax.map(only_live(lambda piece: weight_of(piece, model_state)), pieces))
+        raise ValueError(f"the weight of the loss depends on {why}")
+    return jnp.sum(jax.lax.map(only_live(lambda piece: weight_of(piece, unread)), pieces))

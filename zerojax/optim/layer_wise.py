@@ -203,7 +203,7 @@ def _report_differences(
         path, leaf = leaves[i]
         if stacked[i]:
             name = jax.tree_util.keystr(path)
-            names.append(f"{name} {leaf.shape}, one layer {leaf.shape[stacked[i]:]}")
+            names.append(f"{name} {leaf.shape}, one layer {leaf.shape[stacked[i] :]}")
     names += [f"the optimizer's state {path}" for path in shared]
     if not names:
         return

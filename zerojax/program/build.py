@@ -13,6 +13,7 @@ from zerojax.compat import check_gpu_version
 from zerojax.config import ZeroConfig, check_unlayered, require_built, resolve_activations, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
+from zerojax.pipeline import PipelineStep, check_pipeline
 from zerojax.program.fingerprint import build_parts
 from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
@@ -27,11 +28,12 @@ from zerojax.sharding import (
     Axes,
     context_size,
     list_axes,
+    num_stages,
     own_mesh,
     parse_axes,
     without_mesh,
 )
-from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
+from zerojax.state import Layout, StateRecords, build_layout, check_optimizer, widen_model
 from zerojax.streamed import StreamedStep
 from zerojax.trees import Batch
 
@@ -77,7 +79,13 @@ def build_train_step(
     check_gpu_version(mesh.devices.flat[0].platform, runs=is_there(mesh))
     parts = assemble(model, tx, config, mesh)
     program = Program(
-        model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence
+        model,
+        parts.tx,
+        parts.records,
+        parts.step,
+        parts.gathered_early,
+        parts.sequence,
+        parts.state_model,
     )
     if batch is not None:
         program.check(batch)
@@ -102,6 +110,8 @@ class Parts(NamedTuple):
       step: equations of the step.
       gathered_early: parameters that stage 3 could not gather on use.
       sequence: what sequence parallelism did to the blocks.
+      state_model: the model whose layers are the state's records: the given one, or one whose
+        layers are several layers side by side (`zerojax.state.wide`).
     """
 
     tx: optax.GradientTransformation
@@ -109,6 +119,7 @@ class Parts(NamedTuple):
     step: Step
     gathered_early: GatheredEarly
     sequence: SequenceParallelism
+    state_model: Model | LayeredModel
 
 
 def assemble(
@@ -137,8 +148,12 @@ def assemble(
     # wrapper's state.
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
+    state_model = model
+    if num_stages(mesh) > 1:
+        model, config, order = check_pipeline(model, config, mesh)
+        state_model = widen_model(model, order)
     with jax.set_mesh(mesh):
-        records = StateRecords(build_layout(model, tx, config, mesh, by_layer))
+        records = StateRecords(build_layout(state_model, tx, config, mesh, by_layer))
         gathered_early = GatheredEarly()
         _check_axes(records.layout)
         _check_reductions(records.layout)
@@ -154,7 +169,7 @@ def assemble(
                 model, mesh, sequence, config.tensor_overlap, recomputed=not saves_values
             )
         step = build_step(step_model, tx, records, build_gather(records.layout, gathered_early))
-    return Parts(tx, records, step, gathered_early, sequence)
+    return Parts(tx, records, step, gathered_early, sequence, state_model)
 
 
 def _check_arguments(model: Model | LayeredModel, config: ZeroConfig) -> None:
@@ -225,6 +240,8 @@ def build_step(
 ) -> Step:
     """Return the step for a config; the only place that knows all kinds of steps."""
     update = RecordUpdate(tx, records) if records.layout.updates_by_record else None
+    if isinstance(model, LayeredModel) and records.layout.order is not None:
+        return PipelineStep(model, tx, records, update, gather)
     if isinstance(model, LayeredModel) and streams(records.layout.config):
         return StreamedStep(model, tx, records, update, gather)
     return ResidentStep(model, tx, records, update, gather)

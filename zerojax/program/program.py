@@ -112,6 +112,7 @@ class Program:
         step: Step,
         gathered_early: GatheredEarly,
         sequence: SequenceParallelism,
+        state_model: Model | LayeredModel,
     ) -> None:
         """Run `step` over `model`, `tx` and the layout of `records`.
 
@@ -122,6 +123,7 @@ class Program:
           step: equations of the step.
           gathered_early: filled by the step's traces.
           sequence: filled by the step's traces.
+          state_model: the model whose layers are the state's records.
         """
         self.model = model
         self.tx = tx
@@ -138,7 +140,7 @@ class Program:
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
-        self._init = StateInit(model, tx, records, step.update)
+        self._init = StateInit(state_model, tx, records, step.update)
         self.warnings = SkipWarnings(self.config)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner, step)

@@ -47,7 +47,7 @@ AXES = (PIPE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
 """All axes, the outermost first."""
 OPTIONAL_AXES = (PIPE, EXPERT, CONTEXT)
 """Axes that a mesh has only if they have more than one device."""
-_BATCH_AXES = (PIPE, DATA, FSDP, EXPERT)
+_BATCH_AXES = (DATA, FSDP, EXPERT)
 _ZERO_AXES = (PIPE, FSDP, EXPERT, CONTEXT)
 
 

@@ -48,7 +48,7 @@ class StageOrder:
 
     @property
     def num_records(self) -> int:
-        """v K, the number of records of a stack."""
+        """V K, the number of records of a stack."""
         return self.num_layers // self.num_stages
 
     @functools.cached_property
@@ -144,5 +144,3 @@ def widen_model(model: LayeredModel, order: StageOrder) -> WideModel:
 def stage_order(model: Any) -> StageOrder | None:
     """Return the order of a model's layers in its records, or None if a record is a layer."""
     return model.order if isinstance(model, WideModel) else None
-
-

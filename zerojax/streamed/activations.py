@@ -251,7 +251,7 @@ class BlockTracer:
         """Return the shapes of one layer's parameters, in the compute dtype."""
         stacks = [self.plan.leaves[i] for i in self.stack.leaves.in_tree]
         return jax.eval_shape(
-            self.block_tree, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks]
+            self.block_tree, [jax.ShapeDtypeStruct(a.layer_shape, a.dtype) for a in stacks]
         )
 
     def block_tree(self, leaves: Sequence[Any]) -> Params:
@@ -453,9 +453,7 @@ class BlockTracer:
         spec = ActivationSpec(self.mesh)
         size = _batch_size(jax.tree.leaves(x))
         leaves = [self.plan.leaves[i] for i in self.stack.operands]
-        params = [
-            None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves
-        ]
+        params = [None if leaf.decodes is not None else leaf.layer_spec for leaf in leaves]
         data = [spec.given(a.shape, size) for a in jax.tree.leaves((x, key, given))]
         split_programs = {slot: split.program for slot, split in layer.apart.items()}
         specs = flow(layer.program, [*params, *data], self.mesh.shape, split_programs)

@@ -331,25 +331,20 @@ class EmbedHead:
             state is passed on from one microbatch to the next instead.
         """
         count = self.microbatches.count
-        derivative = self.plan.derivative(self._head_derivative, self.plan.unstacked)
-        params = self._split(unstacked)
         total_weight = None
         if count > 1:
-            total_weight = self._loss_weight(unstacked, y, batch, keys, states)
+            total_weight = self.loss_weight(unstacked, y, batch, keys, states)
 
         def derive(sums: _HeadSums, microbatch: Tree) -> tuple[_HeadSums, tuple[Any, ...]]:
             y, batch, key, state = microbatch
-            batch = self.activations.constrain(batch)
             if sums.state is not None:
                 state = {**state, "head": sums.state}
-            data = (y, batch, key, state, total_weight)
-            grads, (dy, value, metrics, after) = derivative(scale, data, params)
-            grads = self._reduced(grads)
+            grads, done = self.derive_head(unstacked, y, batch, key, scale, state, total_weight)
             if count > 1:
                 pairs = zip(sums.grads, grads, strict=True)
                 grads = [total + g.astype(jnp.float32) for total, g in pairs]
-            sums = _HeadSums(grads, _substate(after, "head"))
-            return sums, (value, self.activations.constrain(dy), metrics, after)
+            after = done[3]
+            return _HeadSums(grads, _substate(after, "head")), done
 
         zeros = self.plan.zero_grads(self.plan.unstacked) if count > 1 else []
         head_state = _substate(states, "head")
@@ -365,10 +360,44 @@ class EmbedHead:
         last_state = jax.tree.map(lambda a: a[-1], after)
         return HeadResult(loss, dy, sums.grads, summed(metrics), last_state)
 
-    def _loss_weight(
+    def derive_head(
+        self,
+        unstacked: Params,
+        y: Tree,
+        batch: Batch,
+        key: Array | None,
+        scale: Array,
+        state: ModelState = None,
+        total_weight: Array | None = None,
+    ) -> tuple[list[Array], tuple[Array, Tree, Metrics, ModelState]]:
+        """Return the derivative of scale * loss of one microbatch.
+
+        Args:
+          unstacked: the leaves of embedding and head, sharded.
+          y: the last layer's output.
+          batch: the microbatch.
+          key: its random key, or None.
+          scale: f32[], loss scale.
+          state: state of embedding and head, or None.
+          total_weight: weight of the loss over all microbatches; None if the loss is a mean, or if
+            there is only one microbatch.
+
+        Returns:
+          The gradients of the unstacked leaves, where they are summed; and the loss, the cotangent
+          of y, the metrics, and the state after the head.
+        """
+        derivative = self.plan.derivative(self._head_derivative, self.plan.unstacked)
+        data = (y, self.activations.constrain(batch), key, state, total_weight)
+        grads, (dy, value, metrics, after) = derivative(scale, data, self._split(unstacked))
+        return self._reduced(grads), (value, self.activations.constrain(dy), metrics, after)
+
+    def loss_weight(
         self, unstacked: Params, y: Tree, batch: Batch, keys: Array | None, states: ModelState
     ) -> Array | None:
-        """Return the weight of the loss over all microbatches, or None if the loss is a mean."""
+        """Return the weight of the loss over all microbatches, or None if the loss is a mean.
+
+        The arguments are of all microbatches.
+        """
 
         def weight(microbatch: Tree, state: ModelState) -> Array | None:
             y, batch, key = microbatch
@@ -377,6 +406,32 @@ class EmbedHead:
 
         first_state = jax.tree.map(lambda a: a[0], states)
         return whole_weight(weight, (y, batch, keys), first_state)
+
+    def batch_weight(
+        self, unstacked: Params, y: Tree, batch: Batch, keys: Array | None
+    ) -> Array | None:
+        """Return the weight of the loss over all microbatches before any layer has run.
+
+        Args:
+          unstacked: the leaves of embedding and head, sharded.
+          y: array of the shapes of the last layer's output, of one microbatch.
+          batch: the microbatches.
+          keys: their random keys, or None.
+
+        Raises:
+          ValueError: the weight depends on the activations.
+        """
+
+        def weight(microbatch: Tree, y: Tree) -> Array | None:
+            batch, key = microbatch
+            loss, _ = self.head(unstacked, y, self.activations.constrain(batch), key, None)
+            return loss.weight
+
+        why = (
+            "the activations, but in a pipeline it is summed before the first layer runs: compute "
+            "it from the batch alone"
+        )
+        return whole_weight(weight, (batch, keys), y, why)
 
     def _head_derivative(
         self, scale: Array, data: Any, params: Any
@@ -428,7 +483,40 @@ class EmbedHead:
           states: states of embedding and head before each microbatch.
           g_unstacked: gradients of the unstacked leaves so far.
         """
-        params = self._split(unstacked)
+
+        def derive(
+            dx: Tree, batch: Batch, key: Array | None, state: ModelState
+        ) -> tuple[list[Array], None]:
+            return self.derive_embed(unstacked, batch, key, dx, state), None
+
+        data = (dx, batch, keys, states)
+        # A single microbatch's gradients are added in their own dtype.
+        if self.microbatches.count == 1:
+            grads, _ = derive(*data)
+            return [a + b for a, b in zip(g_unstacked, grads, strict=True)]
+        # With several microbatches, each is added to the head's gradients in float32.
+        g_unstacked, _ = self.microbatches.fold(derive, g_unstacked, *data)
+        if self.plan.layout.reduces_once:
+            return self.plan.reduced(g_unstacked, self.plan.unstacked)
+        return g_unstacked
+
+    def derive_embed(
+        self,
+        unstacked: Params,
+        batch: Batch,
+        key: Array | None,
+        dx: Tree,
+        state: ModelState = None,
+    ) -> list[Array]:
+        """Return the embedding's gradients of the unstacked leaves, of one microbatch.
+
+        Args:
+          unstacked: the leaves of embedding and head, sharded.
+          batch: the microbatch.
+          key: its random key, or None.
+          dx: cotangent of the embedding's output.
+          state: state of embedding and head before the embedding, or None.
+        """
 
         def derivative(dx: Tree, data: Any, params: Any) -> tuple[Grads, None]:
             batch, key, state = data
@@ -441,24 +529,9 @@ class EmbedHead:
             (grads,) = jax.vjp(embed, trained)[1](dx)
             return grads, None
 
-        def derive(
-            dx: Tree, batch: Batch, key: Array | None, state: ModelState
-        ) -> tuple[list[Array], None]:
-            grads, _ = self.plan.derivative(derivative, self.plan.unstacked)(
-                dx, (batch, key, state), params
-            )
-            return self._reduced(grads), None
-
-        data = (dx, batch, keys, states)
-        # A single microbatch's gradients are added in their own dtype.
-        if self.microbatches.count == 1:
-            grads, _ = derive(*data)
-            return [a + b for a, b in zip(g_unstacked, grads, strict=True)]
-        # With several microbatches, each is added to the head's gradients in float32.
-        g_unstacked, _ = self.microbatches.fold(derive, g_unstacked, *data)
-        if self.plan.layout.reduces_once:
-            return self.plan.reduced(g_unstacked, self.plan.unstacked)
-        return g_unstacked
+        derive = self.plan.derivative(derivative, self.plan.unstacked)
+        grads, _ = derive(dx, (batch, key, state), self._split(unstacked))
+        return self._reduced(grads)
 
     def _reduced(self, grads: Grads) -> list[Array]:
         """Return gradients of the leaves, placed where they are summed."""

@@ -501,7 +501,7 @@ class StreamedPlan:
         if self.layout.reduces_in_float32:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
         if self.layout.reduces_once:
-            unsharded = [() if i is None else self._gathered_spec(i) for i in leaf_ids]
+            unsharded = [() if i is None else self.leaves[i].layer_spec for i in leaf_ids]
             return unreduced_grads(derivative, self.mesh, is_loop, unsharded)
         return derivative
 
@@ -616,7 +616,7 @@ class StreamedPlan:
     def gather(self, shards: Sequence[Array], leaf_ids: Sequence[int]) -> list[Array]:
         """All_gather the shards of some leaves of a record: W[D_fsdp, F] -> W[D, F]."""
         return [
-            self._gather(shard, self.params[i].spec, self._gathered_spec(i))
+            self._gather(shard, self.params[i].spec, self.gathered_spec(i))
             for i, shard in zip(leaf_ids, shards, strict=True)
         ]
 
@@ -626,13 +626,13 @@ class StreamedPlan:
         Otherwise, XLA after 0.10 may pass shards into a loop that follows a loop over layers, and
         gather them in each of its iterations.
         """
-        shardings = [named(self.mesh, self._gathered_spec(i)) for i in leaf_ids]
+        shardings = [named(self.mesh, self.gathered_spec(i)) for i in leaf_ids]
         return [
             jax.lax.with_sharding_constraint(w, sharding)
             for w, sharding in zip(gathered, shardings, strict=True)
         ]
 
-    def _gathered_spec(self, index: int) -> Spec:
+    def gathered_spec(self, index: int) -> Spec:
         """Return the spec of a leaf's gathered record: the leaf's own spec, without ZeRO's axes."""
         leaf = self.leaves[index]
         return leaf.spec.base[leaf.lead :]
@@ -654,7 +654,7 @@ class StreamedPlan:
         for i in indices:
             shape = self.leaves[i].record_shape
             if self.layout.reduces_once:
-                shape = (count_rows(self.mesh, self._gathered_spec(i)), *shape)
+                shape = (count_rows(self.mesh, self.gathered_spec(i)), *shape)
             zeros.append(jnp.zeros(shape, jnp.float32))
         return self.summed_at(zeros, indices)
 
@@ -667,7 +667,7 @@ class StreamedPlan:
             return self.on_shards(grads, indices)
         constrained = list[Array]()
         for g, i in zip(grads, indices, strict=True):
-            sharding = unreduced_sharding(self.mesh, self._gathered_spec(i))
+            sharding = unreduced_sharding(self.mesh, self.gathered_spec(i))
             # Results of a loop over tiles have no row dim.
             if g.ndim == len(sharding.spec):
                 g = jax.lax.with_sharding_constraint(g, sharding)
@@ -683,7 +683,7 @@ class StreamedPlan:
             sharding = self.grads[i].sharding
             has_row_dim = g.ndim > len(self.leaves[i].record_shape)
             if has_row_dim:
-                on_shards.append(reduced(g, sharding, self._gathered_spec(i)))
+                on_shards.append(reduced(g, sharding, self.gathered_spec(i)))
             else:
                 on_shards.append(jax.lax.with_sharding_constraint(g, sharding))
         return on_shards
