@@ -30,6 +30,13 @@ from host_offload.schedule.tiles import TileLoops as TileLoops
 from host_offload.schedule.tiles import build_tiled_schedule as build_tiled_schedule
 from host_offload.schedule.tiles import tiles_kind as tiles_kind
 from host_offload.schedule.timeline import COLOURS as COLOURS
+from host_offload.schedule.timeline import Box as Box
+from host_offload.schedule.timeline import Lane as Lane
+from host_offload.schedule.timeline import Strip as Strip
+from host_offload.schedule.timeline import draw_html as draw_html
+from host_offload.schedule.timeline import draw_svg as draw_svg
+from host_offload.schedule.timeline import draw_text as draw_text
+from host_offload.schedule.timeline import fits as fits
 from host_offload.schedule.unstacked import UnstackedLeaf as UnstackedLeaf
 from host_offload.schedule.unstacked import UnstackedMove as UnstackedMove
 from host_offload.schedule.unstacked import build_unstacked as build_unstacked

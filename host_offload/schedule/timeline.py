@@ -12,6 +12,7 @@ other file.
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 COLOURS = {
     "params": "#9ecae1",
@@ -22,6 +23,8 @@ COLOURS = {
     "gathered": "#b0a4e3",
     "compute": "#d4d4d4",
 }
+_FILLS = COLOURS | {"forward": "#a9d3f0", "backward": "#f8c98b"}
+"""Colours of the kinds of all boxes: records that are moved or held, and units of a pipeline."""
 
 # Pixels of a picture.
 LEFT = 84  # margin that holds the names of the lanes
@@ -36,16 +39,19 @@ class Box:
     """A lane's work for one layer, in ticks start .. stop-1.
 
     Attributes:
-      layer: number in the box; a letter for unstacked leaves.
+      layer: number in the box; text for anything but a layer.
       start: first tick.
       stop: tick after the last.
-      kinds: kinds that are moved or held, as keys of COLOURS; one stripe each.
+      kinds: kinds that are moved or held, as keys of COLOURS, or "forward" and "backward"; one
+        stripe each.
+      details: text of the tooltip; "" names the layer and the kinds.
     """
 
     layer: int | str
     start: int
     stop: int
     kinds: tuple[str, ...]
+    details: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +105,44 @@ def draw_text(title: str, strips: Iterable[Strip], width: int = 80) -> str:
     return "\n".join(lines)
 
 
-def _rows(strip: Strip, width: int) -> list[str]:
+def fits(strip: Strip, width: int) -> bool:
+    """Return whether `draw_text` shows every tick of a strip.
+
+    Args:
+      strip: strip to draw.
+      width: characters per line.
+    """
+    return strip.stop - strip.start <= _measure(_list_cells(strip), width).num_shown
+
+
+def _list_cells(strip: Strip) -> dict[str, dict[int, str]]:
+    """Return the text of each row in each tick: the numbers of the ticks, then the lanes."""
     rows = {"tick": {tick: str(tick) for tick in range(strip.start, strip.stop)}}
     for lane in strip.drawn:
         rows[lane.name] = {
             tick: str(box.layer) for box in lane.boxes for tick in range(box.start, box.stop)
         }
+    return rows
+
+
+class _Columns(NamedTuple):
+    """Characters of a row's name and of each tick, and the most ticks that fit a line."""
+
+    label: int
+    cell: int
+    num_shown: int
+
+
+def _measure(rows: Mapping[str, Mapping[int, str]], width: int) -> _Columns:
     label = max(map(len, rows))
     cell = 1 + max(len(text) for cells in rows.values() for text in cells.values())
     num_shown = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
+    return _Columns(label, cell, num_shown)
+
+
+def _rows(strip: Strip, width: int) -> list[str]:
+    rows = _list_cells(strip)
+    label, cell, num_shown = _measure(rows, width)
     spans = [range(strip.start, strip.stop)]
     if strip.stop - strip.start > num_shown:
         # Show both ends of a strip that does not fit.
@@ -137,7 +172,9 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
       title: heading of the picture.
       strips: strips to draw, from top to bottom.
     """
+    boxes = [box for strip in strips for lane in strip.drawn for box in lane.boxes]
     digits = max(len(str(n)) for strip in strips for n in (strip.start, strip.stop))
+    digits = max([digits, *(len(str(box.layer)) for box in boxes)])
     cell = DIGIT * digits + 12
     body = []
     y = 96
@@ -145,9 +182,8 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
         body += _svg_strip(strip, y, cell)
         # Room for the row of ticks, the lanes, and two rows for the next strip's heading.
         y += ROW * (len(strip.drawn) + 3)
-    boxes = [box for strip in strips for lane in strip.drawn for box in lane.boxes]
     kinds = {kind for box in boxes for kind in box.kinds}
-    legend = [kind for kind in COLOURS if kind in kinds]
+    legend = [kind for kind in _FILLS if kind in kinds]
     longest = max(len(title), *(len(strip.name + strip.note) for strip in strips))
     columns = max(strip.stop - strip.start for strip in strips)
     width = max(LEFT + cell * columns, LEFT + LEGEND * len(legend), DIGIT * longest) + RIGHT
@@ -162,7 +198,7 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     for i, kind in enumerate(legend):
         x = 12 + LEGEND * i
         head.append(
-            f'<rect x="{x}" y="42" width="16" height="16" fill="{COLOURS[kind]}" stroke="#555"/>'
+            f'<rect x="{x}" y="42" width="16" height="16" fill="{_FILLS[kind]}" stroke="#555"/>'
         )
         head.append(f'<text x="{x + 22}" y="55">{kind}</text>')
     return "\n".join([*head, "</g>", *body, "</svg>", ""])
@@ -201,15 +237,13 @@ def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> li
     ticks = f"tick {box.start}"
     if box.stop - box.start > 1:
         ticks = f"ticks {box.start} to {box.stop - 1}"
-    lines = [
-        '<g class="box">',
-        f"<title>{lane}, {ticks}: layer {box.layer}, {', '.join(box.kinds)}</title>",
-    ]
+    details = box.details or f"layer {box.layer}, {', '.join(box.kinds)}"
+    lines = ['<g class="box">', f"<title>{lane}, {ticks}: {html.escape(details)}</title>"]
     stripe = height / len(box.kinds)
     for i, kind in enumerate(box.kinds):
         lines.append(
             f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" '
-            f'fill="{COLOURS[kind]}"/>'
+            f'fill="{_FILLS[kind]}"/>'
         )
     # One frame around all stripes.
     lines.append(
