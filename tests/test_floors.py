@@ -54,6 +54,7 @@ ROOMS = {
     "zerojax.streamed": (
         "activations", "grads", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "compat", "metrics", "trees",
     ),
+    "zerojax.pipeline": ("user_values",),
     "zerojax.memory": ("formulas", "streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision", "trees"),
     "zerojax.program": (
         "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding",

@@ -12,8 +12,9 @@ Each stage computes v M units in each direction, in this order:
     forward     on stage s in tick s + k
     backward    on stage s in tick v p - 1 + (p - 1 - s) + k, in chunk v - 1 - c
 
-Each unit runs exactly one tick after the unit that it needs, so what a stage sends in one tick is
-used by its neighbor in the next. For p = 3, v = 1 and M = 4:
+Each unit runs exactly one tick after the unit whose result it needs, so what a stage sends in one
+tick is used by its neighbor in the next. Only the last stage, which has the head, begins a
+microbatch's backward in the tick that ends its forward. For p = 3, v = 1 and M = 4:
 
     tick       0     1     2        3        4        5        6     7
     stage 0    F0    F1    F2       F3       B0       B1       B2    B3
@@ -25,15 +26,14 @@ v M + p - 1 ticks compute forward, and as many compute backward. If F and B are 
 chunks of a stage, and the devices wait for nothing else, a step takes (M + (p - 1)/v) (F + B). The
 bubble is (p - 1)/(v M) of the seconds without one.
 
-A **slot** of a stage holds what a forward unit keeps for its backward unit. Slots are taken from a
-free list: v p + p - 1 of them on stage 0, which needs the most, however many microbatches there
-are. For v = 1 this is nearly twice the p slots of textbook 1F1B (PipeDream-Flush,
-arXiv:2006.09503; interleaved: Megatron-LM, arXiv:2104.04473). In return, a tick only needs results
-of earlier ticks, except on the last stage, so transfers between stages run beside computation.
+A **slot** holds what a forward unit keeps for the backward of the same microbatch and chunk. Each
+stage takes its slots from a free list. Stage 0 needs the most, min(v M, v p + p - 1), and all
+stages have as many. For v = 1 this is nearly twice the p slots of textbook 1F1B (PipeDream-Flush,
+arXiv:2006.09503; interleaved: Megatron-LM, arXiv:2104.04473), where a stage waits within the tick
+for its neighbor. Here it never does, so transfers run beside computation.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,7 @@ class PipelineSchedule:
       num_stages: number of stages, p.
       num_microbatches: number of microbatches, M.
       num_chunks: number of chunks of layers on each stage, v.
-      num_slots: number of slots on each stage.
+      num_slots: number of slots on each stage: min(v M, v p + p - 1).
       phases: "fill", "steady" and "drain", in the order in which they run.
     """
 
@@ -161,37 +161,31 @@ def build_pipeline_schedule(
         is above 1.
     """
     p = whole_number("num_stages", num_stages, 1)
-    M = whole_number("num_microbatches", num_microbatches, 1)
+    num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
     v = whole_number("num_chunks", num_chunks, 1)
-    _check_microbatches(p, M, v)
+    _check_microbatches(p, num_microbatches, v)
 
-    units = np.arange(v * M)
+    num_units = v * num_microbatches
+    units = np.arange(num_units)
     turn, place = np.divmod(units, p * v)
     chunk, member = np.divmod(place, p)
     microbatch = turn * p + member
 
     stages = np.arange(p)
-    first_backward = v * p - 1
-    num_ticks = first_backward + p - 1 + v * M
+    forward_stop = num_units + p - 1
+    backward_start = v * p - 1
+    num_ticks = backward_start + forward_stop
     forward_tick = units[:, None] + stages  # [v M, p]
-    backward_tick = first_backward + units[:, None] + stages[::-1]
+    backward_tick = backward_start + units[:, None] + (p - 1 - stages)
     forward_chunk = _by_tick(num_ticks, forward_tick, chunk)
     forward_microbatch = _by_tick(num_ticks, forward_tick, microbatch)
     backward_chunk = _by_tick(num_ticks, backward_tick, v - 1 - chunk)
     backward_microbatch = _by_tick(num_ticks, backward_tick, microbatch)
-
-    forward_slot = np.full_like(forward_chunk, -1)
-    backward_slot = np.full_like(backward_chunk, -1)
-    num_slots = 0
-    for stage in range(p):
-        taken, given, count = _assign_slots(
-            # A unit's number: backward takes the slot of the forward unit with the same number.
-            (forward_chunk * M + forward_microbatch)[:, stage].tolist(),
-            (backward_chunk * M + backward_microbatch)[:, stage].tolist(),
-        )
-        forward_slot[:, stage] = taken
-        backward_slot[:, stage] = given
-        num_slots = max(num_slots, count)
+    forward_slot, backward_slot, num_slots = _assign_slots(
+        # Backward has the same number as the forward unit whose slot it empties.
+        forward_chunk * num_microbatches + forward_microbatch,
+        backward_chunk * num_microbatches + backward_microbatch,
+    )
 
     ticks = Ticks(
         forward=Units(forward_chunk, forward_slot, forward_microbatch),
@@ -200,44 +194,45 @@ def build_pipeline_schedule(
         meets_head=np.where(forward_chunk[:, -1] == v - 1, forward_microbatch[:, -1], -1),
         leaves=np.where(backward_chunk[:, 0] == 0, backward_microbatch[:, 0], -1),
     )
-    bounds = {
-        "fill": (0, first_backward),
-        "steady": (first_backward, v * M + p - 1),
-        "drain": (v * M + p - 1, num_ticks),
-    }
     return PipelineSchedule(
         num_stages=p,
-        num_microbatches=M,
+        num_microbatches=num_microbatches,
         num_chunks=v,
         num_slots=num_slots,
-        phases=tuple(_cut(name, ticks, start, stop) for name, (start, stop) in bounds.items()),
+        phases=(
+            _cut("fill", ticks, 0, backward_start),
+            _cut("steady", ticks, backward_start, forward_stop),
+            _cut("drain", ticks, forward_stop, num_ticks),
+        ),
     )
 
 
-def _check_microbatches(p: int, M: int, v: int) -> None:
-    """Check the number of microbatches, and log a warning if stages have to wait for lack of them.
+def _check_microbatches(p: int, num_microbatches: int, v: int) -> None:
+    """Check that microbatches form groups, and log a warning if there are fewer than stages.
 
     Raises:
-      ValueError: M does not divide by p although v is above 1.
+      ValueError: the microbatches do not divide by p although v is above 1.
     """
-    if v > 1 and M % p:
-        below, above = M // p * p, (M // p + 1) * p
-        nearest = f"{below} or {above}" if below else f"{above}"
+    groups, rest = divmod(num_microbatches, p)
+    if v > 1 and rest:
+        nearest = f"{(groups + 1) * p}"
+        if groups:
+            nearest = f"{groups * p} or {nearest}"
         raise ValueError(
-            f"num_microbatches={M} does not divide by pipe={p} ({M} = {M // p} x {p} + {M % p}): "
-            f"with pipe_chunks={v}, stages take microbatches in groups of {p}. Use "
-            f"num_microbatches={nearest}, or pipe_chunks=1"
+            f"num_microbatches={num_microbatches} does not divide by pipe={p} "
+            f"({num_microbatches} = {groups} x {p} + {rest}): with pipe_chunks={v}, stages take "
+            f"microbatches in groups of {p}. Use num_microbatches={nearest}, or pipe_chunks=1"
         )
-    if p > M:
+    if num_microbatches < p:
         logger.warning(
             "num_microbatches=%d is less than pipe=%d, so some stages are idle in every tick: the "
             "bubble is (pipe - 1)/(pipe_chunks x num_microbatches) = %d/%d = %.0f %% of the "
             "computation's time. Use at least %d microbatches",
-            M,
+            num_microbatches,
             p,
             p - 1,
-            v * M,
-            100 * (p - 1) / (v * M),
+            v * num_microbatches,
+            100 * (p - 1) / (v * num_microbatches),
             p,
         )
 
@@ -256,38 +251,39 @@ def _by_tick(num_ticks: int, ticks: np.ndarray, values: np.ndarray) -> np.ndarra
     return by_tick
 
 
-def _assign_slots(
-    forward: Sequence[int], backward: Sequence[int]
-) -> tuple[list[int], list[int], int]:
-    """Assign slots to the units of one stage.
+def _assign_slots(forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Assign a slot to each unit, from its forward tick to its backward tick.
 
     Args:
-      forward: number of the forward unit in each tick; negative for none.
-      backward: number of the backward unit in each tick; negative for none.
+      forward: number of the forward unit by tick and stage, int32[T, p]; negative for none.
+      backward: number of the backward unit, alike.
 
     Returns:
-      (slot that each tick fills, slot that it empties, number of slots); -1 for no slot.
+      (slots that forward fills, slots that backward empties, number of slots): int32[T, p], -1 for
+      none.
     """
+    forward_slot = np.full_like(forward, -1)
+    backward_slot = np.full_like(backward, -1)
     num_slots = 0
-    free = list[int]()
-    held = dict[int, int]()
-    filled, emptied = list[int](), list[int]()
-    for forward_unit, backward_unit in zip(forward, backward, strict=True):
-        slot = -1
-        if forward_unit >= 0:
-            if not free:
-                free.append(num_slots)
-                num_slots += 1
-            slot = free.pop()
-            held[forward_unit] = slot
-        filled.append(slot)
-
-        slot = -1
-        if backward_unit >= 0:
-            slot = held.pop(backward_unit)
-            free.append(slot)
-        emptied.append(slot)
-    return filled, emptied, num_slots
+    for stage in range(forward.shape[1]):
+        units = zip(forward[:, stage].tolist(), backward[:, stage].tolist(), strict=True)
+        free = list[int]()
+        held = dict[int, int]()
+        count = 0
+        for tick, (forward_unit, backward_unit) in enumerate(units):
+            # Forward comes first, so it never gets the slot that backward empties in its tick.
+            if forward_unit >= 0:
+                if not free:
+                    free.append(count)
+                    count += 1
+                held[forward_unit] = free.pop()
+                forward_slot[tick, stage] = held[forward_unit]
+            if backward_unit >= 0:
+                slot = held.pop(backward_unit)
+                free.append(slot)
+                backward_slot[tick, stage] = slot
+        num_slots = max(num_slots, count)
+    return forward_slot, backward_slot, num_slots
 
 
 def _cut(name: str, ticks: Ticks, start: int, stop: int) -> PipelinePhase:
