@@ -21,7 +21,9 @@ from zerojax.jaxprs import LINEAR, Instruction, Ref, bind, list_regions, read
 from zerojax.sharding import parse_axes
 
 _REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
-_MOVED = frozenset({"transpose", "convert_element_type", "copy", "name", "pvary"})
+_MOVED = frozenset(
+    {"transpose", "convert_element_type", "copy", "name", "pvary", "broadcast_in_dim"}
+)
 """Equations that may accompany a reduction in a shard_map: they act alike on arrays and shards."""
 BILINEAR = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 """Equations with exactly one cotangent operand."""

@@ -1,5 +1,8 @@
 """Rows of unreduced gradients: one per batch shard, and how arrays get them.
 
+In a pipeline the tokens of embedding and head are divided over the stages. Then the rows are those
+of the stages too: tokens take the place of the batch, and `pipe` that of its axes.
+
 guess_split    which dim of an argument is the batch
 cut            x[B, D] -> x[R, B / R, D]    each device keeps its own part of the batch
 lift           g[D, F] -> g[R, D, F]        g in row 0, zeros in the other rows
@@ -34,12 +37,15 @@ class RowRule:
       mesh: the device mesh.
       axes: axes that split the rows.
       batch_size: number of examples of a microbatch.
+      num_tokens: 0, or the length of dim 1 of an argument with the batch in dim 0, if the rows are
+        parts of this dim instead of the batch.
       reduced_early: descriptions of the sums that were reduced where they are made.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     batch_size: int
+    num_tokens: int = 0
     reduced_early: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -48,20 +54,28 @@ class RowRule:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def guess_split(self, shape: tuple[int, ...], is_data: bool) -> Split:
-        """Return how an array is split: in dim 0 if it is data with the length of the batch."""
+        """Return how an array is split: in dim 0 if it is data with the length of the batch.
+
+        Tokens are split in dim 1 of such an array.
+        """
         is_batch = (
             is_data
             and self.batch_size > 0
             and shape[:1] == (self.batch_size,)
             and self.batch_size % num_batch_shards(self.mesh) == 0
         )
-        first_dim = (batch_axes(self.mesh),) if is_batch else ()
-        return first_dim + ((),) * (len(shape) - len(first_dim))
+        split: list[tuple[str, ...]] = [()] * len(shape)
+        if is_batch:
+            split[0] = batch_axes(self.mesh)
+        if is_batch and self.num_tokens and shape[1:2] == (self.num_tokens,):
+            split[1] = self.axes
+        return tuple(split)
 
     def batch_dim(self, split: Split) -> int:
-        """Return the dim that is split like the batch, or -1."""
+        """Return the dim that is split like the batch, or like tokens if rows are; -1 if none is."""
+        followed = set(self.axes if self.num_tokens else batch_axes(self.mesh))
         for dim, axes in enumerate(split):
-            if axes is not ANY and not set(batch_axes(self.mesh)).isdisjoint(axes):
+            if axes is not ANY and not followed.isdisjoint(axes):
                 return dim
         return -1
 

@@ -26,6 +26,12 @@ A sum is exact whichever dim is cut into R pieces, and it is local if that dim i
 position of the batch dim is followed from dim 0 of the arguments (`zerojax.activations.flow`). A
 sum in which the batch dim is not found, or for which there is no rule (a kernel, a `while_loop`,
 rows sorted by experts), is reduced where it is made, put in row 0, and reported.
+
+In a pipeline all stages work on embedding and head, each on its part of the tokens:
+
+    x[B_(data, fsdp), T_pipe, D]  ->  g[R_(data, pipe, fsdp), D, F]
+
+The same rewriting is applied twice: first with the rows of the batch, then with those of dim 1.
 """
 
 import logging
@@ -42,6 +48,7 @@ from zerojax.grads.unreduced_rewriter import UnreducedGradRewriter
 from zerojax.sharding import (
     CONTEXT,
     DATA,
+    PIPE,
     batch_axes,
     list_axes,
     pad_spec,
@@ -66,7 +73,8 @@ def unreduced_grads(
     Args:
       derivative: `derivative(cotangents, data, params) -> (gradients, others)`. Dim 0 of the first
         leaf of (cotangents, data) that is not a scalar is the batch; other leaves whose dim 0 has
-        the same length are split in the same way.
+        the same length are split in the same way. If `pipe` splits rows, dim 1 of that leaf counts
+        its tokens.
       mesh: the device mesh. R is the number of batch shards; for a leaf that `expert` splits, it
         does not count the devices along that axis.
       is_opaque: function that says whether a `jit` stays one equation; gradients that it returns
@@ -83,8 +91,46 @@ def unreduced_grads(
     for position, spec in enumerate(unsharded):
         positions.setdefault(row_axes(mesh, spec), set()).add(position)
     for axes, group in positions.items():
-        derivative = _add_rows(derivative, mesh, is_opaque, axes, group)
+        of_batch = tuple(axis for axis in axes if axis != PIPE)
+        derivative = _add_rows(derivative, mesh, is_opaque, of_batch, group)
+        if PIPE in axes:
+            derivative = _add_rows(derivative, mesh, is_opaque, (PIPE,), group, of_tokens=True)
+            derivative = _merge_rows(derivative, mesh, axes, group)
     return derivative
+
+
+def _merge_rows(
+    derivative: Derivative, mesh: Mesh, axes: tuple[str, ...], positions: Set[int]
+) -> Derivative:
+    """Return a derivative with one dim of rows: g[p_pipe, R_(data, fsdp), ...] -> g[p R, ...].
+
+    Args:
+      derivative: the derivative.
+      mesh: the device mesh.
+      axes: the axes of all rows, in their order.
+      positions: positions of the gradients with two dims of rows among the leaves.
+    """
+    of_batch = tuple(axis for axis in axes if axis != PIPE)
+    sizes = [mesh.shape[axis] for axis in (PIPE, *of_batch)]
+    place = axes.index(PIPE)
+    unsplit = PartitionSpec.UNCONSTRAINED
+
+    def merge(g: Array) -> Array:
+        rest = g.shape[2:]
+        rows = jnp.moveaxis(g.reshape(*sizes, *rest), 0, place)
+        spec = PartitionSpec(*axes, *(unsplit,) * len(rest))
+        rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, spec))
+        merged = rows.reshape(-1, *rest)
+        spec = PartitionSpec(axes, *(unsplit,) * len(rest))
+        return jax.lax.with_sharding_constraint(merged, NamedSharding(mesh, spec))
+
+    def run(cotangents: Any, data: Any, params: Params) -> Any:
+        grads, others = derivative(cotangents, data, params)
+        leaves, tree = jax.tree.flatten(grads)
+        merged = [merge(g) if n in positions else g for n, g in enumerate(leaves)]
+        return jax.tree.unflatten(tree, merged), others
+
+    return run
 
 
 def _add_rows(
@@ -93,6 +139,7 @@ def _add_rows(
     is_opaque: IsOpaque,
     axes: tuple[str, ...],
     positions: Set[int] | None,
+    of_tokens: bool = False,
 ) -> Derivative:
     """Return a derivative that returns some gradients with rows.
 
@@ -102,6 +149,7 @@ def _add_rows(
       is_opaque: as in `unreduced_grads`.
       axes: axes that split the rows.
       positions: positions of these gradients among the leaves; None for all of them.
+      of_tokens: whether the rows are parts of the tokens instead of the batch.
     """
 
     def run(cotangents: Any, data: Any, params: Params) -> Any:
@@ -109,7 +157,8 @@ def _add_rows(
         program = traced.program
         shapes = [jnp.shape(leaf) for leaf in traced.leaves]
         num_data = len(traced.cotangents) + len(traced.data)
-        rule = RowRule(mesh, axes, _find_batch_size(shapes[:num_data]))
+        batch_size, num_tokens = _find_sizes(shapes[:num_data])
+        rule = RowRule(mesh, axes, batch_size, num_tokens if of_tokens else 0)
         splits = [rule.guess_split(shape, n < num_data) for n, shape in enumerate(shapes)]
 
         data_slots = list(traced.data)
@@ -134,21 +183,22 @@ def _add_rows(
         results = traced.rewritten(rewriter)
         for description in dict.fromkeys(rule.reduced_early):
             logger.warning(
-                "reduce_every='step': the dim in which %s sums the batch is unknown, so its result "
+                "reduce_every='step': the dim in which %s sums the %s is unknown, so its result "
                 "is reduced in each microbatch",
                 description,
+                "tokens" if of_tokens else "batch",
             )
         return results
 
     return run
 
 
-def _find_batch_size(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the length of dim 0 of the first array that is not a scalar, or 0."""
+def _find_sizes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Return the lengths of dims 0 and 1 of the first array that is not a scalar, or 0."""
     for shape in shapes:
         if shape:
-            return shape[0]
-    return 0
+            return shape[0], shape[1] if len(shape) > 1 else 0
+    return 0, 0
 
 
 def reduced(

@@ -159,6 +159,9 @@ class UnreducedGradRewriter(GradRewriter):
 
     def _infer_splits(self, i: Instruction) -> list[Split]:
         """Return how the results of an instruction are split."""
+        if self.rule.num_tokens and i.eqn.primitive.name == "sharding_constraint":
+            # It leaves the tokens to the partitioner.
+            return [self._split(i.ins[0], i.eqn.invars[0])]
         operands = zip(i.ins, i.eqn.invars, strict=True)
         operand_splits = [self._split(ref, v) for ref, v in operands]
         inferred = infer_output_splits(i.eqn, operand_splits, self.rule.mesh.shape)
@@ -180,9 +183,9 @@ class UnreducedGradRewriter(GradRewriter):
         A value made from data is assumed to have its examples in dim 0 if the length fits.
         """
         guess = self.rule.guess_split(shape, is_data)
-        if self.rule.batch_dim(guess) >= 0:
-            # Only an array with a batch dim has a dim 0.
-            is_open = split is None or (self.rule.batch_dim(split) < 0 and split[0] is ANY)
+        dim = self.rule.batch_dim(guess)
+        if dim >= 0:
+            is_open = split is None or (self.rule.batch_dim(split) < 0 and split[dim] is ANY)
             if is_open:
                 return guess
         return (ANY,) * len(shape) if split is None else split

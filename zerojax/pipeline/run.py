@@ -1,4 +1,4 @@
-"""The loop body of a pipelined step: in each tick, every stage runs one forward and one backward unit.
+"""The loop body of a pipelined step: a tick, with one forward and one backward unit of every stage.
 
     x[p_pipe, B, T, H]   dy <- dx of the stage above                               beside F
                          x  = where(first, embed(microbatch), x)
@@ -23,7 +23,14 @@ from zerojax.models import Loss, Metrics, floating
 from zerojax.pipeline.layers import StageLayers
 from zerojax.pipeline.stages import Stages
 from zerojax.pipeline.ticks import Ticks
-from zerojax.sharding import CONTEXT, PIPE, as_entry, batch_axes, context_size
+from zerojax.sharding import (
+    CONTEXT,
+    PIPE,
+    ActivationSpec,
+    as_entry,
+    batch_axes,
+    context_size,
+)
 from zerojax.streamed import EmbedHead
 from zerojax.trees import Batch, Params, Tree
 
@@ -134,7 +141,11 @@ class StepTicks:
         """Run the forward units, beside which `dy` arrives; return the carry, `dy`, the outputs."""
         units = tick.forward
         batch, key = self._microbatch(tick.enters)
+        # All dims are constrained: the partitioner would divide the look-up over the stages, as it
+        # divides the tokens of the head, and gather the result.
+        batch = ActivationSpec(self.stages.mesh).constrain_given(batch)
         entering, _ = self.embed_head.embed(self.unstacked, batch, key, None)
+        entering = self.layers.plan.stream.constrain_given(entering)
         is_first = (self.stages.numbers == 0) & (units.chunk == 0)
         x = self.layers.constrain(self.stages.select(is_first, entering, carry.x))
         y, ring, added, dy = self.layers.forward(units, x, carry.ring, carry.added, dy)
@@ -171,7 +182,7 @@ class StepTicks:
             batch, key = self._microbatch(tick.leaves)
             return self.embed_head.derive_embed(self.unstacked, batch, key, dx)
 
-        leaving = self._replicate(jax.tree.map(lambda a: a[0], dx))
+        leaving = self._spread(jax.tree.map(lambda a: a[0], dx))
         skip = lambda dx: _zeros_like(jax.eval_shape(derive, dx))  # noqa: E731
         grads = jax.lax.cond(tick.leaves >= 0, derive, skip, leaving)
         return carry._replace(
@@ -210,10 +221,6 @@ class StepTicks:
             return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
 
         return jax.tree.map(spread, y)
-
-    def _replicate(self, x: Tree) -> Any:
-        """Give one microbatch's activations to all stages."""
-        return self.layers.plan.stream.constrain(x)
 
 
 def _added(totals: list[Array], terms: list[Array]) -> list[Array]:

@@ -108,6 +108,18 @@ class ActivationSpec:
         is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
         return self._split(shape, None) if is_batch else (None,) * len(shape)
 
+    def constrain_given(self, x: Any) -> Any:
+        """Split one microbatch's activations as `given` says, in all dims.
+
+        The partitioner then splits no dim over further axes.
+        """
+
+        def constrain(a: jax.Array) -> jax.Array:
+            spec = self.given(a.shape, a.shape[0] if a.shape else 0)
+            return jax.lax.with_sharding_constraint(a, named(self.mesh, spec))
+
+        return jax.tree.map(constrain, x)
+
     @property
     def _lead(self) -> int:
         """Number of dims in front of a microbatch's own dims: 0 or 1."""

@@ -272,15 +272,18 @@ def stored_spec(spec: LeafSpec, sharded: bool) -> Spec:
 def row_axes(mesh: Any, unsharded: Sequence[Any] | PartitionSpec) -> tuple[str, ...]:
     """Return the axes that split the rows of a leaf's unreduced gradient.
 
-    They are the batch's axes, without the axes that split the leaf itself: with experts over
-    `expert`, the devices of an expert group hold the gradients of different experts.
+    They are the batch's axes and `pipe`, without the axes that split the leaf itself: with experts
+    over `expert`, the devices of an expert group hold the gradients of different experts, and the
+    stages of a pipeline hold those of different layers.
 
     Args:
       mesh: the device mesh.
-      unsharded: partition spec of the unsharded leaf: its axes `tensor` and `expert`.
+      unsharded: partition spec of the unsharded leaf: its axes `tensor`, `expert` and `pipe`.
     """
     own_axes = list_axes(unsharded)
-    return tuple(axis for axis in batch_axes(mesh) if axis not in own_axes)
+    first, *others = batch_axes(mesh)
+    stages = [PIPE] if PIPE in mesh.axis_names else []
+    return tuple(axis for axis in (first, *stages, *others) if axis not in own_axes)
 
 
 def count_rows(mesh: Any, unsharded: Sequence[Any] | PartitionSpec) -> int:

@@ -33,6 +33,7 @@ from zerojax.sharding import (
     Replicated,
     named,
     num_batch_shards,
+    num_stages,
     stored_spec,
 )
 from zerojax.state.disk_layout import DiskLayout
@@ -189,7 +190,8 @@ class Layout:
     @property
     def reduces_once(self) -> bool:
         """Whether devices sum their own gradients over microbatches and reduce them at the end."""
-        return reduces_once(self.config) and num_batch_shards(self.mesh) > 1
+        num_rows = num_batch_shards(self.mesh) * num_stages(self.mesh)
+        return reduces_once(self.config) and num_rows > 1
 
     @property
     def sums_in_float32(self) -> bool:

@@ -501,7 +501,7 @@ class StreamedPlan:
         if self.layout.reduces_in_float32:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
         if self.layout.reduces_once:
-            unsharded = [() if i is None else self.leaves[i].layer_spec for i in leaf_ids]
+            unsharded = [() if i is None else self.gathered_spec(i) for i in leaf_ids]
             return unreduced_grads(derivative, self.mesh, is_loop, unsharded)
         return derivative
 
