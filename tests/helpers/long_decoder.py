@@ -117,12 +117,15 @@ def head(p: Any, p_embed: Any, x: Any, batch: Any, key: Any) -> zj.Loss:
 
 
 def model(
-    attend: Callable[..., Any] = plain_attention, experts: bool = False, dropout: float = 0.0
+    attend: Callable[..., Any] = plain_attention,
+    experts: bool = False,
+    dropout: float = 0.0,
+    layers: int = LAYERS,
 ) -> zj.LayeredModel:
     """Return the decoder; its batches are those of `batches`."""
     run = functools.partial(block, attend, dropout)
     return zj.LayeredModel(
-        LAYERS,
+        layers,
         init_embed,
         embed,
         lambda key: init_block(key, experts),
@@ -135,17 +138,17 @@ def model(
     )
 
 
-def batches(count: int) -> list[dict[str, np.ndarray]]:
+def batches(count: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
     """Return batches of packed rows; some targets do not count."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(count):
-        tokens = random.integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32)
-        is_first = random.random((BATCH, SEQ)) < 0.15
+        tokens = random.integers(0, VOCAB, (size, SEQ + 1)).astype(np.int32)
+        is_first = random.random((size, SEQ)) < 0.15
         is_first[:, 0] = True
         segment_ids = np.cumsum(is_first, 1).astype(np.int32)
         starts = np.maximum.accumulate(np.where(is_first, np.arange(SEQ), 0), 1)
-        targets = np.where(random.random((BATCH, SEQ)) < 0.3, -1, tokens[:, 1:])
+        targets = np.where(random.random((size, SEQ)) < 0.3, -1, tokens[:, 1:])
         found.append(
             {
                 "tokens": tokens[:, :-1].copy(),

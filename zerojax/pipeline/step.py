@@ -22,7 +22,16 @@ import optax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
 from zerojax.metrics import evaluation, with_own
-from zerojax.models import BLOCKS, LayeredModel, Loss, any_fault, divided, joined, with_blocks
+from zerojax.models import (
+    BLOCKS,
+    LayeredModel,
+    Loss,
+    any_fault,
+    divided,
+    joined,
+    per_layer_arrays,
+    with_blocks,
+)
 from zerojax.optim import RecordUpdate
 from zerojax.pipeline.layers import StageLayers
 from zerojax.pipeline.run import Carry, StepTicks
@@ -259,7 +268,7 @@ class PipelineStep:
             tracer=self.tracer,
             residuals=residuals,
             stacks=self.plan.pick(self.plan.weight_stacks(params[BLOCKS]), self.stack.layer),
-            inputs=dataclasses.replace(inputs, keys=keys, context=context),
+            inputs=LayerInputs(keys, context, per_layer_arrays(self.model)),
             d_added=scale if residuals.block.adds else None,
         )
         ticks = StepTicks(
@@ -352,6 +361,7 @@ class PipelineStep:
         """
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         x, inputs = self.abstract_entered(abstract)
+        inputs = dataclasses.replace(inputs, keys=None)
         unstacked = self.eval_embed_head.load(params)
         context = None
         if self.model.context is not None:
@@ -362,7 +372,7 @@ class PipelineStep:
             tracer=self.tracer,
             residuals=self.tracer.plan_residuals(x, inputs, 1),
             stacks=self.plan.pick(self.plan.weight_stacks(params[BLOCKS]), self.stack.layer),
-            inputs=dataclasses.replace(inputs, keys=None, context=context),
+            inputs=LayerInputs(None, context, per_layer_arrays(self.model)),
         )
         entering, _ = self.eval_embed_head.embed(unstacked, batch, None, None)
         stages = self.stages
