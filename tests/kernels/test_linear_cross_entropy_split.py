@@ -91,7 +91,10 @@ def test_split_equals_one_device(axes, w_spec, passes):
     got = value_and_grads(lambda x, w, y: loss(x, w, y), mesh, x, w, labels)
     assert_equal(got, expected())
     spec = W_SPECS[w_spec] or grad_spec(
-        (D, V), P(None, "tensor" if "tensor" in MESHES[axes] else None), mesh
+        (D, V),
+        P(None, "tensor" if "tensor" in MESHES[axes] else None),
+        mesh,
+        tuple(axis for axis in mesh.axis_names if axis != "tensor"),
     )
     assert got[1][1].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 

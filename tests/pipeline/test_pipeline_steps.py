@@ -150,9 +150,7 @@ def check(case: dict[str, Any]) -> None:
         fields[name] = case[name]
     fields |= {"num_microbatches": count, "pipe_chunks": case["chunks"]}
     rows = count * int(np.prod([mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")]))
-    expected, weights = reference(
-        "expert" in mesh, dropout, rows, count, fields.get("clip_norm")
-    )
+    expected, weights = reference("expert" in mesh, dropout, rows, count, fields.get("clip_norm"))
     losses, params = train(mesh, build_model(mesh, dropout), rows, fields)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     toys.assert_trees_close(params, weights, atol=5e-6)

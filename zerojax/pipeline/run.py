@@ -13,6 +13,7 @@ stage without a unit computes on what it has, and its results are dropped.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +28,9 @@ from zerojax.sharding import (
     CONTEXT,
     PIPE,
     ActivationSpec,
+    TENSOR,
     as_entry,
     batch_axes,
-    context_size,
 )
 from zerojax.streamed import EmbedHead
 from zerojax.trees import Batch, Params, Tree
@@ -141,11 +142,14 @@ class StepTicks:
         """Run the forward units, beside which `dy` arrives; return the carry, `dy`, the outputs."""
         units = tick.forward
         batch, key = self._microbatch(tick.enters)
-        # All dims are constrained: the partitioner would divide the look-up over the stages, as it
-        # divides the tokens of the head, and gather the result.
-        batch = ActivationSpec(self.stages.mesh).constrain_given(batch)
-        entering, _ = self.embed_head.embed(self.unstacked, batch, key, None)
-        entering = self.layers.plan.stream.constrain_given(entering)
+
+        # Every stage looks up the same tokens, of which the first stage's are used: the partitioner
+        # would divide the look-up over the stages otherwise, and gather the result.
+        def embed(batch: Batch) -> Tree:
+            x, _ = self.embed_head.embed(self.unstacked, batch, key, None)
+            return self.layers.plan.stream.constrain(x)
+
+        entering = self.stages.map(embed)(self.stages.repeat(batch))
         is_first = (self.stages.numbers == 0) & (units.chunk == 0)
         x = self.layers.constrain(self.stages.select(is_first, entering, carry.x))
         y, ring, added, dy = self.layers.forward(units, x, carry.ring, carry.added, dy)
@@ -170,7 +174,7 @@ class StepTicks:
             loss=carry.loss + value,
             metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
         )
-        return carry, self.stages.select(is_last, dz, dy)
+        return carry, self.stages.select(is_last, self._collect(dz), dy)
 
     def _backward(self, carry: Carry, tick: Ticks, dy: Tree, x: Tree) -> Carry:
         """Run the backward units, beside which the next inputs `x` arrive, if there are any."""
@@ -206,21 +210,32 @@ class StepTicks:
         take = lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, keepdims=False)  # noqa: E731
         return jax.tree.map(take, self.batch), None if self.keys is None else self.keys[number]
 
-    def _spread(self, y: Tree) -> Any:
-        """Split the tokens of one microbatch's activations over the stages too."""
+    def _spread(self, x: Tree) -> Any:
+        """Split the tokens of one microbatch's activations over the stages too.
+
+        In a stream that `tensor` splits, each device sends its own tokens, and they are gathered
+        over `tensor` where they arrive.
+        """
+        if self.layers.plan.stream.is_stream:
+            x = jax.tree.map(lambda a: self._split_tokens(a, (PIPE, TENSOR)), x)
+        return jax.tree.map(lambda a: self._split_tokens(a, (PIPE,)), x)
+
+    def _collect(self, dy: Tree) -> Any:
+        """Return cotangents whose tokens `_spread` has split, on their way back to a stage."""
+        if self.layers.plan.stream.is_stream:
+            dy = jax.tree.map(lambda a: self._split_tokens(a, (PIPE, TENSOR)), dy)
+        return dy
+
+    def _split_tokens(self, a: Array, axes: tuple[str, ...]) -> Array:
+        """Split dim 1 of an array over `context` and more axes, if it divides by them."""
         mesh = self.stages.mesh
-        axes = (CONTEXT, PIPE) if context_size(mesh) > 1 else (PIPE,)
-        size = context_size(mesh) * self.stages.count
-        unsplit = PartitionSpec.UNCONSTRAINED
-
-        def spread(a: Array) -> Array:
-            if a.ndim < 3 or a.shape[1] % size:
-                return a
-            rest = (unsplit,) * (a.ndim - 2)
-            spec = PartitionSpec(batch_axes(mesh), as_entry(axes), *rest)
-            return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
-
-        return jax.tree.map(spread, y)
+        axes = tuple(axis for axis in (CONTEXT, *axes) if mesh.shape.get(axis, 1) > 1)
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        if a.ndim < 3 or a.shape[1] % size:
+            return a
+        rest = (PartitionSpec.UNCONSTRAINED,) * (a.ndim - 2)
+        spec = PartitionSpec(batch_axes(mesh), as_entry(axes), *rest)
+        return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
 
 
 def _added(totals: list[Array], terms: list[Array]) -> list[Array]:

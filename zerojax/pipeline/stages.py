@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding import PIPE, num_stages
 
@@ -48,6 +48,16 @@ class Stages:
           out_axes: dim of each result that counts the stages, as in `jax.vmap`.
         """
         return jax.vmap(function, out_axes=out_axes, spmd_axis_name=PIPE)
+
+    def repeat(self, tree: Any) -> Any:
+        """Return arrays that all stages have, once for each stage: a[...] -> [p, ...]."""
+        stages = NamedSharding(self.mesh, PartitionSpec(PIPE))
+
+        def repeat(a: Array) -> Array:
+            repeated = jnp.broadcast_to(a, (self.count, *a.shape))
+            return jax.lax.with_sharding_constraint(repeated, stages)
+
+        return jax.tree.map(repeat, tree)
 
     def take(self, stacks: Sequence[Array], index: Array) -> list[Array]:
         """Return an entry of each stage's stacks: stack[n, p, ...] -> [p, ...]. Nothing is sent.

@@ -6,6 +6,11 @@
     dw[D, V]{U_data, U_fsdp} -> dw[D_fsdp, V_tensor]      a reduce_scatter, then a psum over
                                                           replicas, as for any parameter
 
+`context`, and in a pipeline `pipe`, split tokens too, in dim 1 of x. The op takes a flat list of
+tokens, so they are first brought into an order in which each device's tokens are neighbors:
+
+    x[B_(data, fsdp), S_(context, pipe), D] -> x[T_(data, fsdp, context, pipe), D]
+
 The op itself, and a comparison with other implementations, is in
 `pallas_kernels.linear_cross_entropy`; this module adds the mesh. It uses the mesh in scope, which
 inside of a train step is the program's. In a step w arrives gathered, like every parameter, and its
@@ -13,19 +18,25 @@ gradient is scattered to the shards. Elsewhere w may be stored in shards: given 
 gathered one tile at a time, and no device holds it in full.
 """
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import linear_cross_entropy as op
 from zerojax.sharding import (
     CONTEXT,
     FSDP,
+    PIPE,
     TENSOR,
     batch_axes,
     context_size,
     leaf_spec,
+    num_batch_shards,
+    num_stages,
     pad_spec,
     zero_axes,
 )
@@ -51,7 +62,7 @@ def linear_cross_entropy(
     Args:
       x: activations `[..., D]`: float32, bfloat16 or float16. On a mesh the number of its tokens,
         all dims but the last, must be divisible by the number of devices along `data` x `fsdp` x
-        `expert` x `context`.
+        `expert` x `context`. In a pipeline the stages share the tokens if dim 1 divides by them.
       w: weight of the head, `[D, V]`, in x's dtype.
       labels: integers below V, with x's leading dims. A label >= V makes the loss NaN; see
         `check_labels`.
@@ -77,20 +88,92 @@ def linear_cross_entropy(
                 "jax.shard_map"
             )
         return op.linear_cross_entropy(x, w, labels, **options)
-    # `context` splits tokens too, so it may gather and scatter w, like the batch's axes.
-    tokens = (*batch_axes(mesh), *((CONTEXT,) if context_size(mesh) > 1 else ()))
+    # These axes split tokens too, so they may gather and scatter w, like the batch's axes.
+    sequence_axes = _list_sequence_axes(x.shape, mesh)
+    tokens = (*batch_axes(mesh), *sequence_axes)
     if w_spec is not None or w.ndim != 2:
         split = op.Split(mesh, tokens, w_spec or PartitionSpec())
     else:
         tensor = mesh.shape.get(TENSOR, 1)
         columns = TENSOR if tensor > 1 and w.shape[1] % tensor == 0 else None
         gathered = PartitionSpec(None, columns)
-        split = op.Split(mesh, tokens, gathered, grad_spec(w.shape, gathered, mesh))
-    return op.linear_cross_entropy(x, w, labels, split=split, **options)
+        split = op.Split(mesh, tokens, gathered, grad_spec(w.shape, gathered, mesh, tokens))
+    if not sequence_axes or not _divides(x.shape, mesh, sequence_axes):
+        return op.linear_cross_entropy(x, w, labels, split=split, **options)
+    order = _TokenOrder(num_batch_shards(mesh), _count(mesh, sequence_axes), labels.shape)
+    losses = op.linear_cross_entropy(
+        order.flatten(x), w, order.flatten(labels), split=split, **options
+    )
+    return order.restore(losses) if losses.ndim else losses
 
 
-def grad_spec(shape: tuple[int, ...], gathered: PartitionSpec, mesh: Any) -> PartitionSpec:
-    """Return the spec of the gradient of a gathered w[D, V]: split over `fsdp` like any leaf."""
+def _list_sequence_axes(shape: tuple[int, ...], mesh: Any) -> tuple[str, ...]:
+    """Return the axes that split dim 1 of x besides those of the batch."""
+    axes = (CONTEXT,) if context_size(mesh) > 1 else ()
+    # Without this, all stages would compute the loss of all tokens.
+    if num_stages(mesh) > 1 and _divides(shape, mesh, (*axes, PIPE)):
+        axes = (*axes, PIPE)
+    return axes
+
+
+def _count(mesh: Any, axes: tuple[str, ...]) -> int:
+    """Return the number of devices along some axes of a mesh."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _divides(shape: tuple[int, ...], mesh: Any, axes: tuple[str, ...]) -> bool:
+    """Return whether dims 0 and 1 of x[B, S, ..., D] divide by the batch's shards and by `axes`."""
+    return (
+        len(shape) >= 3
+        and shape[0] % num_batch_shards(mesh) == 0
+        and shape[1] % _count(mesh, axes) == 0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _TokenOrder:
+    """An order of tokens in which those of a device are neighbors.
+
+    Attributes:
+      rows: number of shards of dim 0.
+      columns: number of shards of dim 1.
+      shape: shape of the labels, [B, S, ...].
+    """
+
+    rows: int
+    columns: int
+    shape: tuple[int, ...]
+
+    @property
+    def _cut(self) -> tuple[int, ...]:
+        batch, length, *_ = self.shape
+        return (self.rows, batch // self.rows, self.columns, length // self.columns)
+
+    def flatten(self, a: jax.Array) -> jax.Array:
+        """Return the tokens of a[B, S, ..] as a flat list, a[T, ..], shard by shard."""
+        rest = a.shape[2:]
+        pieces = jnp.swapaxes(a.reshape(*self._cut, *rest), 1, 2)
+        return pieces.reshape(-1, *a.shape[len(self.shape) :])
+
+    def restore(self, losses: jax.Array) -> jax.Array:
+        """Return a value of each token in the labels' shape, from those of a flat list."""
+        rows, in_row, columns, in_column = self._cut
+        pieces = losses.reshape(rows, columns, in_row, in_column, *self.shape[2:])
+        return jnp.swapaxes(pieces, 1, 2).reshape(self.shape)
+
+
+def grad_spec(
+    shape: tuple[int, ...], gathered: PartitionSpec, mesh: Any, tokens: tuple[str, ...]
+) -> PartitionSpec:
+    """Return the spec of the gradient of a gathered w[D, V]: split over `fsdp` like any leaf.
+
+    Args:
+      shape: shape of w.
+      gathered: spec of w.
+      mesh: the mesh.
+      tokens: axes that split the tokens, over which the gradient is summed.
+    """
     if FSDP not in mesh.axis_names:
         return gathered
-    return PartitionSpec(*leaf_spec(shape, mesh, zero_axes(mesh), pad_spec(gathered, 2)).sharded)
+    axes = tuple(axis for axis in zero_axes(mesh) if axis in tokens)
+    return PartitionSpec(*leaf_spec(shape, mesh, axes, pad_spec(gathered, 2)).sharded)
