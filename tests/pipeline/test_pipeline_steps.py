@@ -101,7 +101,7 @@ def build_model(mesh: dict[str, int], dropout: float) -> zj.LayeredModel:
     if "context" in mesh:
         attend = functools.partial(long_decoder.split_attention, "ring")
     model = long_decoder.model(attend, "expert" in mesh, dropout, LAYERS)
-    factors = np.linspace(0.5, 1.5, LAYERS, dtype=np.float32)
+    factors = np.linspace(0.8, 1.2, LAYERS, dtype=np.float32)
     return dataclasses.replace(model, block=block_with_loss(model.block), per_layer=factors)
 
 

@@ -1,17 +1,20 @@
 """Which models and configs a pipeline supports, checked before anything is built."""
 
 import dataclasses
-import logging
+from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import jax.extend.core as jex
+import optax
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig, resolve_activations
 from zerojax.models import LayeredModel, Model
-from zerojax.sharding import PIPE, num_stages
+from zerojax.optim import LayerTransformation, by_layer
+from zerojax.sharding import PIPE, list_axes, num_stages
 from zerojax.state import StageOrder
-
-logger = logging.getLogger("zerojax")
+from zerojax.trees import Params
 
 
 def check_pipeline(
@@ -38,6 +41,7 @@ def check_pipeline(
             f"LayeredModel, or {PIPE}=1"
         )
     _check_model(model, stages)
+    _check_specs(model)
     _check_config(config, stages)
     order = StageOrder(model.num_layers, stages, config.pipe_chunks)
     _check_numbers(model.num_layers, config, stages)
@@ -60,6 +64,42 @@ def _check_model(model: LayeredModel, stages: int) -> None:
             )
 
 
+def _check_specs(model: LayeredModel) -> None:
+    """Raise ValueError if a spec of the model names `pipe`."""
+    specs = jax.tree_util.tree_flatten_with_path(
+        model.specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )[0]
+    for path, spec in specs:
+        if PIPE in list_axes(tuple(spec)):
+            raise ValueError(
+                f"specs{jax.tree_util.keystr(path)} is {spec}, but {PIPE!r} splits layers by their "
+                "numbers: leave it out of specs"
+            )
+
+
+def by_layer_of_stage(
+    tx: optax.GradientTransformation,
+    params: Params,
+    on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
+    stacked: Sequence[int],
+) -> optax.GradientTransformation:
+    """Return an optimizer that treats records of several layers as it would treat each layer alone.
+
+    The arguments are those of `zerojax.optim.by_layer`.
+
+    Raises:
+      NotImplementedError: the optimizer combines elements of a leaf.
+    """
+    applied = by_layer(tx, params, on_stacks, stacked)
+    if isinstance(applied, LayerTransformation):
+        raise NotImplementedError(
+            "the optimizer combines elements of a leaf, which is not supported on a mesh with "
+            f"{PIPE}, where a record holds a layer of every stage: use an elementwise optimizer, "
+            f"such as optax.adamw, or {PIPE}=1"
+        )
+    return applied
+
+
 def _check_config(config: ZeroConfig, stages: int) -> None:
     """Raise NotImplementedError for a setting that a pipeline does not support."""
     supported: dict[str, tuple[Any, ...]] = {
@@ -80,7 +120,7 @@ def _check_config(config: ZeroConfig, stages: int) -> None:
             _refuse(name, value, values[0], stages)
     if isinstance(config.activations, tuple):
         raise NotImplementedError(
-            f"activations with segments are not supported on a mesh with {PIPE}={stages}: choose "
+            f"activations={config.activations!r} with segments is not supported on a mesh with {PIPE}={stages}: choose "
             "one mode for all layers, such as activations='selective'"
         )
     for kind in resolve_activations(config):
