@@ -1,7 +1,7 @@
-"""Compile a GPT in pipeline stages for H200s without having any: bytes, collectives, bubble.
+r"""Compile a GPT in pipeline stages for H200s without having any: bytes, collectives, bubble.
 
     python benchmarks/pipeline.py --save benchmarks/results/pipeline_h200_aot_202611.md
-    python benchmarks/pipeline.py --preset 1t --vocab 51200 --pipe 16 --fsdp 4 --tensor 8 \\
+    python benchmarks/pipeline.py --preset 1t --vocab 51200 --pipe 16 --fsdp 4 --tensor 8 \
         --microbatches 64 --chunks 1 2 --save benchmarks/results/pipeline_1t_h200_aot_202611.md
 
 The table has one row for each number of microbatches and chunks: the bytes of a device's arguments
@@ -139,17 +139,18 @@ def main() -> None:
     num_block = sum(a.size for a in jax.tree.leaves(shapes))
     num_params = c.layers * num_block + 2 * c.vocab * c.hidden
     setting = (
-        f"GPT {options.preset} with {options.vocab:,} tokens, {num_params / 1e9:,.1f} B parameters, "
-        f"bf16, sequences of {c.seq:,} tokens, pipe {options.pipe} x fsdp {options.fsdp} x tensor "
-        f"{options.tensor} on {gpus} absent H200s, stage {options.stage}, one sequence of each "
+        f"GPT {options.preset} with {options.vocab:,} tokens, {num_params / 1e9:,.1f} B "
+        f"parameters, bf16, sequences of {c.seq:,} tokens, pipe {options.pipe} x fsdp "
+        f"{options.fsdp} x tensor {options.tensor} on {gpus} absent H200s, stage {options.stage}, one sequence of each "
         f"microbatch for each of the {options.fsdp} shards of the batch, "
         f"activations={options.activations!r}"
         f"{', sequence_parallel' if options.tensor > 1 else ''}. Bytes are those of one device."
     )
+    command = f"python benchmarks/pipeline.py {' '.join(sys.argv[1:])}"
     lines = [
         "# Pipeline stages: compiled for H200s, 2026-11",
         "",
-        f"jax {jax.__version__}. Command: `python benchmarks/pipeline.py {' '.join(sys.argv[1:])}`.",
+        f"jax {jax.__version__}. Command: `{command}`.",
         "",
         setting,
         "",

@@ -71,10 +71,10 @@ def test_partitioned_activations_are_refused():
 
 def test_models_are_refused_by_name():
     model = long_decoder.model(layers=LAYERS)
-    with pytest.raises(NotImplementedError, match="a Model has no layers.*pipe=1"):
+    with pytest.raises(NotImplementedError, match=r"a Model has no layers.*pipe=1"):
         build(toys.unrolled())
     entered = dataclasses.replace(model, enter=lambda p, x, batch, key: (x, None))
-    with pytest.raises(NotImplementedError, match="`enter` is not supported.*pipe=2.*pipe=1"):
+    with pytest.raises(NotImplementedError, match=r"`enter` is not supported.*pipe=2.*pipe=1"):
         build(entered)
     stacks = [zj.Stack(name, 4, toys.init_block, toys.block) for name in ("a", "b")]
     several = dataclasses.replace(toys.layered(), init_block=None, block=None, stacks=stacks)
@@ -86,7 +86,7 @@ def test_models_are_refused_by_name():
 
 
 def test_optimizers_that_combine_elements_are_refused():
-    with pytest.raises(NotImplementedError, match="combines elements of a leaf.*pipe=1"):
+    with pytest.raises(NotImplementedError, match=r"combines elements of a leaf.*pipe=1"):
         build(tx=optax.lamb(1e-2))
 
 
@@ -123,10 +123,13 @@ def test_weights_that_read_activations_are_refused():
         program.check(long_decoder.batches(1)[0])
 
 
-def test_an_embedding_must_return_the_input_of_a_block():
+def test_a_block_must_return_what_the_embedding_does():
     model = long_decoder.model(layers=LAYERS)
     wrong = dataclasses.replace(
-        model, embed=lambda p, batch, key: model.embed(p, batch, key)[..., :-1]
+        model, embed=lambda p, batch, key: model.embed(p, batch, key).astype(jnp.bfloat16)
     )
-    with pytest.raises(ValueError):
+    wrong = dataclasses.replace(wrong, block=lambda *args: model.block(*args).astype(jnp.float32))
+    with pytest.raises(
+        ValueError, match=r"a block must return x as it got it: .*cast x to the compute dtype"
+    ):
         build(wrong).check(long_decoder.batches(1)[0])

@@ -72,7 +72,7 @@ class RowRule:
         return tuple(split)
 
     def batch_dim(self, split: Split) -> int:
-        """Return the dim that is split like the batch, or like tokens if rows are; -1 if none is."""
+        """Return the dim that is split like the rows' part of the data, or -1."""
         followed = set(self.axes if self.num_tokens else batch_axes(self.mesh))
         for dim, axes in enumerate(split):
             if axes is not ANY and not followed.isdisjoint(axes):

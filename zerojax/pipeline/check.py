@@ -120,8 +120,8 @@ def _check_config(config: ZeroConfig, stages: int) -> None:
             _refuse(name, value, values[0], stages)
     if isinstance(config.activations, tuple):
         raise NotImplementedError(
-            f"activations={config.activations!r} with segments is not supported on a mesh with {PIPE}={stages}: choose "
-            "one mode for all layers, such as activations='selective'"
+            f"activations={config.activations!r} with segments is not supported on a mesh with "
+            f"{PIPE}={stages}: choose one mode for all layers, such as activations='selective'"
         )
     for kind in resolve_activations(config):
         if kind in ("pinned_host", "nvme"):
@@ -130,8 +130,8 @@ def _check_config(config: ZeroConfig, stages: int) -> None:
 
 def _refuse(name: str, value: Any, instead: Any, stages: int) -> None:
     raise NotImplementedError(
-        f"{name}={value!r} is not supported on a mesh with {PIPE}={stages}: use {name}={instead!r}, "
-        f"or {PIPE}=1"
+        f"{name}={value!r} is not supported on a mesh with {PIPE}={stages}: use "
+        f"{name}={instead!r}, or {PIPE}=1"
     )
 
 
@@ -143,6 +143,6 @@ def _check_numbers(num_layers: int, config: ZeroConfig, stages: int) -> None:
         below = num_layers // parts * parts
         nearest = f"{below} or {below + parts}" if below else f"{parts}"
         raise ValueError(
-            f"num_layers={num_layers} does not divide by {PIPE} x pipe_chunks = {stages} x {chunks} "
-            f"= {parts}: use {nearest} layers, or other {PIPE} or pipe_chunks"
+            f"num_layers={num_layers} does not divide by {PIPE} x pipe_chunks = {stages} x "
+            f"{chunks} = {parts}: use {nearest} layers, or other {PIPE} or pipe_chunks"
         )

@@ -187,10 +187,13 @@ class StageLayers:
             return (self.constrain(y), ring, _with_stages(added, more, is_used)), work
 
         carry, work = run(jnp.int32(0), x, ring, added, work)
-        carry = jax.lax.fori_loop(
-            1, self._chunk_layers, lambda k, carry: run(k, *carry, None)[0], carry
-        )
-        return (*carry, work)
+
+        def run_next(k: Array, carry: tuple[Tree, list[Array], Loss | None]) -> Any:
+            x, ring, added = carry
+            return run(k, x, ring, added, None)[0]
+
+        y, ring, added = jax.lax.fori_loop(1, self._chunk_layers, run_next, carry)
+        return y, ring, added, work
 
     def backward(
         self, units: Units, dy: Tree, ring: list[Array], sums: list[Array], work: Any
@@ -226,10 +229,13 @@ class StageLayers:
             return (self.constrain(dx), sums), work
 
         carry, work = run(jnp.int32(0), dy, sums, work)
-        carry = jax.lax.fori_loop(
-            1, num_layers, lambda number, carry: run(number, *carry, None)[0], carry
-        )
-        return (*carry, work)
+
+        def run_next(number: Array, carry: tuple[Tree, list[Array]]) -> Any:
+            dy, sums = carry
+            return run(number, dy, sums, None)[0]
+
+        dx, sums = jax.lax.fori_loop(1, num_layers, run_next, carry)
+        return dx, sums, work
 
 
 def _clipped(units: Units) -> Units:

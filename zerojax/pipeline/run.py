@@ -27,7 +27,6 @@ from zerojax.pipeline.ticks import Ticks
 from zerojax.sharding import (
     CONTEXT,
     PIPE,
-    ActivationSpec,
     TENSOR,
     as_entry,
     batch_axes,
@@ -156,7 +155,7 @@ class StepTicks:
         return carry._replace(ring=ring, added=added), dy, y
 
     def _run_head(self, carry: Carry, tick: Ticks, y: Tree, dy: Tree) -> tuple[Carry, Tree]:
-        """Run the head on the last stage's output; return the carry, and `dy` with its cotangent."""
+        """Run the head on the last stage's output; return the carry, and `dy` with its result."""
         last = self.stages.count - 1
         y = jax.tree.map(lambda a: a[last], y)
 
@@ -197,7 +196,7 @@ class StepTicks:
         )
 
     def _derive_head(self, y: Tree, number: Any) -> tuple[list[Array], tuple[Array, Tree, Any]]:
-        """Return the head's gradients of the unstacked leaves, and (loss, cotangent of y, metrics)."""
+        """Return the head's gradients of the unstacked leaves, and (loss, dy, metrics)."""
         batch, key = self._microbatch(number)
         grads, (value, dy, metrics, _) = self.embed_head.derive_head(
             self.unstacked, y, batch, key, self.scale, total_weight=self.total_weight

@@ -145,11 +145,11 @@ class Stages:
         return self._island(write, specs, of_stack)(list(stacks), index, list(values), is_used)
 
     def send_up(self, tree: Any) -> Any:
-        """Send each stage's arrays [p, ...] to the next stage, and the last stage's to the first."""
+        """Send each stage's arrays [p, ...] to the next stage, the last stage's to the first."""
         return self._send(tree, 1)
 
     def send_down(self, tree: Any) -> Any:
-        """Send each stage's arrays [p, ...] to the stage before, and the first stage's to the last."""
+        """Send each stage's arrays [p, ...] to the one before, the first stage's to the last."""
         return self._send(tree, -1)
 
     def _send(self, tree: Any, offset: int) -> Any:

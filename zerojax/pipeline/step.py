@@ -3,8 +3,8 @@
     ticks     forward and backward units of all stages, embedding and head    zerojax.pipeline.run
     update    each record's sums, reduced, go to the update policy, as in a streamed step
 
-It is built from the parts of a streamed step: traced blocks, residuals, records, embedding and head,
-and update policies (`zerojax.streamed`). What differs is the order, which is a table
+It is built from the parts of a streamed step (`zerojax.streamed`): traced blocks, residuals,
+records, embedding and head, and update policies. What differs is the order, which is a table
 (`zerojax.pipeline.schedule`), and that a record holds one layer of every stage
 (`zerojax.state.wide`). Stages, microbatches and chunks follow GPipe (arXiv:1811.06965),
 PipeDream-Flush (arXiv:2006.09503) and Megatron-LM (arXiv:2104.04473).

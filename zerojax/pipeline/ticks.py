@@ -9,9 +9,10 @@
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
+Integers = Any
+"""Array of int32: of numpy in a schedule, of JAX in the body of a loop over ticks."""
 
 
 class Units(NamedTuple):
@@ -23,9 +24,9 @@ class Units(NamedTuple):
       microbatch: microbatch, 0 .. M-1.
     """
 
-    chunk: np.ndarray
-    slot: np.ndarray
-    microbatch: np.ndarray
+    chunk: Integers
+    slot: Integers
+    microbatch: Integers
 
 
 class Ticks(NamedTuple):
@@ -45,9 +46,9 @@ class Ticks(NamedTuple):
 
     forward: Units
     backward: Units
-    enters: np.ndarray
-    meets_head: np.ndarray
-    leaves: np.ndarray
+    enters: Integers
+    meets_head: Integers
+    leaves: Integers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
