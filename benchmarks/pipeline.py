@@ -141,7 +141,8 @@ def main() -> None:
     setting = (
         f"GPT {options.preset} with {options.vocab:,} tokens, {num_params / 1e9:,.1f} B "
         f"parameters, bf16, sequences of {c.seq:,} tokens, pipe {options.pipe} x fsdp "
-        f"{options.fsdp} x tensor {options.tensor} on {gpus} absent H200s, stage {options.stage}, one sequence of each "
+        f"{options.fsdp} x tensor {options.tensor} on {gpus} absent H200s, stage "
+        f"{options.stage}, one sequence of each "
         f"microbatch for each of the {options.fsdp} shards of the batch, "
         f"activations={options.activations!r}"
         f"{', sequence_parallel' if options.tensor > 1 else ''}. Bytes are those of one device."

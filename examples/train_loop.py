@@ -38,8 +38,8 @@ class LoopOptions:
         machine, and prints its plan.
       machine: machine for the plan: a name that `zerojax machines` lists, or a TOML file that
         `zerojax probe` wrote; by default this machine.
-      mesh: sizes of the axes data, fsdp, expert, context and tensor, such as data=2,fsdp=4; -1
-        takes the remaining devices.
+      mesh: sizes of the axes pipe, data, fsdp, expert, context and tensor, such as data=2,fsdp=4;
+        -1 takes the remaining devices.
       devices: number of devices to simulate if there is only a CPU.
       batch_size: sequences per step, over all devices and microbatches.
       weight_decay: weight decay of AdamW.
@@ -246,6 +246,7 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
             tensor=axes.get("tensor", 1),
             context=axes.get("context", 1),
             expert=axes.get("expert", 1),
+            pipe=axes.get("pipe", 1),
         )
     except ValueError as error:
         raise ValueError(f"--mesh {options.mesh}: {error}") from error

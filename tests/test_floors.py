@@ -54,10 +54,12 @@ ROOMS = {
     "zerojax.streamed": (
         "activations", "grads", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "compat", "metrics", "trees",
     ),
-    "zerojax.pipeline": ("user_values",),
+    "zerojax.pipeline": (
+        "user_values", "grads", "optim", "state", "models", "sharding", "streamed", "config", "metrics", "trees",
+    ),
     "zerojax.memory": ("formulas", "streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision", "trees"),
     "zerojax.program": (
-        "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding",
+        "activations", "memory", "pipeline", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding",
         "aot", "compat", "config", "precision", "hlo", "jaxprs", "progress", "trees",
     ),
     "zerojax.checkpoint": ("user_values", "program", "runtime", "state", "models", "sharding", "precision", "progress"),

@@ -189,7 +189,7 @@ class Program:
         """Which part of each batch this process provides, and the number of parts.
 
         Each process passes its part of dim 0 to `step`. There is one part per process, unless
-        `context` or `tensor` spans several processes: these provide the same rows.
+        `pipe`, `context` or `tensor` spans several processes: these provide the same rows.
         """
         return batch_part(self.mesh)
 

@@ -63,5 +63,4 @@ from zerojax.state.train_state import state_key as state_key
 from zerojax.state.train_state import with_loss_scale as with_loss_scale
 from zerojax.state.train_state import with_model_state as with_model_state
 from zerojax.state.wide import StageOrder as StageOrder
-from zerojax.state.wide import WideModel as WideModel
 from zerojax.state.wide import widen_model as widen_model
