@@ -34,6 +34,8 @@ def mesh_of(num_processes: int, **sizes: int) -> Mesh:
         (4, {"data": 1, "fsdp": 2, "context": 4, "tensor": 1}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
         (2, {"data": 1, "fsdp": 1, "context": 4, "tensor": 2}, [(0, 1), (0, 1)]),
         (2, {"data": 1, "fsdp": 2, "expert": 2, "context": 2, "tensor": 1}, [(0, 2), (1, 2)]),
+        (2, {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 1}, [(0, 1), (0, 1)]),
+        (4, {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 1}, [(0, 2), (1, 2), (0, 2), (1, 2)]),
         (4, {"tensor": 2, "data": 2, "fsdp": 2}, [(0, 2), (1, 2), (0, 2), (1, 2)]),
     ],
 )

@@ -113,7 +113,7 @@ def train(
     program = zj.build_train_step(
         model,
         # A large eps: gradients that are almost 0 would otherwise differ in sign.
-        optax.adam(1e-2, eps=1e-2),
+        optax.adam(3e-3, eps=1e-2),
         zj.ZeroConfig(**fields),
         zj.make_mesh(**mesh, devices=jax.devices()[:size]),
     )
