@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_models import FAMILIES, adamw, batch_of, need, write
+from safetensors.numpy import load_file
 from test_packed_rows import packed_and_alone
 
 import zerojax as zj
@@ -91,3 +92,24 @@ def test_adapters_over_an_nf4_base_train_over_context(tmp_path, method, base):
                 losses.append(float(metrics["loss"]))
         found.append(losses)
     np.testing.assert_allclose(found[1], found[0], rtol=2e-6)
+
+
+@pytest.mark.by_default("qwen2")
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_folder_is_exported_from_context_with_the_bits_of_fsdp(tmp_path, case):
+    like = tmp_path / "like"
+    write(case, like, shard="1GB")
+    found = []
+    for n, axes in enumerate(({"fsdp": 8}, {"fsdp": 2, "context": 4})):
+        config = zj.ZeroConfig()
+        with zj.build_train_step(model_of(like), adamw(), config, zj.make_mesh(**axes)) as program:
+            state = zj.import_hf(program, like, key=jax.random.key(0))
+            with zj.Checkpointer(tmp_path / f"checkpoint{n}") as checkpoints:
+                checkpoints.save(program, state)
+        zj.export_hf(tmp_path / f"checkpoint{n}", tmp_path / f"out{n}", like=like)
+        found.append(load_file(tmp_path / f"out{n}" / "model.safetensors"))
+    original = load_file(like / "model.safetensors")
+    assert list(found[0]) == list(found[1]) == list(original)
+    for name, array in original.items():
+        np.testing.assert_array_equal(found[0][name], array)
+        np.testing.assert_array_equal(found[1][name], array)
