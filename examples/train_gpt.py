@@ -83,11 +83,11 @@ class Options(LoopOptions):
         mesh with context, "ring", "ulysses" and "gather" are methods of `zj.attention`, and "auto"
         lets it choose between ring and ulysses.
       experts: number of experts in each block, spread over the mesh axis expert; 0 uses an MLP.
-      top_k: number of experts that a token visits.
+      top_k: number of experts that a token visits; 2 by default. It needs experts.
       capacity_factor: an expert takes at most capacity_factor x top_k / experts of a device's
-        tokens; None drops no token.
+        tokens; None drops no token. It needs experts.
       expert_hidden: width of an expert's hidden dim; by default an MLP's, 4 times the width of the
-        stream.
+        stream. It needs experts.
       sample_bytes: bytes of text to generate at the end, with all parameters on the device; use 0
         if they do not fit there.
       prompt: beginning of the generated text.
@@ -111,7 +111,7 @@ class Options(LoopOptions):
     mlp_tiles: int | None = None
     attention: gpt.Attention = "auto"
     experts: int = 0
-    top_k: int = 2
+    top_k: int | None = None
     capacity_factor: float | None = 1.25
     expert_hidden: int | None = None
     sample_bytes: int = 300
@@ -123,8 +123,17 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
     Args:
       arguments: command-line arguments; None: use `sys.argv`.
+
+    Raises:
+      ValueError: an option of experts is given, and the model has none.
     """
-    return train_loop.parse(Options, arguments)
+    options = train_loop.parse(Options, arguments)
+    if options.experts:
+        return options
+    for name in ("top_k", "capacity_factor", "expert_hidden"):
+        if (value := getattr(options, name)) != getattr(Options, name):
+            raise ValueError(f"{name}={value} needs experts: add --experts 8, or leave it out")
+    return options
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -154,7 +163,7 @@ def build(
         loss_tiles=options.loss_tiles,
         attention=options.attention,
         experts=options.experts,
-        top_k=options.top_k,
+        top_k=2 if options.top_k is None else options.top_k,
         capacity_factor=options.capacity_factor,
         expert_hidden=options.expert_hidden,
     )

@@ -27,6 +27,18 @@ def test_a_mesh_with_expert_needs_a_model_with_experts():
         build({"fsdp": 4, "expert": 2})
 
 
+def test_experts_that_do_not_divide_are_refused():
+    mesh = zj.make_mesh(fsdp=2, expert=3, devices=jax.devices()[:6])
+    words = (
+        r"\['up'\]: 8 experts .* do not divide by expert=3: choose a mesh on which expert divides 8, "
+        r"or 9 experts"
+    )
+    with pytest.raises(ValueError, match=words):
+        zj.build_train_step(
+            long_decoder.model(experts=True), optax.adam(1e-2), zj.ZeroConfig(), mesh
+        )
+
+
 def test_rings_of_tensor_parallelism_are_refused_over_context():
     fields = {"sequence_parallel": True, "tensor_overlap": True}
     words = r"tensor_overlap=True is not supported on a mesh with context=2: set tensor_overlap=Fal"
@@ -54,6 +66,19 @@ def test_a_plan_is_refused():
             mesh,
             long_decoder.batches(1)[0],
             "h100-80gb",
+        )
+
+
+def test_tuning_is_refused():
+    mesh = zj.make_mesh(fsdp=2, expert=2, context=2)
+    words = r"this mesh has 8 of platform 'cpu', with expert=2 and context=2: pass zerojax.aot"
+    with pytest.raises(NotImplementedError, match=words):
+        zj.autotune(
+            long_decoder.model(experts=True),
+            optax.adam(1e-2),
+            zj.ZeroConfig(),
+            mesh,
+            long_decoder.batches(1)[0],
         )
 
 

@@ -8,6 +8,7 @@ import long_decoder
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 import zerojax as zj
 
@@ -75,3 +76,25 @@ def test_a_checkpoint_is_restored_on_other_axes_and_back(first, second, tmp_path
             np.testing.assert_array_equal(a, b)
         _, metrics = jax.block_until_ready(program.step(state, data[1]))
         assert float(metrics["loss"]) == loss
+
+
+@pytest.mark.by_default("every_axis_on_disk")
+@pytest.mark.parametrize("place", ["every_axis_on_disk", "experts_and_tensor"])
+def test_an_export_is_imported_and_exported_with_the_same_bits(place, tmp_path):
+    exported = []
+    for n, here in enumerate(("fsdp", place, "fsdp")):
+        with build(here, tmp_path) as program:
+            if exported:
+                state = zj.import_params(program, exported[-1], key=jax.random.key(1))
+            else:
+                state = program.init(jax.random.key(0))
+            with zj.Checkpointer(tmp_path / f"checkpoint{n}") as checkpoints:
+                checkpoints.save(program, state)
+        exported.append(tmp_path / f"{n}.safetensors")
+        zj.export_safetensors(tmp_path / f"checkpoint{n}", exported[-1])
+    first, *others = map(load_file, exported)
+    assert first["blocks.up"].shape == (long_decoder.LAYERS, 8, 16, 48)  # [L, E, H, F]
+    for other in others:
+        assert list(other) == list(first)
+        for name, array in first.items():
+            np.testing.assert_array_equal(other[name], array)

@@ -60,3 +60,15 @@ def test_train_gpt_splits_sequences_and_experts(tmp_path, monkeypatch, name):
         # At 0.5 at least half of the choices find no cell.
         least, most = {"0.5": (0.5, 1), "None": (0, 0)}.get(str(options.capacity_factor), (0, 1))
         assert least <= dropped <= most
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--top-k", "2"), ("--capacity-factor", "None"), ("--expert-hidden", "8")]
+)
+def test_options_of_experts_need_experts(option, value, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", option, value])
+    with pytest.raises(SystemExit) as left:
+        train_gpt.main()
+    assert left.value.code == 2
+    expected = f"train_gpt.py: error: {option} {value} needs experts: add --experts 8"
+    assert capsys.readouterr().err.startswith(expected)

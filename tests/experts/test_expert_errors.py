@@ -6,6 +6,7 @@ import expert_layers as layers
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import zerojax as zj
 
@@ -44,3 +45,22 @@ def test_moe_refuses_experts_that_do_not_divide_by_the_axis():
     message = r"moe: 6 experts do not divide by the mesh's expert=4: .* or 8 experts"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         zj.moe(X, **p)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["no expert", "too many experts", "capacity 0", "capacity nan", "activation"],
+)
+def test_modules_refuse_the_same_when_they_are_built(case):
+    changed, message = CASES[case]
+    with pytest.raises(ValueError, match=f"moe: .*{message}"):
+        zj.MoE(layers.WIDTH, layers.INNER, layers.EXPERTS, rngs=nnx.Rngs(0), **changed)
+    with pytest.raises(ValueError, match=f"moe: .*{message}"):
+        zj.linen.MoE(layers.INNER, layers.EXPERTS, **changed)
+
+
+@pytest.mark.parametrize("stats", [None, (1.0, 2.0, 0.0)])
+def test_the_loss_of_experts_needs_their_statistics(stats):
+    message = rf"stats must be an ExpertStats, got {type(stats).__name__}: pass the second result"
+    with pytest.raises(TypeError, match=message):
+        zj.expert_loss(stats)

@@ -9,6 +9,7 @@ from zerojax.activations.kept import attention_inner as attention_inner
 from zerojax.activations.kept import candidates as candidates
 from zerojax.activations.kept import depending as depending
 from zerojax.activations.kept import describe as describe
+from zerojax.activations.own_attention import watch_attention as watch_attention
 from zerojax.activations.recompute import Keeper as Keeper
 from zerojax.activations.recompute import Splits as Splits
 from zerojax.activations.recompute import find_label as find_label

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from zerojax.experts.loss import ExpertStats
-from zerojax.experts.mixture import moe
+from zerojax.experts.mixture import check_options, moe
 from zerojax.experts.nnx import DOWN_AXES, UP_AXES, default_expert_init, default_router_init
 
 Array = jax.Array
@@ -72,6 +72,15 @@ class MoE(nn.Module):
     router_init: Initializer = default_router_init
     up_init: Initializer = default_expert_init
     down_init: Initializer = default_expert_init
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+          ValueError: top_k, capacity_factor or the activation is invalid, as in `zj.moe`.
+        """
+        check_options(self.num_experts, self.top_k, self.capacity_factor, self.activation)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, ExpertStats]:

@@ -41,6 +41,14 @@ def expert_loss(stats: ExpertStats, balance: float = 1e-2, z: float = 1e-3) -> L
       stats: statistics that `zj.moe` returned.
       balance: weight of `stats.balance` (Switch uses 1e-2).
       z: weight of `stats.z` (ST-MoE uses 1e-3).
+
+    Raises:
+      TypeError: `stats` is not an ExpertStats.
     """
+    if not isinstance(stats, ExpertStats):
+        raise TypeError(
+            f"expert_loss: stats must be an ExpertStats, got {type(stats).__name__}: pass the "
+            "second result of zj.moe, y, stats = zj.moe(...)"
+        )
     total = balance * stats.balance + z * stats.z
     return Loss(total, metrics={"dropped_fraction": stats.dropped})

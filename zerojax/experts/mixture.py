@@ -74,7 +74,8 @@ def moe(
       ValueError: shapes or dtypes do not fit; top_k is below 1 or above E; capacity_factor is not
         positive; the activation is not a function; or the experts do not divide by `expert`.
     """
-    top_k, capacity_factor = _check_options(router, top_k, capacity_factor, activation)
+    num_experts = router.shape[-1] if getattr(router, "ndim", 0) else 0
+    top_k, capacity_factor = check_options(num_experts, top_k, capacity_factor, activation)
     _check_arrays(x, router, up, down, gate)
     num_rows, num_tokens = x.shape[:2]
     exchange = find_exchange(up.shape[0], top_k, capacity_factor)
@@ -121,16 +122,21 @@ def _multiply(cells: Array, weights: Array) -> Array:
     return jnp.swapaxes(made, 0, 1)
 
 
-def _check_options(
-    router: Array, top_k: Any, capacity_factor: Any, activation: Any
+def check_options(
+    num_experts: int, top_k: Any, capacity_factor: Any, activation: Any
 ) -> tuple[int, float | None]:
     """Return top_k and capacity_factor as numbers of Python, once all options are valid.
 
+    Args:
+      num_experts: number of experts; 0 if it is not known yet.
+      top_k: number of experts of a token.
+      capacity_factor: cells per pair of a token and an expert, or None.
+      activation: activation function of the experts.
+
     Raises:
-      ValueError: an option is not.
+      ValueError: an option is invalid.
     """
     count = as_integer(top_k)
-    num_experts = router.shape[-1] if getattr(router, "ndim", 0) else 0
     if count is None or count < 1 or (num_experts and count > num_experts):
         raise ValueError(
             f"moe: top_k={top_k!r}, the number of experts that a token visits: it must be from 1 "

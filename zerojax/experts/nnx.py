@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.experts.loss import ExpertStats
-from zerojax.experts.mixture import moe
+from zerojax.experts.mixture import check_options, moe
 from zerojax.sharding import EXPERT, TENSOR
 
 Array = jax.Array
@@ -82,7 +82,11 @@ class MoE(nnx.Module):
             then replace `expert` and `tensor`.
           down_init: initializer of down, [E, F, H]; may be `nnx.with_partitioning`.
           rngs: random streams.
+
+        Raises:
+          ValueError: top_k, capacity_factor or the activation is invalid, as in `zj.moe`.
         """
+        check_options(num_experts, top_k, capacity_factor, activation)
         self.top_k = top_k
         self.capacity_factor = capacity_factor
         self.activation = activation

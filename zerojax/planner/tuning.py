@@ -24,7 +24,7 @@ from zerojax.config import ZeroConfig, streams
 from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program import LoweredStep, Program, build_train_step
-from zerojax.sharding import own_mesh, without_mesh
+from zerojax.sharding import describe_optional_axes, own_mesh, without_mesh
 from zerojax.trees import Batch
 from zerojax.user_values import whole_number
 
@@ -220,9 +220,15 @@ def _check_one_gpu(mesh: Mesh) -> None:
     if platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
             f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
-            f"of platform {platform!r}: pass "
+            f"of platform {platform!r}{_describe_axes(mesh)}: pass "
             'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), whose GPU need not be present'
         )
+
+
+def _describe_axes(mesh: Mesh) -> str:
+    """Return the sizes of the mesh's `expert` and `context` for an error, or ""."""
+    axes = describe_optional_axes(mesh)
+    return f", with {axes}" if axes else ""
 
 
 def _fastest(tried: Sequence[TunedStep], limit: int | None) -> ZeroConfig:

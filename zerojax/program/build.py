@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax.activations import SequenceParallelism, sequence_parallel
+from zerojax.activations import SequenceParallelism, sequence_parallel, watch_attention
 from zerojax.aot import is_there
 from zerojax.compat import check_gpu_version
 from zerojax.config import ZeroConfig, check_unlayered, require_built, resolve_activations, streams
@@ -164,11 +164,11 @@ def assemble(
         sequence = SequenceParallelism()
         # The state is stored as the given model's. Only the step's computation is split
         # differently.
-        step_model = model
-        if isinstance(model, LayeredModel) and config.sequence_parallel:
+        step_model = watch_attention(model, mesh)
+        if isinstance(step_model, LayeredModel) and config.sequence_parallel:
             saves_values = {*resolve_activations(config)} <= {"everything", "save", "selective"}
             step_model = sequence_parallel(
-                model, mesh, sequence, config.tensor_overlap, recomputed=not saves_values
+                step_model, mesh, sequence, config.tensor_overlap, recomputed=not saves_values
             )
         step = build_step(step_model, tx, records, build_gather(records.layout, gathered_early))
     return Parts(tx, records, step, gathered_early, sequence, state_model)

@@ -616,8 +616,8 @@ class Program:
 
         Returns:
           The tree that `predict` returns. Leaves whose dim 0 is the number of rows are split like
-          the batch, over `data` and `fsdp`. All other leaves are on every device; if the batch does
-          not divide, all leaves are.
+          the batch, over `data`, `fsdp` and `expert`. All other leaves are on every device; if the
+          batch does not divide, all leaves are.
 
         Raises:
           ValueError: the model has no `predict`, or the state was donated.
@@ -765,7 +765,7 @@ class Program:
 
     @without_mesh
     def shard_batch(self, batch: Batch, num_microbatches: int | None = None) -> Any:
-        """Place a batch on the mesh, with dim 0 split over `data` and `fsdp`.
+        """Place a batch on the mesh, with dim 0 split over `data`, `fsdp` and `expert`.
 
         Leaves that are already placed stay; numpy arrays are copied.
 

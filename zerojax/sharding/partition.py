@@ -105,7 +105,7 @@ def leaf_spec(
         return LeafSpec(base, base, f"smaller than min_shard_bytes={min_shard_bytes}")
     dims = [d for d in range(first_dim, len(shape)) if local[d] and local[d] % size == 0]
     if not dims:
-        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        sizes = _describe_sizes(axes, mesh)
         return LeafSpec(base, base, f"no dim of {tuple(local[first_dim:])} divides by {sizes}")
     free = [d for d in dims if base[d] is None]
     split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
@@ -113,6 +113,11 @@ def leaf_spec(
     sharded = list(base)
     sharded[split_dim] = as_entry((*parse_axes(base[split_dim]), *axes))
     return LeafSpec(base, tuple(sharded), None)
+
+
+def _describe_sizes(axes: Sequence[str], mesh: Mesh) -> str:
+    """Return the axes with their sizes, such as "fsdp=2 x context=4"."""
+    return " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
 
 
 def _num_shards(entry: Any, mesh: Mesh) -> int:
@@ -235,6 +240,12 @@ def misfit(
                     f"{TENSOR!r}, or {EXPERT!r} in the dim that counts experts"
                 )
             split *= mesh.shape[name]
+        if shape[dim] % split and EXPERT in parse_axes(entry):
+            return (
+                f"{path}: {shape[dim]} experts (dim {dim} of shape {tuple(shape)}) do not divide "
+                f"by {_describe_sizes(parse_axes(entry), mesh)}: choose a mesh on which "
+                f"{EXPERT} divides {shape[dim]}, or {-(-shape[dim] // split) * split} experts"
+            )
         if shape[dim] % split:
             return (
                 f"{path}: dim {dim} of shape {tuple(shape)} does not divide by {split} "
