@@ -1,4 +1,4 @@
-"""The example trains, validates and samples over `context` and `expert`."""
+"""The example trains, validates and samples over `context`, `expert` and `pipe`."""
 
 import contextlib
 import dataclasses
@@ -24,11 +24,20 @@ CASES = {
     "unrolled-experts": ("expert=2", *EXPERTS, "--model", "unrolled"),
     "dropping-experts": ("expert=2,tensor=2", *EXPERTS, "--capacity-factor", "0.5"),
     "whole-experts": ("fsdp=2", *EXPERTS, "--capacity-factor", "None", "--top-k", "1"),
+    "stages": ("pipe=2", "--stage", "1", "--num-microbatches", "2"),
+    "stages-of-tensor": (
+        "pipe=2,tensor=2",
+        "--num-microbatches",
+        "2",
+        "--sequence-parallel",
+        "True",
+    ),
+    "stages-on-host": ("pipe=2", "--num-microbatches", "2", "--opt-state", "pinned_host"),
     "experts-in-context": ("expert=2,context=2", *EXPERTS, "--attention", "ring"),
 }
 
 
-@pytest.mark.by_default("ring", "experts")
+@pytest.mark.by_default("ring", "experts", "stages")
 @pytest.mark.parametrize("name", CASES)
 def test_train_gpt_splits_sequences_and_experts(tmp_path, monkeypatch, name):
     """A run in this process, of a smaller model than the smallest preset."""
