@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import processes
 import pytest
 import toys
 from matrix_of_checkpoints import DISK, HOST, assert_same, numbers
-from single_layers import read_layers
+from single_layers import build_small, read_layers
 
 import zerojax as zj
 from zerojax.checkpoint import inspect
@@ -243,3 +244,35 @@ def test_training_continues_elsewhere(other, tmp_path):
     with build(OTHERS[other], tmp_path / "swap", {}) as program:
         losses, _ = toys.run(program, restore(program, tmp_path / "run"), data[2:])
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
+
+
+WORKER = """
+import jax, toys
+import zerojax as zj
+from single_layers import build_small
+
+program = build_small(pipe=2, fsdp=2)
+assert program.batch_part == (0, 1)
+with zj.Checkpointer(out.parent / "plain") as ckpt:
+    state = ckpt.restore(program)
+with zj.Checkpointer(out / "again") as ckpt:
+    ckpt.save(program, state)
+names = [name for name, _ in jax.block_until_ready(list(program.iter_params(state)))]
+stack = jax.block_until_ready(program.params(state)["blocks"]["w"])
+losses, _ = toys.run(program, state, toys.batches(2))
+found = {"names": names, "first": stack.addressable_shards[0].index[0].start, "losses": losses}
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_hold_a_stage_each(tmp_path):
+    program = build_small(fsdp=2, devices=jax.devices()[:2])
+    state = filled(program)
+    expected = numbers(save(program, state, tmp_path / "plain"), 0)
+    losses, _ = toys.run(program, state, toys.batches(2))
+    both = processes.launch(WORKER, tmp_path / "two", 2, devices=4)
+    assert_same(numbers(tmp_path / "two" / "again", 0), expected)
+    for number, each in enumerate(both):
+        assert each["names"] == ["embed", *(f"blocks/{i}" for i in range(LAYERS)), "head"]
+        assert (each["first"] or 0) == number * LAYERS // 2
+        np.testing.assert_allclose(each["losses"], losses, rtol=2e-6)

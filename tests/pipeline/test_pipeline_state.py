@@ -74,6 +74,8 @@ def test_users_see_layers(case):
     # Parameters in the order of the layers take the place of those in a state.
     assert float(program.eval(state, batch)) == pytest.approx(float(loss), rel=1e-5)
     same = dataclasses.replace(state, params=params)
+    assert_same(program.params(same), params)
+    assert_same(read_layers(program, same, ema=False), weights)
     assert float(program.eval(same, batch)) == float(program.eval(state, batch))
     averaged = float(program.eval(dataclasses.replace(state, params=averages), batch))
     in_records = jax.tree.map(

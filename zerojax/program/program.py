@@ -891,7 +891,8 @@ class Program:
     def ema_params(self, state: TrainState) -> Any:
         """Return the averages of the weights that `zerojax.Ema` keeps, like `params(state)`.
 
-        They have its dtype, shardings and tier. They are a copy, which takes the same space again.
+        They have the dtype, shardings and tier of that tree. They are a copy, which takes the same
+        space again.
         To evaluate with them, pass them to `eval` in place of the parameters:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
@@ -935,6 +936,9 @@ class Program:
             self._reader.check_averages()
         check_is_there(state)
         self._is_unsettled(state)  # raises for a state of another program
+        if self.layout.order is not None:
+            # Its parameters may be stacks of layers in place of records.
+            state = self.check_state(state)
         pieces = self._reader.pieces(state, ema)
         while True:
             # The caller's mesh is in scope again between two pieces.

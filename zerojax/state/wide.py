@@ -173,8 +173,9 @@ def stage_order(model: Any) -> StageOrder | None:
 def narrow_params(params: Params, order: StageOrder | None, *, donate: bool = False) -> Params:
     """Return a parameter tree with its stacks in the order of the layers, [L, ...].
 
-    Stacks are copied, one after the other; leaves of embedding and head are returned as they are. A
-    stack in host memory passes through the device, and its copy is in host memory too.
+    Stacks of records are copied, one after the other; stacks in this order and leaves of embedding
+    and head are returned as they are. A stack in host memory passes through the device, and its
+    copy is in host memory too.
 
     Args:
       params: tree of parameters, or of gradients, with records of several stages. Leaves may be
@@ -186,6 +187,8 @@ def narrow_params(params: Params, order: StageOrder | None, *, donate: bool = Fa
         return params
 
     def narrow(stack: Any) -> jax.Array:
+        if not isinstance(stack, Split) and stack.shape[0] == order.num_layers:
+            return stack
         narrowed = _narrow_stack(stack, order)
         if donate:
             jax.block_until_ready(narrowed)
