@@ -63,4 +63,7 @@ from zerojax.state.train_state import state_key as state_key
 from zerojax.state.train_state import with_loss_scale as with_loss_scale
 from zerojax.state.train_state import with_model_state as with_model_state
 from zerojax.state.wide import StageOrder as StageOrder
+from zerojax.state.wide import WideModel as WideModel
+from zerojax.state.wide import narrow_params as narrow_params
+from zerojax.state.wide import pick_stage as pick_stage
 from zerojax.state.wide import widen_model as widen_model
