@@ -86,6 +86,9 @@ def test_users_see_layers(case):
     in_records = jax.device_put(in_records, program.shardings.params)
     wide = dataclasses.replace(state, params=in_records)
     assert averaged == float(program.eval(wide, batch)) != float(loss)
+    _, metrics = jax.block_until_ready(program.step(same, batch))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    assert not stack.is_deleted()
 
 
 def test_a_stack_of_another_length_is_refused():
