@@ -15,7 +15,8 @@ stage. Everything that users see has the model's order, [L, ...]; the functions 
     widen_stack       the inverse
 
 With v = 1, each stage already holds neighboring layers, so neither moves data between devices.
-Otherwise each device sends (v - 1) / v of its part.
+Otherwise XLA exchanges chunks by an all_to_all and a permute if v divides p or p divides v, and
+else all_gathers a stack over `pipe`, one leaf at a time.
 """
 
 import dataclasses
