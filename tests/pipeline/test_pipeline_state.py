@@ -98,10 +98,3 @@ def test_a_stack_of_another_length_is_refused():
     params["blocks"]["w"] = params["blocks"]["w"][:4]
     with pytest.raises(ValueError, match=r"params.*\(4, 16, 16\).*another model or config"):
         program.eval(dataclasses.replace(state, params=params), toys.batches(1)[0])
-
-
-def test_an_optimizer_that_combines_elements_is_refused():
-    mesh = zj.make_mesh(pipe=2, devices=jax.devices()[:2])
-    model = dataclasses.replace(toys.small(), num_layers=LAYERS)
-    with pytest.raises(NotImplementedError, match=r"Adafactor, LAMB.*pipe: use .*or pipe=1"):
-        zj.build_train_step(model, optax.adafactor(1e-3), zj.ZeroConfig(), mesh)

@@ -146,7 +146,7 @@ def by_layer(
         _check_reads_one_leaf(diffs, params, stacked)
         if any(num_dims > 1 for num_dims in stacked):
             raise NotImplementedError(
-                "an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB, ..) is not "
+                "an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB) is not "
                 "supported on a mesh with pipe: use an elementwise optimizer such as optax.adamw, "
                 "or pipe=1"
             )
@@ -289,7 +289,7 @@ def check_whole_leaves(layout: Layout) -> None:
     """
     subject = (
         f"{piecewise_update_setting(layout.config)} with an optimizer that combines elements of "
-        "a leaf (Muon, Adafactor, LAMB, ..)"
+        "a leaf (Muon, Adafactor, LAMB)"
     )
     if layout.config.update_on == "host":
         raise ValueError(
