@@ -231,6 +231,9 @@ def ended(workers: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(worker.returncode, *output) for worker, output in zip(workers, outputs, strict=True)]
 
 
+# by default test_two_processes.py stops two processes, and tests/data and test_cluster.py have the
+# parts of a batch and the cluster's names
+@pytest.mark.exhaustive
 def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
     """Both processes stop at the same step after a signal to the last; one process continues."""
     arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
