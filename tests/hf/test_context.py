@@ -15,6 +15,7 @@ from zerojax.hf import attend, model_of
 need("torch", "transformers")
 
 
+@pytest.mark.by_default("cap", "segments")
 @pytest.mark.parametrize(
     "options",
     [
