@@ -17,6 +17,7 @@ def read_layers(program: zj.Program, state: zj.TrainState, ema: bool) -> Any:
     Also check the order in which the pieces come.
     """
     pieces = dict(program.iter_params(state, ema=ema))
+    assert isinstance(program.model, zj.LayeredModel)
     layers = [f"blocks/{layer}" for layer in range(program.model.num_layers)]
     assert list(pieces) == ["embed", *layers, "head"]
     pieces = jax.device_get(pieces)
