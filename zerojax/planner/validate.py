@@ -45,7 +45,13 @@ def validated(
     assert mesh is not None
     parts = assemble(model, tx, plan.config, mesh)
     program = Program(
-        model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence
+        model,
+        parts.tx,
+        parts.records,
+        parts.step,
+        parts.gathered_early,
+        parts.sequence,
+        parts.state_model,
     )
     compiled = program.lower(batch).compile()
     stats: Any = compiled.memory_analysis()
