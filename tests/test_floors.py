@@ -58,7 +58,9 @@ ROOMS = {
     "zerojax.pipeline": (
         "user_values", "grads", "optim", "state", "models", "sharding", "streamed", "config", "metrics", "trees",
     ),
-    "zerojax.memory": ("formulas", "streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision", "trees"),
+    "zerojax.memory": (
+        "formulas", "pipeline", "streamed", "resident", "state", "models", "activations", "jaxprs", "sharding", "precision", "trees",
+    ),
     "zerojax.program": (
         "activations", "memory", "pipeline", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding",
         "aot", "compat", "config", "precision", "hlo", "jaxprs", "progress", "trees",

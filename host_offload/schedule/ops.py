@@ -18,6 +18,9 @@ An operation has a **verb** and runs in a **lane**. A lane runs one operation af
     write        write     writes a record from a host buffer to disk, after `store`
     gather       network   gathers a record on each device
     tiles        compute   runs a loop over the tiles of a group, `inner`, as part of the layer
+    run          compute   runs a part of a pipeline's tick, `inner`: a chunk of layers, or the head
+    send         network   sends a microbatch's activations to a neighboring stage of a pipeline
+    exchange     network   divides a microbatch's activations over all stages, or collects them
     compute      compute   computes forward or the derivative, for all microbatches
     reduce       network   reduces a gradient to shards
     update       compute   runs the optimizer on the device
@@ -63,7 +66,8 @@ class Record(NamedTuple):
     Attributes:
       kind: one of KINDS, or "layer": a tick's computation; "gathered": a layer's gathered
         parameters; "handed" and "weights": the gradient and the float32 weights that are sent to an
-        update on the host; "made": the parameters that an update on the host returns.
+        update on the host; "made": the parameters that an update on the host returns. In a
+        pipeline "x", "y", "dx" and "dy" are the activations and cotangents between stages.
       leaves: LAYERS, the name of a group of tiles, or the name of unstacked leaves.
     """
 
@@ -83,7 +87,8 @@ class Op(NamedTuple):
       num_bytes: bytes of the record per device that cross the host link or move to or from the
         disk, or that the device holds. 0 if the operation adds none, or if they are unknown.
       lag: ticks from the tick that computes with the record to this operation.
-      inner: for "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; else None.
+      inner: for "tiles", the `host_offload.schedule.Phase` over the tiles of one layer; for "run",
+        over the layers of a chunk; else None.
     """
 
     verb: str

@@ -38,9 +38,9 @@ CALLBACK_MOVES = {
     "made": "new parameters up",
 }
 """What callbacks move over the link, by `Record.kind`."""
-_HOLD = frozenset({"fetch", "load", "gather", "compute", "reduce", "update"})
+_HOLD = frozenset({"fetch", "load", "gather", "compute", "reduce", "update", "send", "exchange"})
 """Verbs of operations whose bytes are on the device during their tick."""
-_MAIN = frozenset({"compute", "update", "host_update"})
+_MAIN = frozenset({"compute", "run", "update", "host_update"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -250,7 +250,7 @@ class Phase:
     # --- bytes ------------------------------------------------------------------------------------
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
-        """Return the bytes per device that cross some lanes, including loops over tiles.
+        """Return the bytes per device that cross some lanes, including inner loops.
 
         Args:
           *lanes: "up" (host memory to device), "down" (device to host memory), "read" (from disk)
@@ -332,13 +332,13 @@ class Phase:
         They are the records that it loads, gathers and computes, and the records that wait for a
         later tick.
         """
-        tiles = max((op.inner.peak_bytes for op in loop.ops if op.inner is not None), default=0)
+        inner = max((op.inner.peak_bytes for op in loop.ops if op.inner is not None), default=0)
         # A record that a tick gathers twice, for forward and for the derivative, counts once.
         records = dict[tuple[str, Record, int], int]()
         for op in loop.ops:
             if op.verb in _HOLD or _adds_bytes(op, loop):
                 records[op.verb, op.record, op.number] = op.num_bytes
-        return self._bytes_in_every_tick + tiles + sum(records.values())
+        return self._bytes_in_every_tick + inner + sum(records.values())
 
 
 def is_main(op: Op) -> bool:

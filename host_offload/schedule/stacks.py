@@ -18,7 +18,7 @@ treats each part as a stack.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +89,8 @@ class StepPlan:
       names: names of unstacked leaves in the table, by their name in records; a missing leaf keeps
         its name in records.
       num_microbatches: number of microbatches in each computation of a layer.
+      order: names of the phases in the order in which they run; if empty, those of a step over
+        stacks of layers.
     """
 
     stacks: Mapping[str, Schedule]
@@ -96,6 +98,7 @@ class StepPlan:
     unstacked_first: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     num_microbatches: int = 1
+    order: tuple[str, ...] = ()
 
     @functools.cached_property
     def phases(self) -> tuple[StepPhase, ...]:
@@ -118,6 +121,8 @@ class StepPlan:
 
     def _phase_names(self) -> tuple[str, ...]:
         """Return the names of all phases, in the order in which they run."""
+        if self.order:
+            return self.order
         if self.updates_in_forward:
             # The previous step's gradients update embedding and head before anything reads them.
             return ("unstacked", *_BEFORE_UPDATE)
@@ -134,10 +139,10 @@ class StepPlan:
         """Return a table with one row per operation of each loop."""
         rows: list[tuple[str, ...]] = [_TABLE_HEADS]
         for step_phase in self.phases:
-            for depth, loop, op in _operations(step_phase.phase):
+            for units, loop, op in _operations(step_phase.phase):
                 # Skip gathers of replicated parameters.
                 if op.verb != "gather" or op.num_bytes:
-                    rows.append(self._row(_title(step_phase), depth, loop, op))
+                    rows.append(self._row(_title(step_phase), units, loop, op))
         lines = [self._head()] if self.peak_bytes else []
         columns = list[list[str]]()
         for head, *cells in zip(*rows, strict=True):
@@ -153,8 +158,11 @@ class StepPlan:
             head += f"; a layer computes its {self.num_microbatches} microbatches in one tick"
         return head
 
-    def _row(self, phase: str, depth: int, loop: Loop, op: Op) -> tuple[str, ...]:
-        """Return the cells of an operation that is nested in `depth` loops over tiles."""
+    def _row(self, phase: str, units: Sequence[str], loop: Loop, op: Op) -> tuple[str, ...]:
+        """Return the cells of an operation.
+
+        `units` are what the loops around it count, such as "tile", from the outside.
+        """
         record = op.record.kind
         ticks = f"{loop.start}"
         numbers = f"{op.number}"
@@ -164,10 +172,10 @@ class StepPlan:
         if loop.trips > 1:
             ticks += f" .. {loop.stop - 1}"
             numbers += f" .. {op.number + loop.step * (loop.trips - 1)}"
-        if depth:
-            ticks = f"tile {ticks}"
+        if units:
+            ticks = f"{units[-1]} {ticks}"
         size = f"{op.num_bytes:,}" if op.num_bytes else "-"
-        verb = "  " * depth + op.verb
+        verb = "  " * len(units) + op.verb
         return (phase, ticks, verb, record, numbers, op.lane, size, _lag(op))
 
     def moved(self, *lanes: str, called: bool | None = None) -> int:
@@ -365,13 +373,16 @@ def _lag(op: Op) -> str:
     return f"{ticks} {'late' if op.lag > 0 else 'ahead'}"
 
 
-def _operations(phase: Phase, depth: int = 0) -> Iterator[tuple[int, Loop, Op]]:
-    """Yield (depth, loop, operation) for each operation, including loops over tiles."""
+def _operations(
+    phase: Phase, units: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Loop, Op]]:
+    """Yield (units, loop, operation) for each operation, including those of inner loops."""
     for loop in phase.loops:
         for op in loop.ops:
-            yield depth, loop, op
+            yield units, loop, op
             if op.inner is not None:
-                yield from _operations(op.inner, depth + 1)
+                unit = "tile" if op.verb == "tiles" else op.inner.name
+                yield from _operations(op.inner, (*units, unit))
 
 
 def _named(stack: str, loop: str) -> str:

@@ -67,12 +67,12 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
     return {name: int(n) for name, n in sent.items()}
 
 
-def _is_split(layout: Layout, leaf: Leaf) -> bool:
+def splits_state(layout: Layout, leaf: Leaf) -> bool:
     """Return whether ZeRO splits a leaf's optimizer state."""
     return STAGES[layout.config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
 
 
-def _num_leaf_shards(leaf: Leaf, mesh: Mesh) -> int:
+def num_leaf_shards(leaf: Leaf, mesh: Mesh) -> int:
     """Return the number of devices over which ZeRO splits, or could split, a leaf."""
     own_axes = list_axes(leaf.spec.base)
     return math.prod(mesh.shape[axis] for axis in zero_axes(mesh) if axis not in own_axes)
@@ -87,11 +87,11 @@ def _elements_sent(layout: Layout, leaf: Leaf, is_streamed: bool) -> dict[str, f
     """Return the elements that each device sends of a leaf, by collective, in closed form."""
     mesh = layout.mesh
     stage = layout.config.stage
-    shards = _num_leaf_shards(leaf, mesh)
+    shards = num_leaf_shards(leaf, mesh)
     count = layout.config.num_microbatches
     reductions = _num_reductions(layout)
     elements = local_elements(leaf.shape, leaf.spec.base, mesh)
-    if not _is_split(layout, leaf):
+    if not splits_state(layout, leaf):
         # It is reduced by an all_reduce over all of its copies.
         copies = shards * mesh.shape[DATA]
         sent = collective_elements(elements, 0, copies, count, reductions)
@@ -118,10 +118,10 @@ def _replica_elements(layout: Layout, leaf: Leaf) -> float:
     In hybrid sharding, this follows the reduce_scatter: shards of gradients are summed.
     """
     replicas = layout.mesh.shape[DATA]
-    if replicas == 1 or leaf.frozen or not _is_split(layout, leaf):
+    if replicas == 1 or leaf.frozen or not splits_state(layout, leaf):
         return 0.0
     elements = local_elements(leaf.shape, leaf.spec.base, layout.mesh)
-    shard = elements / _num_leaf_shards(leaf, layout.mesh)
+    shard = elements / num_leaf_shards(leaf, layout.mesh)
     return 2 * shard * (replicas - 1) / replicas * _num_reductions(layout)
 
 

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec
 from zerojax.activations import describe, find_label, numbered_labels
 from zerojax.jaxprs import INLINED, REMAT, list_regions
 from zerojax.memory.leaves import local_record_bytes
+from zerojax.pipeline import PipelineStep
 from zerojax.sharding import TENSOR, ActivationSpec, Spec, local_elements, pad_spec, parse_axes
-from zerojax.state import LayerRange, Layout, join_frozen
+from zerojax.state import Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
 from zerojax.trees import Batch, ModelState, Params
 
@@ -38,7 +39,7 @@ class Kept:
         split.
       tier: tier where it is stored.
       count: number of copies that exist at the same time: layers, times microbatches in a streamed
-        step.
+        step; in a pipeline the layers of all slots of a stage.
       num_bytes: bytes of all copies per device.
       stack: name of its layers, in a model of several stacks or with segments; otherwise "".
       replicated: reason why `partition_activations` leaves it unsplit, or "".
@@ -91,7 +92,8 @@ def streamed_kept(streamed: StreamedStep, abstract_batch: Batch) -> list[Kept]:
     shapes = jax.tree.map(_shape, abstract_batch)
     values: list[Kept] = []
     for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
-        values += _range_values(loops.stack.run, residuals)
+        run = loops.stack.run
+        values += _saved_values(residuals, run.num_layers, run.name)
     return values
 
 
@@ -113,8 +115,15 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Batch) -> int:
     return stored * (streamed.mesh.shape[TENSOR] - 1)
 
 
-def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
-    """Return the values that a range of layers saves."""
+def pipeline_kept(step: PipelineStep, abstract_microbatch: Batch) -> list[Kept]:
+    """Return the values that a pipelined step saves of its layers, in all slots of a device."""
+    residuals = step.plan_residuals(abstract_microbatch)
+    count = step.table.num_slots * step.order.chunk_layers
+    return _saved_values(residuals, count, step.stack.run.name)
+
+
+def _saved_values(residuals: ResidualPlan, num_layers: int, stack: str) -> list[Kept]:
+    """Return the values that a number of layers save."""
     values = list[Kept]()
     lead = residuals.lead
     for name, array in zip(residuals.names, residuals.arrays, strict=True):
@@ -126,9 +135,9 @@ def _range_values(run: LayerRange, residuals: ResidualPlan) -> list[Kept]:
             dtype=a.dtype,
             spec=_constrained_entries(record.spec)[lead:],
             tier=record.tier,
-            count=run.num_layers * math.prod(a.shape[:lead]),
-            num_bytes=run.num_layers * local_record_bytes(record, a.shape, a.dtype),
-            stack=run.name,
+            count=num_layers * math.prod(a.shape[:lead]),
+            num_bytes=num_layers * local_record_bytes(record, a.shape, a.dtype),
+            stack=stack,
             replicated=array.replicated or "",
         )
         values.append(value)

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.precision import PRECISIONS
-from zerojax.sharding import STAGES, local_elements, num_zero_shards, stored_spec
+from zerojax.sharding import STAGES, Spec, local_elements, num_zero_shards, stored_spec
 from zerojax.state import Layout, Leaf, RecordSpec, is_away
 from zerojax.trees import Tree
 
@@ -138,6 +138,11 @@ def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> 
     """
     spec = tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in record.spec)
     return local_elements(shape, spec, record.mesh) * jnp.dtype(dtype).itemsize
+
+
+def local_bytes(a: Any, spec: Spec, mesh: Mesh) -> int:
+    """Return the bytes of one device's part of an array of a shape and dtype."""
+    return local_elements(a.shape, spec, mesh) * jnp.dtype(a.dtype).itemsize
 
 
 def bytes_by_tier(tree: Tree) -> dict[str, int]:

@@ -24,14 +24,17 @@ from zerojax.memory.kept import (
     KeptValues,
     bytes_gathered,
     kept_values,
+    pipeline_kept,
     resident_kept,
     streamed_kept,
 )
 from zerojax.memory.leaves import bytes_by_tier
+from zerojax.memory.pipeline import PipelineBytes, microbatch_shapes
 from zerojax.memory.report import MemoryReport
 from zerojax.memory.resident import resident_bytes
 from zerojax.memory.streamed import streamed_bytes, streamed_steps
 from zerojax.memory.tensor import tensor_collectives
+from zerojax.pipeline import PipelineStep
 from zerojax.resident import ResidentStep
 from zerojax.state import DiskLayout, StateRecords, TrainState, steps_of_leaves
 from zerojax.streamed import StreamedStep
@@ -48,16 +51,20 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
-      NotImplementedError: the step is neither streamed nor resident.
+      NotImplementedError: the bytes of this kind of step are not counted.
     """
-    if not isinstance(step, StreamedStep | ResidentStep):
+    if not isinstance(step, StreamedStep | ResidentStep | PipelineStep):
         raise NotImplementedError(
             f"the bytes of a {type(step).__name__} are not counted in this version"
         )
     layout = records.layout
     streamed = step if isinstance(step, StreamedStep) else None
+    pipeline = None
     if isinstance(step, StreamedStep):
         running = streamed_bytes(layout, step, abstract_batch)
+    elif isinstance(step, PipelineStep):
+        pipeline = PipelineBytes(step, abstract_batch)
+        running = pipeline.running()
     else:
         pieces = {} if step.update is None else step.update.num_pieces()
         running = resident_bytes(records, pieces, step.objective, abstract_batch)
@@ -66,18 +73,22 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Batch) -
     on_disk = {} if layout.disk is None else _disk_bytes(layout.disk)
     leaf_groups = [] if step.host is None else step.host.leaf_groups()
     slots, buffers = _transfer_bytes(layout.disk, leaf_groups)
-    over_tensor = tensor_collectives(layout, step.model, abstract_batch)
+    if pipeline is not None:
+        collectives = pipeline.collectives()
+    else:
+        collectives = collectives_of_step(layout, streamed)
+        collectives |= tensor_collectives(layout, step.model, abstract_batch)
     if streamed is not None:
         gathered = bytes_gathered(streamed, abstract_batch)
         if gathered:
-            over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered
+            collectives["tensor_all_gather"] = collectives.get("tensor_all_gather", 0) + gathered
     return MemoryReport(
         tiers={
             "device": device | running.device | slots,
             "pinned_host": host | running.host | buffers,
             "nvme": on_disk,
         },
-        collectives=collectives_of_step(layout, streamed) | over_tensor,
+        collectives=collectives,
         host_link={way: n + running.called[way] for way, n in running.link.items()},
         callback_link=running.called,
         num_params=layout.num_params,
@@ -118,10 +129,12 @@ def steps_of_program(records: StateRecords, step: object, abstract_batch: Batch)
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
-      NotImplementedError: the step is neither streamed nor resident.
+      NotImplementedError: the operations of this kind of step are not listed.
     """
     if isinstance(step, StreamedStep):
         return streamed_steps(step, abstract_batch)
+    if isinstance(step, PipelineStep):
+        return PipelineBytes(step, abstract_batch).operations
     if isinstance(step, ResidentStep):
         num_pieces = None if step.update is None else step.update.num_pieces()
         steps = steps_of_leaves(records, num_pieces)
@@ -141,8 +154,10 @@ def kept_by_program(records: StateRecords, step: object, abstract_batch: Batch) 
       abstract_batch: tree of ShapeDtypeStruct with shardings.
 
     Raises:
-      NotImplementedError: the step is neither streamed nor resident.
+      NotImplementedError: the saved values of this kind of step are not counted.
     """
+    if isinstance(step, PipelineStep):
+        return kept_values(pipeline_kept(step, microbatch_shapes(step, abstract_batch)))
     if isinstance(step, StreamedStep):
         return kept_values(streamed_kept(step, abstract_batch))
     if isinstance(step, ResidentStep):

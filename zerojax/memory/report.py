@@ -7,6 +7,8 @@ report, and the memory that the step takes in addition while it runs.
 import dataclasses
 from collections.abc import Mapping
 
+from zerojax.sharding import PIPE, TENSOR
+
 STATE_KINDS = ("params", "master", "opt_state", "frozen")
 GRAD_KINDS = ("grads", "pending", "stashed")
 
@@ -24,11 +26,12 @@ class MemoryReport:
           - "unreduced": bytes of each device's own sums, with reduce_every="step", in addition to
             these shards.
           - "activations": saved activations between forward and backward; in a streamed step, of
-            all microbatches.
+            all microbatches; in a pipeline, of all slots.
           - "gathered": the largest gathered layer or leaf; two layers with gather_ahead.
           - "in_flight": other records in flight between tiers, and a layer's gradient before it is
             stored, in the tick that holds the most. Together with "gathered" it is the peak of the
-            schedule.
+            schedule. In a pipeline it also has an estimate of what the computation of one layer, or
+            of the head, needs.
           - "slots": on a GPU, memory in which records of the nvme tier, and the inputs and results
             of a host update, are in flight next to the program.
 
@@ -41,7 +44,8 @@ class MemoryReport:
       collectives: bytes that each device sends, by collective: "all_gather", "reduce_scatter",
         "all_reduce" and so on for states and gradients, and "tensor_all_gather",
         "tensor_reduce_scatter", "tensor_all_reduce" and "tensor_permute" for activations over
-        `tensor`.
+        `tensor`; and in a pipeline "pipe_permute" for activations between stages, "pipe_all_to_all"
+        and "pipe_all_gather" for those of embedding and head.
       host_link: bytes that cross each device's link to the host in a step: "to_device" and
         "to_host".
       callback_link: the part of `host_link` that callbacks move, for a host update and for the nvme
@@ -73,8 +77,8 @@ class MemoryReport:
     def device_bytes(self) -> int:
         """Bytes of every kind on the device.
 
-        The temporary memory of a layer's computation, other than its saved activations, is not
-        included.
+        Except in a pipeline, the temporary memory of a layer's computation, other than its saved
+        activations, is not included.
         """
         return sum(self.tiers["device"].values())
 
@@ -92,9 +96,13 @@ class MemoryReport:
         for tier, kinds in self.tiers.items():
             rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items() if n]
         for name, n in self.collectives.items():
-            over = "over tensor" if name.startswith("tensor_") else "sent a step"
+            axis, _, op = name.partition("_")
+            over = "sent a step"
+            if axis in (PIPE, TENSOR):
+                name = op
+                over = f"over {axis}"
             if n > 0:
-                rows.append(f"  {over:<12} {name.removeprefix('tensor_'):<14} {n:>18,}")
+                rows.append(f"  {over:<12} {name:<14} {n:>18,}")
         rows += [
             f"  {'host link':<12} {name:<14} {n:>18,}" for name, n in self.host_link.items() if n
         ]

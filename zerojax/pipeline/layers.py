@@ -24,7 +24,8 @@ from zerojax.grads import beside, unreduced_sharding
 from zerojax.models import Given, Loss
 from zerojax.pipeline.stages import Stages
 from zerojax.pipeline.ticks import Units
-from zerojax.sharding import PIPE
+from zerojax.sharding import PIPE, Spec, splits_activations
+from zerojax.state import RecordSpec
 from zerojax.streamed import BlockTracer, LayerInputs, ResidualPlan, StreamedPlan, derive_key
 from zerojax.trees import Params, Tree
 
@@ -93,6 +94,30 @@ class StageLayers:
             sums.append(self._constrain(jnp.zeros(shape, dtype), (None, *spec)))
         return sums
 
+    def _read_ring(self, ring: list[Array], index: Array) -> list[Array]:
+        """Return an entry of each stage's ring: ring[n, p, ...] -> [p, ...]."""
+        values = list[Array]()
+        for array, stack in zip(self.residuals.arrays, ring, strict=True):
+            spec = _known_spec(array.record)
+            if spec is None:
+                values += self.stages.take([stack], index)
+            else:
+                values.append(self.stages.take_in_order(stack, index, spec))
+        return values
+
+    def _write_ring(
+        self, ring: list[Array], index: Array, saved: list[Array], is_used: Array
+    ) -> list[Array]:
+        """Write an entry of each stage's ring in place, and return the ring."""
+        written = list[Array]()
+        for array, stack, value in zip(self.residuals.arrays, ring, saved, strict=True):
+            spec = _known_spec(array.record)
+            if spec is None:
+                written += self.stages.put([stack], index, [value], is_used)
+            else:
+                written.append(self.stages.put_in_order(stack, index, value, is_used, spec))
+        return written
+
     def _constrain(self, a: Array, spec: Sequence[Any]) -> Array:
         sharding = NamedSharding(self.plan.mesh, PartitionSpec(*spec))
         return jax.lax.with_sharding_constraint(a, sharding)
@@ -109,7 +134,11 @@ class StageLayers:
         order = plan.layout.order
         assert order is not None
         record = units.chunk * self._chunk_layers + k
-        leaves = plan.gather(self.stages.take(self.stacks, record), self._stack.layer)
+        shards = list[Array]()
+        for i, stack in zip(self._stack.layer, self.stacks, strict=True):
+            _, *spec = plan.params[i].spec
+            shards.append(self.stages.take_in_order(stack, record, spec))
+        leaves = plan.gather(shards, self._stack.layer)
         layer = (units.chunk * order.num_stages + self.stages.numbers) * self._chunk_layers + k
         keys = None
         if self.inputs.keys is not None:
@@ -183,7 +212,7 @@ class StageLayers:
                 self.stages.map(self._forward_layer), (leaves, x, *inputs), work
             )
             if ring:
-                ring = self.stages.put(ring, units.slot * self._chunk_layers + k, saved, is_used)
+                ring = self._write_ring(ring, units.slot * self._chunk_layers + k, saved, is_used)
             return (self.constrain(y), ring, _with_stages(added, more, is_used)), work
 
         carry, work = run(jnp.int32(0), x, ring, added, work)
@@ -221,7 +250,7 @@ class StageLayers:
         def run(number: Array, dy: Tree, sums: list[Array], work: Any) -> Any:
             k = num_layers - 1 - number
             leaves, *inputs = self._read_layer(units, k)
-            values = self.stages.take(ring, units.slot * num_layers + k)
+            values = self._read_ring(ring, units.slot * num_layers + k)
             (grads, dx), work = beside(derive, (leaves, values, dy, *inputs), work)
             grads = self.plan.summed_at(grads, blocks)
             record = units.chunk * num_layers + k
@@ -236,6 +265,14 @@ class StageLayers:
 
         dx, sums = jax.lax.fori_loop(1, num_layers, run_next, carry)
         return dx, sums, work
+
+
+def _known_spec(record: RecordSpec) -> Spec | None:
+    """Return the spec of a saved value, or None if the partitioner chooses how to split it."""
+    is_open = PartitionSpec.UNCONSTRAINED in record.spec
+    if is_open and splits_activations(record.mesh):
+        return None
+    return tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec)
 
 
 def _clipped(units: Units) -> Units:

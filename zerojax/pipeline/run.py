@@ -159,17 +159,23 @@ class StepTicks:
         last = self.stages.count - 1
         y = jax.tree.map(lambda a: a[last], y)
 
-        def derive(y: Tree) -> Any:
-            return self._derive_head(self._spread(y), tick.meets_head)
+        def derive(y: Tree, sums: list[Array]) -> Any:
+            grads, done = self._derive_head(self._spread(y), tick.meets_head)
+            return _added(sums, grads), done
 
+        def skip(y: Tree, sums: list[Array]) -> Any:
+            _, done = jax.eval_shape(derive, y, sums)
+            return sums, _zeros_like(done)
+
+        # Gradients are added inside of the branch: its results would be arrays of their own.
+        sums = carry.unstacked
         if self.num_chunks == 1:
-            grads, (value, dz, metrics) = derive(y)
+            sums, (value, dz, metrics) = derive(y, sums)
         else:
-            skip = lambda y: _zeros_like(jax.eval_shape(derive, y))  # noqa: E731
-            grads, (value, dz, metrics) = jax.lax.cond(tick.meets_head >= 0, derive, skip, y)
+            sums, (value, dz, metrics) = jax.lax.cond(tick.meets_head >= 0, derive, skip, y, sums)
         is_last = (self.stages.numbers == last) & (tick.backward.chunk == self.num_chunks - 1)
         carry = carry._replace(
-            unstacked=_added(carry.unstacked, grads),
+            unstacked=sums,
             loss=carry.loss + value,
             metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
         )
@@ -181,18 +187,19 @@ class StepTicks:
             tick.backward, self.layers.constrain(dy), carry.ring, carry.sums, x
         )
 
-        def derive(dx: Tree) -> list[Array]:
+        def derive(dx: Tree, sums: list[Array]) -> list[Array]:
             batch, key = self._microbatch(tick.leaves)
-            return self.embed_head.derive_embed(self.unstacked, batch, key, dx)
+            return _added(sums, self.embed_head.derive_embed(self.unstacked, batch, key, dx))
 
         leaving = self._spread(jax.tree.map(lambda a: a[0], dx))
-        skip = lambda dx: _zeros_like(jax.eval_shape(derive, dx))  # noqa: E731
-        grads = jax.lax.cond(tick.leaves >= 0, derive, skip, leaving)
+        unstacked = jax.lax.cond(
+            tick.leaves >= 0, derive, lambda dx, sums: sums, leaving, carry.unstacked
+        )
         return carry._replace(
             x=carry.x if x is None else x,
             dx=dx,
             sums=sums,
-            unstacked=_added(carry.unstacked, grads),
+            unstacked=unstacked,
         )
 
     def _derive_head(self, y: Tree, number: Any) -> tuple[list[Array], tuple[Array, Tree, Any]]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.sharding import PIPE, num_stages
+from zerojax.sharding import PIPE, Spec, num_stages
 
 Array = jax.Array
 
@@ -72,6 +73,44 @@ class Stages:
 
         specs = (PartitionSpec(None, PIPE), PartitionSpec(PIPE))
         return self._island(read, specs, PartitionSpec(PIPE))(list(stacks), index)
+
+    def take_in_order(self, stack: Array, index: Array, spec: Spec) -> Array:
+        """Return an entry of each stage's stack, which is row-major.
+
+        Args:
+          stack: array [n, p, ...].
+          index: i32[p], index of the entry of each stage.
+          spec: how an entry is split, without `pipe`.
+        """
+
+        def read(stack: Array, index: Array) -> Array:
+            return _row_major(jax.lax.dynamic_index_in_dim(stack, index[0], keepdims=False))
+
+        specs = (PartitionSpec(None, PIPE, *spec), PartitionSpec(PIPE))
+        return self._whole_island(read, specs, PartitionSpec(PIPE, *spec))(stack, index)
+
+    def put_in_order(
+        self, stack: Array, index: Array, value: Array, is_used: Array, spec: Spec
+    ) -> Array:
+        """Write an entry of each stage's stack, which is row-major, in place; return the stack.
+
+        Args:
+          stack: array [n, p, ...].
+          index: i32[p], index of the entry of each stage.
+          value: the entries, [p, ...].
+          is_used: bool[p], whether to write the entry of each stage.
+          spec: how an entry is split, without `pipe`.
+        """
+
+        def write(stack: Array, index: Array, value: Array, is_used: Array) -> Array:
+            old = jax.lax.dynamic_index_in_dim(stack, index[0])
+            new = _row_major(jnp.where(is_used[0], value[None], old))
+            return jax.lax.dynamic_update_index_in_dim(stack, new, index[0], 0)
+
+        of_stack = PartitionSpec(None, PIPE, *spec)
+        of_stages = PartitionSpec(PIPE)
+        specs = (of_stack, of_stages, PartitionSpec(PIPE, *spec), of_stages)
+        return self._whole_island(write, specs, of_stack)(stack, index, value, is_used)
 
     def pick(self, tree: Any, index: Array) -> Any:
         """Return an entry of arrays that all stages have, for each stage: a[n, ...] -> [p, ...].
@@ -175,6 +214,12 @@ class Stages:
 
         return jax.tree.map(select, chosen, other)
 
+    def _whole_island(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """Return a function of the arrays of each device: no axis is left to the partitioner."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
     def _island(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
             function,
@@ -184,3 +229,13 @@ class Stages:
             axis_names={PIPE},
             check_vma=False,
         )
+
+
+def _row_major(a: Array) -> Array:
+    """Constrain an entry of a stack to be row-major, in an island over all axes.
+
+    Otherwise XLA may choose the layout that a product reads or writes, and copy the full stack into
+    it before each loop over layers. Elsewhere, the partitioner would gather an array with such a
+    constraint.
+    """
+    return with_layout_constraint(a, Layout(tuple(range(a.ndim))))

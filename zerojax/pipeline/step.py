@@ -38,7 +38,7 @@ from zerojax.pipeline.run import Carry, StepTicks
 from zerojax.pipeline.schedule import build_pipeline_schedule
 from zerojax.pipeline.stages import Stages
 from zerojax.pipeline.ticks import Units
-from zerojax.state import Index, StateRecords, TrainState, with_loss_scale
+from zerojax.state import Index, StateRecords, TrainState, wait_for, with_loss_scale
 from zerojax.streamed import (
     BackwardResult,
     BlockTracer,
@@ -103,11 +103,11 @@ class PipelineStep:
         self.stages = Stages(self.mesh)
         self.plan = StreamedPlan(model, state_records, update)
         self.host = self.plan.host
-        self.schedule = self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.table = build_pipeline_schedule(
             self.order.num_stages, self.config.num_microbatches, self.order.num_chunks
         )
+        self.schedule = self.table
         decoding = layout.decoding(model)
         self.embed_head = EmbedHead(decoding, self.plan, self.microbatches, gather)
         self.eval_embed_head = EmbedHead(decoding, self.plan, Microbatches(self.mesh, 1), gather)
@@ -301,7 +301,11 @@ class PipelineStep:
         plan = self.plan
         blocks = self.stack.blocks
         unstacked = plan.reduced(carry.unstacked, plan.unstacked)
-        carried = policy.begin(state, HeadDone(loss, unstacked, {}), [], token)
+        # Without this order, XLA would create the stacks before the ticks, beside the ring.
+        zero, ticked = wait_for(jnp.int32(0), (carry.sums, carry.loss), plan.mesh)
+        carry = carry._replace(sums=ticked[0])
+        grads = [a + zero.astype(a.dtype) for a in plan.empty_grads()]
+        carried = policy.begin(state, HeadDone(loss, unstacked, {}), grads, token)
         num_records = self.order.num_records
 
         def use(number: Array, carried: Any) -> Any:

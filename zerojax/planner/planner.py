@@ -139,7 +139,7 @@ def plan(
         available bytes, and the nearest change that fits.
       ValueError: fields are unknown or contradict each other, the batch does not divide evenly, or
         the machine lacks a figure.
-      NotImplementedError: the mesh has `expert` or `context`.
+      NotImplementedError: the mesh has `pipe`, `expert` or `context`.
     """
     with _log_once():
         if axes is not None and not isinstance(mesh, Mesh):

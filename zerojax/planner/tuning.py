@@ -19,6 +19,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from host_offload.schedule import Schedule
 from zerojax.chips import find_chip
 from zerojax.config import ZeroConfig, streams
 from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks, simulate
@@ -154,6 +155,7 @@ def autotune(
 
     schedule = attempts.compile(config).schedule
     if isinstance(model, LayeredModel) and streams(config):
+        assert isinstance(schedule, Schedule)
         if any(phase.fetches for phase in schedule.phases):
             attempts.compile_all(by_distance)
         if any(phase.stores_late for phase in schedule.phases):
@@ -226,7 +228,7 @@ def _check_one_gpu(mesh: Mesh) -> None:
 
 
 def _describe_axes(mesh: Mesh) -> str:
-    """Return the sizes of the mesh's `expert` and `context` for an error, or ""."""
+    """Return the sizes of the mesh's optional axes for an error, or ""."""
     axes = describe_optional_axes(mesh)
     return f", with {axes}" if axes else ""
 

@@ -34,6 +34,7 @@ from zerojax.memory import (
     steps_of_program,
 )
 from zerojax.models import CACHE, LayeredModel, Model, split_faults, with_cache
+from zerojax.pipeline import PipelineSchedule
 from zerojax.program.compile import CompiledStep, LoweredStep, ScratchMemory, StepCompiler
 from zerojax.program.fingerprint import batch_key, batch_lines, key_lines, trace_lines
 from zerojax.program.gathering import GatheredEarly, build_gather
@@ -54,12 +55,14 @@ from zerojax.progress import working
 from zerojax.resident import ResidentStep
 from zerojax.runtime import Calls, SwapSession
 from zerojax.sharding import (
+    PIPE,
     Replicated,
     Rows,
     abstract_batch,
     batch_part,
     check_batch,
     no_mesh,
+    num_stages,
     place_any_batch,
     place_batch,
     uncommitted,
@@ -222,10 +225,10 @@ class Program:
         return self._sequence.products
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> Schedule | PipelineSchedule:
         """The order in which layers are gathered, computed and released.
 
-        A Model counts as one layer.
+        A Model counts as one layer. In a pipeline it is the order of microbatches in every stage.
         """
         return self._step.schedule
 
@@ -660,7 +663,14 @@ class Program:
         Raises:
           ValueError: the model has no `cache` or no `predict`, its layers are loaded one by one,
             the batch does not divide, or the state was donated.
+          NotImplementedError: the mesh has `pipe`.
         """
+        if num_stages(self.mesh) > 1:
+            raise NotImplementedError(
+                f"apply_cached does not run on a mesh with {PIPE}={num_stages(self.mesh)}: each "
+                "stage has only its own layers. Use program.apply, which needs no cache, or save a "
+                "checkpoint and restore it with a program on a mesh with these devices on fsdp"
+            )
         model = self.model
         if not isinstance(model, LayeredModel) or model.cache is None or model.predict is None:
             raise ValueError("apply_cached needs a LayeredModel with cache= and predict=")

@@ -2,6 +2,7 @@
 
     resident    every layer is on the device                                  zerojax.resident
     streamed    layers are loaded to the device one after another             zerojax.streamed
+    pipelined   each device has the layers of its stage                       zerojax.pipeline
 
 A step is a set of equations in order: pure functions that `Program` compiles, runs and accounts
 for. It holds no arrays. A new kind of step implements the protocol below, and
@@ -16,6 +17,7 @@ import jax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, Schedule
 from zerojax.optim import HostUpdate, RecordUpdate
+from zerojax.pipeline import PipelineSchedule
 from zerojax.state import Index, TrainState
 from zerojax.trees import Batch, ModelState
 
@@ -38,8 +40,11 @@ class Step(Protocol):
         ...
 
     @property
-    def schedule(self) -> Schedule:
-        """The order in which layers are gathered, computed and released."""
+    def schedule(self) -> Schedule | PipelineSchedule:
+        """The order in which layers are gathered, computed and released.
+
+        In a pipeline it is the order of microbatches in every stage.
+        """
         ...
 
     def step(

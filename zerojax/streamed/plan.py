@@ -389,11 +389,13 @@ class StreamedPlan:
                 f"{peak - budget} over the budget; " + advise(build, distance, choices, budget)
             )
 
-    def steps(self, loops: Loops, unstacked_first: bool, kept: Kept | None = None) -> StepPlan:
+    def steps(
+        self, loops: Loops | None, unstacked_first: bool, kept: Kept | None = None
+    ) -> StepPlan:
         """Return all operations of a step.
 
         Args:
-          loops: loops over tiles, for each run of layers.
+          loops: loops over tiles, for each run of layers; None for the schedules' own.
           unstacked_first: whether the unstacked leaves are updated before the layers.
           kept: bytes that one layer of each run saves for backward, if known.
 

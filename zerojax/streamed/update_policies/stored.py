@@ -91,11 +91,8 @@ class StoredGrads(PlainForward):
     ) -> GradStacks:
         """Return the value that backward carries, with empty stacks of gradients."""
         del state, head
-        # Stacks in host memory are passed to the program, which writes them in place; other stacks
-        # are created here.
-        return GradStacks(
-            grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token
-        )
+        # Stacks in host memory are passed to the program, which writes them in place.
+        return GradStacks(grads or self.plan.empty_grads(), jnp.float32(0), token)
 
     def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
         """Return the stacks of parameters from before the step."""
