@@ -33,6 +33,7 @@ ROOMS = {
     "zerojax.config": ("user_values", "sharding", "precision", "trees"),
     "zerojax.aot": ("chips", "compat", "sharding"),
     "zerojax.environment": (),
+    "zerojax.ordering": (),
     # folders, from the ground up
     "zerojax.sharding": ("user_values", "trees"),
     "zerojax.jaxprs": (),
@@ -45,14 +46,14 @@ ROOMS = {
     "zerojax.activations": ("models", "tiling", "jaxprs", "sharding", "vocabulary", "trees"),
     "zerojax.grads": ("activations", "jaxprs", "sharding", "trees"),
     "zerojax.formulas": ("activations", "sharding", "precision"),
-    "zerojax.state": ("user_values", "models", "sharding", "config", "precision", "trees"),
+    "zerojax.state": ("user_values", "ordering", "models", "sharding", "config", "precision", "trees"),
     "zerojax.runtime": ("user_values", "state", "trees"),
-    "zerojax.optim": ("user_values", "elements", "state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics", "trees"),
+    "zerojax.optim": ("user_values", "ordering", "elements", "state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics", "trees"),
     "zerojax.resident": (
         "activations", "grads", "optim", "state", "models", "sharding", "jaxprs", "metrics", "trees",
     ),
     "zerojax.streamed": (
-        "activations", "grads", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "compat", "metrics", "trees",
+        "ordering", "activations", "grads", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "compat", "metrics", "trees",
     ),
     "zerojax.pipeline": (
         "user_values", "grads", "optim", "state", "models", "sharding", "streamed", "config", "metrics", "trees",

@@ -78,7 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.by_default("resident, stage 3", "streamed", "values in host memory", "segments")
+@pytest.mark.by_default("resident, stage 3", "streamed", "segments")
 @pytest.mark.parametrize("name", CASES)
 def test_the_step_is_the_one_that_computes_again(name: str) -> None:
     fields = {"activations": "everything"} | CASES[name]
@@ -100,6 +100,7 @@ def layered() -> zj.LayeredModel:
     return gpt.layered_gpt(gpt.GPTConfig(**GPT))
 
 
+@pytest.mark.by_default("unrolled, gathered", "streamed")
 @pytest.mark.parametrize(
     ("model", "fields", "count"),
     [

@@ -67,6 +67,7 @@ def largest_array(text: str) -> int:
     )
 
 
+@pytest.mark.by_default("2048-1", "8192-2")
 @pytest.mark.parametrize(("hidden", "passes"), [(2048, 1), (4096, 2), (8192, 2)])
 def test_temporary_memory_is_below_5_percent_of_the_logits(hidden, passes):
     compiled = compile_loss(hidden)
@@ -94,6 +95,7 @@ def test_whole_logits_are_seen_where_they_are():
     assert largest_array(compiled.as_text()) == T * V
 
 
+@pytest.mark.by_default("rows_and_tensor", "every_axis")
 @pytest.mark.parametrize(
     ("axes", "w_spec", "moved"),
     [
@@ -105,6 +107,7 @@ def test_whole_logits_are_seen_where_they_are():
             {"all-gather": 1, "reduce-scatter": 0.5, "all-reduce": 0.25},
         ),
     ],
+    ids=["rows_and_tensor", "columns", "every_axis"],
 )
 def test_w_at_rest_on_shards_is_gathered_a_tile_at_a_time(axes, w_spec, moved):
     """w is gathered twice, in forward and in backward, in bfloat16.
@@ -130,12 +133,14 @@ def test_w_at_rest_on_shards_is_gathered_a_tile_at_a_time(axes, w_spec, moved):
     )  # dx in float32 over all tiles, and tiles
 
 
+@pytest.mark.by_default("data_and_fsdp")
 @pytest.mark.parametrize(
     ("axes", "moved"),
     [
         ({"fsdp": 8}, {"reduce-scatter": 1}),
         ({"data": 4, "fsdp": 2}, {"reduce-scatter": 1, "all-reduce": 0.5}),
     ],
+    ids=["fsdp", "data_and_fsdp"],
 )
 def test_gradients_of_a_whole_w_are_reduce_scattered(axes, moved):
     hidden = 2048

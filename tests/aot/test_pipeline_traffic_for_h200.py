@@ -13,6 +13,7 @@ import pytest
 
 import zerojax as zj
 from zerojax import aot, hlo
+from zerojax.pipeline import build_pipeline_schedule
 
 SEQ, WIDTH, MICROBATCHES = 512, 512, 8
 X_BYTES = 2 * SEQ * WIDTH
@@ -57,7 +58,8 @@ def list_collectives(program: zj.Program, text: str, axes: str) -> dict[int, Any
 @pytest.mark.by_default("1")
 def test_stages_send_one_microbatch_and_reduce_once(chunks):
     program, text = compiled(chunks, (("stage", 1), ("activations", "remat")))
-    fill, steady, _ = (phase.num_ticks for phase in program._step.table.phases)
+    table = build_pipeline_schedule(4, MICROBATCHES, chunks)
+    fill, steady, _ = (phase.num_ticks for phase in table.phases)
     expected = {
         # y to the stages' tokens, dy back, and dx to the embedding
         steady: {"collective-permute": 2, "all-to-all": 2, "all-gather": 1},

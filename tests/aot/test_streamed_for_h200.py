@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
-QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "update_on_host_all"]
+QUICK = ["all", "microbatches", "in_backward", "update_on_host_all"]
 """Cases that are compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 
@@ -169,7 +169,7 @@ def compiled(name: str) -> Compiled:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("all_96_layers-1")
+@pytest.mark.by_default("all-1")
 @pytest.mark.parametrize(
     ("name", "distance"),
     [
@@ -188,7 +188,7 @@ def test_the_device_holds_a_few_layers_however_many_there_are(name, distance):
     assert held < (distance + 3 + gathered_ahead) * LAYER_BYTES + (distance + 3) * ACTIVATION_BYTES
 
 
-@pytest.mark.exhaustive  # by default the test above holds a few layers of 96
+@pytest.mark.exhaustive  # by default the test above holds a few layers of 24
 def test_device_bytes_are_equal_at_24_and_96_layers():
     few, many = compiled("all"), compiled("all_96_layers")
     np.testing.assert_allclose(

@@ -62,15 +62,14 @@ def test_a_checkpoint_is_restored_on_other_axes_and_back(first, second, tmp_path
         checkpoints[0].wait()
         _, metrics = jax.block_until_ready(program.step(state, data[1]))
         loss = float(metrics["loss"])
-    with build(second, tmp_path) as program:
-        state = checkpoints[0].restore(program)
-        for a, b in zip(read(program, state), expected, strict=True):
-            np.testing.assert_array_equal(a, b)
-        checkpoints[1].save(program, state)
-        checkpoints[1].wait()
-        _, metrics = jax.block_until_ready(program.step(state, data[1]))
-        np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=2e-6)
-    with build(first, tmp_path) as program:
+        with build(second, tmp_path) as other:
+            state = checkpoints[0].restore(other)
+            for a, b in zip(read(other, state), expected, strict=True):
+                np.testing.assert_array_equal(a, b)
+            checkpoints[1].save(other, state)
+            checkpoints[1].wait()
+            _, metrics = jax.block_until_ready(other.step(state, data[1]))
+            np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=2e-6)
         state = checkpoints[1].restore(program)
         for a, b in zip(read(program, state), expected, strict=True):
             np.testing.assert_array_equal(a, b)

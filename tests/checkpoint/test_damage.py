@@ -8,6 +8,7 @@ import errno
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,15 +47,23 @@ def resident(tmp_path_factory):
         yield made
 
 
-@pytest.fixture
-def saved(program, tmp_path):
+@pytest.fixture(scope="module")
+def saved_once(program, tmp_path_factory):
     """Save steps 1 and 2; return the folder and the contents of step 1."""
-    with zj.Checkpointer(tmp_path / "c") as ckpt:
+    folder = tmp_path_factory.mktemp("saved") / "c"
+    with zj.Checkpointer(folder) as ckpt:
         state = program.init(jax.random.key(0))
         for batch in DATA[:2]:
             state, _ = program.step(state, batch)
             ckpt.save(program, state)
-    return tmp_path / "c", numbers(tmp_path / "c", 1)
+    return folder, numbers(folder, 1)
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path):
+    """Return a copy of the folder, and the contents of step 1."""
+    folder, contents = saved_once
+    return shutil.copytree(folder, tmp_path / "c"), contents
 
 
 def records(folder: pathlib.Path, step: int) -> list[pathlib.Path]:
@@ -112,7 +121,15 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(program, saved, name, cap
         with zj.Checkpointer(tmp_path / "again") as again:
             again.save(program, state)
         assert_same(numbers(tmp_path / "again", 1), expected)
-        state, _ = program.step(state, DATA[1])
+
+
+@pytest.mark.by_default("flipped")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_training_goes_on_in_place_of_a_damaged_checkpoint(program, saved, name):
+    folder, expected = saved
+    DAMAGE[name][0](records(folder, 2)[5])
+    with zj.Checkpointer(folder) as ckpt:
+        state, _ = program.step(ckpt.restore(program), DATA[1])
         assert ckpt.save(program, state)  # in place of the damaged checkpoint
         ckpt.wait()
         assert int(ckpt.restore(program, 2).step) == 2

@@ -184,7 +184,7 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
             assert found[name] == {s: expected[name][s] for s in found[name]}
 
 
-@pytest.mark.exhaustive  # by default test_finetune.py does the same, with the same loop
+@pytest.mark.exhaustive  # by default test_two_processes.py stops two processes
 def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole, here):
     """One of two processes is sent the signal; one process's iterator replaces both."""
     text, expected, _ = whole

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("two_processes")  # tests share the process
 DAMAGED = "opt_state/{rank}/c.1.0"
 
 WORKER = """
-import errno, time
+import errno, signal, time
 import toys
 import zerojax as zj
 from host_offload.disk import SwapError
@@ -87,6 +87,19 @@ def fail_on_host(program):
     found["after the host"] = toys.run(program, program.init(jax.random.key(0)), local[:3])[0]
 
 
+def stop_one(program):
+    "Send a signal to the last process during a run: both stop after the same step."
+    state = program.init(jax.random.key(0))
+    with zj.Preemption() as preemption:
+        for step in range(1, 10_000):
+            if step == 2 and me == processes - 1:
+                signal.raise_signal(signal.SIGTERM)
+            state, _ = jax.block_until_ready(program.step(state, local[0]))
+            if preemption.reached(step):
+                break
+    found["stopped"] = step
+
+
 def restore_what_one_saved(program):
     with zj.Checkpointer(out.parent / "one" / "saved") as ckpt:
         state = ckpt.restore(program)
@@ -110,6 +123,7 @@ with build("unrolled", num_microbatches=2, update_on="host", opt_state="pinned_h
     found["host"] = toys.run(program, program.init(jax.random.key(0)), local[:3])[0]
     if processes > 1:
         fail_on_host(program)
+        stop_one(program)
 """.replace("DAMAGED", DAMAGED)
 
 
@@ -158,6 +172,12 @@ def test_each_process_has_its_own_swap_folder(found):
     assert alone["folders"] == ["zerojax-swap-0"]
     assert first["folders"] == second["folders"] == ["zerojax-swap-0", "zerojax-swap-1"]
     assert alone["ranks"] == sorted(first["ranks"] + second["ranks"]) == list(range(4))
+
+
+def test_processes_stop_after_the_same_step(found):
+    _, first, second = found[1]
+    assert first["stopped"] == second["stopped"]
+    assert 2 <= first["stopped"] < 9999
 
 
 def failed_in_another(what):

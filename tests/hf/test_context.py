@@ -27,6 +27,7 @@ CASE_OF = {"ulysses": "llama", "ring": "llama-one-kv-head"}
 """A model for which attention over context=2 chooses the method: it has 2 key heads, or 1."""
 
 
+@pytest.mark.by_default("cap", "segments")
 @pytest.mark.parametrize(
     "options",
     [

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.xdist_group("kernels_h200")
 D = 2048
 
 
+@pytest.mark.by_default("nf4")
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 def test_storage_for_h200_is_gathered_encoded_and_decoded_a_layer_at_a_time(h200_compiler, format):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)

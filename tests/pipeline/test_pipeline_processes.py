@@ -27,4 +27,4 @@ found += [evaluation.loss, evaluation.tokens]
 def test_two_processes_with_stages_across_them_train_as_one(tmp_path):
     (one,) = processes.launch(WORKER, tmp_path / "one", 1, devices=4)
     for other in processes.launch(WORKER, tmp_path / "two", 2, devices=4):
-        np.testing.assert_allclose(other, one, rtol=2e-6)
+        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=2e-6)

@@ -126,9 +126,6 @@ def train(
             if len(losses) == 6:
                 losses.append(float(program.eval(state, batch)["loss"]))
         params = jax.device_get(program.params(state))
-        order = program.layout.order
-        if order is not None and jax.tree.leaves(params["blocks"])[0].shape[0] < LAYERS:
-            params["blocks"] = jax.tree.map(order.narrow, params["blocks"])
     return np.asarray(losses, np.float32), params
 
 

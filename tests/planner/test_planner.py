@@ -303,6 +303,7 @@ def test_plan_is_the_best_of_all_configs_of_any_machine(seed):
     check_choice(seed, fewer=False)
 
 
+@pytest.mark.by_default("device_bytes", "host_bytes")
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
 def test_more_memory_is_never_slower(name):
     """The fastest uniform config is no slower with more memory.

@@ -14,8 +14,8 @@ import zerojax as zj
 import zerojax.program.compile as compile_
 from host_offload.calls import CallbackSite, Calls
 from host_offload.disk import SwapError
+from zerojax.ordering import wait_for
 from zerojax.program.call_order import order_calls
-from zerojax.state.ordering import wait_for
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}

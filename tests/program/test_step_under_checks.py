@@ -31,6 +31,7 @@ def built(mode="opt_state", **config):
     )
 
 
+@pytest.mark.by_default("in_backward", "all, activations", "delayed")
 @pytest.mark.parametrize("mode", [*MODES])
 def test_what_a_streamed_step_takes_in_host_memory_it_updates_in_place(mode):
     with built(mode) as program:

@@ -45,6 +45,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.by_default(*("-".join(map(str, pair)) for pair in PAIRS[1:]))
 @pytest.mark.parametrize(("source", "target", "form"), PAIRS, ids=str)
 def test_round_trip_from_tier_to_tier(source, target, form, tmp_path):
     with build(source, tmp_path / "swap") as program:

@@ -13,6 +13,12 @@
 Stage, mesh, tier, and the dtype of the compute copy change specs and tiers, but not names: a state
 saved under one config can be read under another. The compute copy (params that have masters) is not
 saved: it is cast from the weights.
+
+Shapes do not depend on the mesh either. The records of a pipeline hold one layer of every stage
+(`zerojax.state.wide`), and a checkpoint holds layers:
+
+    state         W[v K, p_pipe, D_fsdp, F]
+    checkpoint    W[L_pipe, D_fsdp, F], on each device v stores of K neighboring layers
 """
 
 import dataclasses
@@ -32,6 +38,7 @@ from zerojax.state import (
     OnDisk,
     RecordSpec,
     Split,
+    StageOrder,
     StateRecords,
     TrainState,
     is_stored,
@@ -60,7 +67,8 @@ class StateLeaf:
       shape: shape over all layers.
       dtype: dtype of the leaf in this program.
       saved_dtype: dtype in which the leaf is saved.
-      spec: spec of the leaf in this program, one entry per dim.
+      spec: spec of the leaf in this program, one entry per dim. With an `order`, the entry of the
+        layers is the one of the stages.
       tier: tier in which the leaf is stored; in a Split, the tier of its second part.
       lead: number of leading dims that number its records: 0, 1 for layers, or 2 for tiles of
         layers.
@@ -75,9 +83,11 @@ class StateLeaf:
       disk_records: records on disk that hold the leaf, or a Split's second part; None if it is not
         on disk.
       disk_leaf: position of the leaf in these records.
-      first: number of layers in a Split's first part.
+      first: number of records in a Split's first part: of layers, or of layers of every stage.
       is_frozen: whether the leaf is a weight that is never written.
       encodes: path of the weight, for an array of an 8-bit or 4-bit weight; otherwise "".
+      order: which layer each record in this program holds of each pipeline stage; None if a record
+        is one layer.
     """
 
     name: str
@@ -98,6 +108,18 @@ class StateLeaf:
     first: int = 0
     is_frozen: bool = False
     encodes: str = ""
+    order: StageOrder | None = None
+
+    @property
+    def record_dims(self) -> tuple[int, ...]:
+        """Sizes of the dims that number the leaf's records in this program."""
+        return self.shape[: self.lead] if self.order is None else (self.order.num_records,)
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """Shape of one of the leaf's records in this program."""
+        layer = self.shape[self.lead :]
+        return layer if self.order is None else (self.order.num_stages, *layer)
 
     @property
     def is_inline(self) -> bool:
@@ -111,7 +133,9 @@ class StateLeaf:
 
     def record(self, mesh: jax.sharding.Mesh) -> RecordSpec:
         """Return how the arrays store one record of the leaf."""
-        return RecordSpec(mesh, self.spec[self.lead :], self.tier)
+        # The dim of the stages has the place of the dim of the layers.
+        spec = self.spec[self.lead :] if self.order is None else self.spec
+        return RecordSpec(mesh, spec, self.tier)
 
 
 def is_weight(leaf: StateLeaf) -> bool:
@@ -131,7 +155,7 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
     """Describe each leaf of a program's states, in the order of `state_arrays`.
 
     Args:
-      model: model of the program.
+      model: model whose layers are the records of the state (`Program.state_model`).
       records: how the program's states are stored.
     """
     layout = records.layout
@@ -196,9 +220,15 @@ def _describe_leaf(
         shape = tuple(array.shape)
 
     param = None if owner is None else layout.all_leaves[owner]
+    order = None if param is None else param.order
+    has_params_shape = param is not None and shape == param.shape
+    spec = pad_spec(stored.sharding.spec, len(stored.shape))
+    if order is not None:
+        shape = (order.num_layers, *shape[2:])
+        spec = spec[1:]
     # A state whose shape differs from its weight's, such as a sum of rows, is not a stack of tiles.
     leaf_tiles: bool | int = False
-    if param is not None and owner is not None and shape == tuple(param.shape):
+    if owner is not None and has_params_shape:
         leaf_tiles = tiles.get(owner, False)
 
     field = path[0].name
@@ -208,7 +238,7 @@ def _describe_leaf(
         shape=shape,
         dtype=stored.dtype,
         saved_dtype=jnp.dtype("float32") if field in ("params", "master") else stored.dtype,
-        spec=pad_spec(stored.sharding.spec, len(stored.shape)),
+        spec=spec,
         tier="nvme" if on_disk else _tier(stored),
         lead=0 if param is None else param.lead,
         tiles=leaf_tiles,
@@ -221,6 +251,7 @@ def _describe_leaf(
         first=first,
         is_frozen=field == "frozen",
         encodes=_encoded_path(path, layout),
+        order=order,
     )
 
 
@@ -284,7 +315,7 @@ def _tier(array: jax.ShapeDtypeStruct) -> str:
 
 
 def arrays_in_memory(leaf: StateLeaf, value: Any) -> Iterator[tuple[jax.Array, int]]:
-    """Yield the arrays of a leaf that are not on disk, each with the number of its first layer."""
+    """Yield the arrays of a leaf that are not on disk, each with the number of its first record."""
     if isinstance(value, Split):
         yield value.device, 0
         value = value.host

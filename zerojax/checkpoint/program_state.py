@@ -35,7 +35,7 @@ _SHORT.maxdict = 16
 
 def leaves_of_program(program: Program) -> list[StateLeaf]:
     """Return the leaves of a program's state, under names that do not depend on their tiers."""
-    return state_leaves(program.model, program.records)
+    return state_leaves(program.state_model, program.records)
 
 
 def begin_save(

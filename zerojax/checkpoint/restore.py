@@ -9,6 +9,8 @@ holds its own shards and one record.
     saved [L, D_8, F] on 8 devices in float32
       ->  box of layer l  ->  here [L, D_4, F] on 4 devices, cast to bfloat16
 
+In a pipeline, a device reads the box of the layer that its stage has in the record.
+
 Frozen weights are never written again. So if the checkpoint holds a record of frozen weights in
 exactly the form needed here, it is linked into the swap folder if both are on the same file system.
 A link takes no space, and copies nothing.
@@ -140,7 +142,7 @@ class Restoring:
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i in stacked:
             leaf = sources[i].leaf
-            alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
+            alike.setdefault((leaf.stack, leaf.first, *leaf.record_dims), []).append(i)
         for members in alike.values():
             stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members], work)
             for i, array in zip(members, stacks, strict=True):
@@ -168,7 +170,7 @@ class Restoring:
         programs = {False: filler(mesh, leaves, arrays, False)}
         if first:
             programs[True] = filler(mesh, leaves, arrays, True)
-        records = list(np.ndindex(*_dims(leaves[0])))
+        records = list(np.ndindex(*leaves[0].record_dims))
         if all(isinstance(_host_part(stack), OnDisk) for stack in stacks):
             # The remaining layers are on disk; `_fill_disk` fills them.
             records = [index for index in records if index[0] < first]
@@ -267,7 +269,7 @@ class Restoring:
         `advance` counts each record.
         """
         leaf = members[0].leaf
-        dims = _dims(leaf)
+        dims = leaf.record_dims
         first = leaf.first_record
         for rank in ranks:
             device = self.layout.mesh.devices.flat[rank]
@@ -351,11 +353,6 @@ def filler(
     values = explicit([record.sharding for record in records])
     in_shardings = (shardings, values, explicit(named(mesh, ())))
     return jax.jit(put, donate_argnums=0, in_shardings=in_shardings, out_shardings=shardings)
-
-
-def _dims(leaf: StateLeaf) -> tuple[int, ...]:
-    """Return the dims that number a leaf's records."""
-    return tuple(leaf.shape[: leaf.lead])
 
 
 def _host_part(stack: Any) -> Any:

@@ -14,7 +14,8 @@ any program continues from it. They are computed one at a time (`zerojax.program
 as the caller keeps the state. If some records are on disk, or the optimizer is not elementwise, the
 state is saved as it is, gradients included.
 
-A `Piece` is one leaf's shard on one device, and is copied one run of layers at a time. Only the
+A `Piece` is one leaf's shard on one device, and is copied one run of layers at a time. On a mesh
+with `pipe`, a shard holds the layers of one stage, and has a piece for each chunk of them. Only the
 first replica is saved. Without a bound, the copies may take as many bytes as this process's shards.
 Then several threads copy, and nothing is written before everything is copied: writes would take
 cores and bandwidth from the copies, and the step would wait longer. With a bound, the unwritten
@@ -82,22 +83,35 @@ The pieces are so small that all threads get some.
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One leaf's shard on one device.
+    """Neighboring layers of one leaf's shard on one device, or an unstacked leaf's shard.
 
     Attributes:
       leaf: leaf of the state.
-      data: [records.., *shape], on the device or in its host memory.
-      start: start of the shard along the dims after those that number records.
+      data: the shard, [records.., *shape], on the device or in its host memory; with stages,
+        [records, stages, *shape].
+      start: start of the shard along the dims after those that number layers and tiles.
+      first: number of the first layer.
+      rows: the piece's part of dim 0 of `data`.
+      stage: the piece's index in the dim of stages of `data`; None if there is no such dim.
     """
 
     leaf: StateLeaf
     data: jax.Array
     start: tuple[int, ...]
+    first: int = 0
+    rows: range = range(1)
+    stage: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part of the shard in one record."""
-        return tuple(self.data.shape[self.leaf.lead :])
+        return tuple(self.data.shape[self.leaf.lead + (self.stage is not None) :])
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Numbers of layers, and of tiles in a layer; () for an unstacked leaf."""
+        lead = self.leaf.lead
+        return (len(self.rows), *self.data.shape[1:lead]) if lead else ()
 
 
 class NewStore:
@@ -123,7 +137,7 @@ class Run:
 
     Attributes:
       pieces: pieces on one device, whose records have the same numbers.
-      low: first layer.
+      low: first layer, counted from the pieces' first layer.
       high: last layer plus one.
       form: format of the records.
       store: store to which the records are written.
@@ -142,12 +156,8 @@ class Run:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        lead = self.pieces[0].leaf.lead
-        return (
-            (self.high - self.low)
-            * math.prod(self.pieces[0].data.shape[1:lead])
-            * self.form.padded_bytes
-        )
+        records_per_layer = math.prod(self.pieces[0].dims[1:])
+        return (self.high - self.low) * records_per_layer * self.form.padded_bytes
 
     def copied(self) -> np.ndarray:
         """Return the records, uint8[n, padded_bytes], in new memory that no device writes to."""
@@ -358,12 +368,12 @@ class Saving:
                 self._copy_inline(leaf, value)
                 continue
             for array, first in arrays_in_memory(leaf, value):
-                label = self._label(leaf)
-                # Each part of a Split has its own store.
-                if leaf.lead and array.shape[0] < leaf.shape[0]:
-                    label += f".{first}"
-                for rank, piece in self._pieces(leaf, array):
-                    groups.setdefault((label, first, rank), []).append(piece)
+                for rank, piece in self._pieces(leaf, array, first):
+                    label = self._label(leaf)
+                    # Each part of a Split, and each chunk of a stage, has its own store.
+                    if leaf.lead and len(piece.rows) < leaf.shape[0]:
+                        label += f".{piece.first}"
+                    groups.setdefault((label, piece.first, rank), []).append(piece)
         # Lazy, since the stores of all runs need not exist before the first is copied.
         runs = itertools.chain.from_iterable(
             self._runs(*group, pieces) for group, pieces in groups.items()
@@ -415,7 +425,7 @@ class Saving:
             leaves += [opt[i] for i in self.layout.opt_map.list_state_leaves(record.leaf_ids)]
             pieces: dict[int, list[Piece]] = {}  # by device
             for leaf, array in zip(leaves, [*record.weights, *record.opt], strict=True):
-                for rank, piece in self._pieces(leaf, array):
+                for rank, piece in self._pieces(leaf, array, 0):
                     pieces.setdefault(rank, []).append(piece)
             number = 0
             for i, dim in zip(record.index, leaves[0].shape, strict=False):
@@ -438,14 +448,19 @@ class Saving:
         # Separate from trainable leaves, so that a record holds only frozen weights.
         return f"frozen.{label}" if leaf.is_frozen else label
 
-    def _pieces(self, leaf: StateLeaf, array: jax.Array) -> Iterator[tuple[int, Piece]]:
-        """Yield the rank of a device and its piece, for each shard that this process saves."""
+    def _pieces(self, leaf: StateLeaf, array: jax.Array, first: int) -> Iterator[tuple[int, Piece]]:
+        """Yield the rank of a device and a piece, for each piece that this process saves.
+
+        Args:
+          leaf: leaf of the state.
+          array: its array, or a part of it.
+          first: number of the array's first record.
+        """
         for shard in array.addressable_shards:
             # Replicas hold the same bytes; only one is written.
             if shard.replica_id == 0:
-                # The index of an unsplit dim is slice(None).
-                start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
-                yield self._rank[shard.device], Piece(leaf, shard.data, start)
+                for piece in _shard_pieces(leaf, shard, first):
+                    yield self._rank[shard.device], piece
 
     def _copy_within_room(self, runs: Iterator[Run]) -> None:
         """Copy runs while earlier ones are written, within the bound of the copies."""
@@ -477,12 +492,11 @@ class Saving:
 
         The records of all `pieces` have the same numbers.
         """
-        lead = pieces[0].leaf.lead
-        dims = tuple(pieces[0].data.shape[:lead])
+        dims = pieces[0].dims
         scale = math.prod(dims[1:])  # records per layer
         form, store, saved_store = self._target(label, rank, pieces, first * scale, dims)
         base = saved_store if pieces[0].leaf.is_frozen else None
-        num_layers = dims[0] if lead else 1
+        num_layers = len(pieces[0].rows)
         layer_bytes = form.padded_bytes * scale
         # Half of the room, so that one run of layers is copied while the previous one is written.
         most = PIECE_BYTES if self._room.most is None else min(PIECE_BYTES, self._room.most // 2)
@@ -659,18 +673,45 @@ def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
     Read the result immediately: on a CPU it is a view of device memory.
     """
     data = piece.data
-    lead = piece.leaf.lead
-    count = (high - low) * math.prod(data.shape[1:lead])
-    if lead and (low, high) != (0, data.shape[0]):
+    count = (high - low) * math.prod(piece.dims[1:])
+    if piece.leaf.lead:
+        rows = slice(piece.rows[low], piece.rows[high - 1] + 1)
+        index = rows if piece.stage is None else (rows, slice(piece.stage, piece.stage + 1))
         # In numpy the slice is a view. In JAX it would be a second copy in host memory.
         if is_host_memory(data):
-            return np.asarray(data)[low:high].reshape(count, *piece.shape)
-        (device,) = data.devices()
-        # The slice is a separate program, on the one device that holds this shard rather than the
-        # mesh in scope.
-        with jax.set_mesh(Mesh(np.array([device]), ("alone",))):
-            data = data[low:high]
+            return np.asarray(data)[index].reshape(count, *piece.shape)
+        if count * math.prod(piece.shape) < data.size:
+            (device,) = data.devices()
+            # The slice is a separate program, on the one device that holds this shard rather than
+            # the mesh in scope.
+            with jax.set_mesh(Mesh(np.array([device]), ("alone",))):
+                data = data[index]
     return np.asarray(data).reshape(count, *piece.shape)
+
+
+def _shard_pieces(leaf: StateLeaf, shard: jax.Shard, first: int) -> Iterator[Piece]:
+    """Yield the pieces of a shard: one, or one for each chunk of each stage.
+
+    Args:
+      leaf: leaf of the state.
+      shard: shard of its array, or of a part of it.
+      first: number of the array's first record.
+    """
+    data = shard.data
+    assert data is not None
+    num_rows = data.shape[0] if leaf.lead else 1
+    if leaf.order is None:
+        # The index of an unsplit dim is slice(None).
+        start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
+        yield Piece(leaf, data, start, first, range(num_rows))
+        return
+    start = tuple(s.start or 0 for s in shard.index[2:])
+    first_stage = shard.index[1].start or 0
+    for run in leaf.order.runs(first, first + num_rows):
+        for stage in range(data.shape[1]):
+            layer = int(leaf.order.layers[run.start, first_stage + stage])
+            rows = range(run.start - first, run.stop - first)
+            yield Piece(leaf, data, start, layer, rows, stage)
 
 
 def is_host_memory(data: jax.Array) -> bool:

@@ -125,30 +125,43 @@ class LeafSource:
                     f"{impl or 'the default implementation'}: {error}"
                 ) from error
             return jax.device_put(key, abstract.sharding)
-        return self._array(abstract.shape, abstract.sharding, lambda box: box)
+        return self._array(abstract.shape, abstract.sharding, self.fill)
 
     def record(self, index: Sequence[int], sharding: jax.sharding.Sharding) -> jax.Array:
         """Return one record of the leaf on the device.
 
         Args:
-          index: indices of the record along the leaf's leading dims.
+          index: indices of the record, along the dims that number the program's records.
           sharding: sharding of the record.
         """
-        front = tuple((i, i + 1) for i in index)
-        return self._array(self.leaf.shape[self.leaf.lead :], sharding, lambda box: front + box)
+        leaf = self.leaf
+        if leaf.order is None:
+            front = tuple((i, i + 1) for i in index)
+            return self._array(
+                leaf.record_shape, sharding, lambda box, out: self.fill(front + box, out)
+            )
+        layers = leaf.order.layers[index[0]]  # of each stage
+
+        def fill(box: Box, out: np.ndarray) -> None:
+            stages, *rest = box
+            for place, stage in enumerate(range(*stages)):
+                layer = int(layers[stage])
+                self.fill(((layer, layer + 1), *rest), out[place : place + 1])
+
+        return self._array(leaf.record_shape, sharding, fill)
 
     def _array(
         self,
         shape: Sequence[int],
         sharding: jax.sharding.Sharding,
-        box_of_leaf: Callable[[Box], Box],
+        fill: Callable[[Box, np.ndarray], None],
     ) -> jax.Array:
         """Return an array that is a part of the leaf.
 
         Args:
           shape: shape of the array.
           sharding: sharding of the array.
-          box_of_leaf: function that maps a box of the array to its box in the leaf.
+          fill: function that fills an array with a box of it.
         """
         shards: dict[Box, np.ndarray] = {}  # devices that hold the same box read it once
 
@@ -157,7 +170,7 @@ class LeafSource:
             if box not in shards:
                 # In the leaf's dtype here: the read casts.
                 out = np.empty([stop - start for start, stop in box], self.leaf.dtype)
-                self.fill(box_of_leaf(box), out)
+                fill(box, out)
                 shards[box] = out
             return shards[box]
 

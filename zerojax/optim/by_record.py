@@ -38,7 +38,13 @@ from zerojax.optim.layer_wise import (
 from zerojax.optim.leaf_rule import LeafRule, Stay
 from zerojax.optim.unused import unused_grads
 from zerojax.optim.whole_tree import Update, finish, measure_grads
-from zerojax.state import FlatState, StateRecords, TrainState, load_leaves, order_read_before_write
+from zerojax.ordering import order_read_before_write
+from zerojax.state import (
+    FlatState,
+    StateRecords,
+    TrainState,
+    load_leaves,
+)
 from zerojax.trees import Grads
 
 Array = jax.Array

@@ -117,6 +117,8 @@ def by_layer(
       ValueError: the optimizer combines layers or leaves and also makes decisions from shapes, so
         that it would treat stacks differently than layers; or it reads the shapes of several leaves
         at the same time; or it works only on single layers, and combines leaves.
+      NotImplementedError: the optimizer combines elements of a leaf, and a pipeline stacks the
+        layers of its stages side by side.
     """
     is_elementwise = False
     if not isinstance(on_stacks, ValueError):
@@ -142,6 +144,12 @@ def by_layer(
     by_leaf = leaf_rule(tx, params, stacked, layer_state, layer_update)
     if not isinstance(by_leaf, str):
         _check_reads_one_leaf(diffs, params, stacked)
+        if any(num_dims > 1 for num_dims in stacked):
+            raise NotImplementedError(
+                "an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB) is not "
+                "supported on a mesh with pipe: use an elementwise optimizer such as optax.adamw, "
+                "or pipe=1"
+            )
         return layer_transformation(by_leaf)
     if isinstance(on_stacks, ValueError):
         raise ValueError(
@@ -281,7 +289,7 @@ def check_whole_leaves(layout: Layout) -> None:
     """
     subject = (
         f"{piecewise_update_setting(layout.config)} with an optimizer that combines elements of "
-        "a leaf (Muon, Adafactor, LAMB, ..)"
+        "a leaf (Muon, Adafactor, LAMB)"
     )
     if layout.config.update_on == "host":
         raise ValueError(

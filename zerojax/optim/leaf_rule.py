@@ -123,7 +123,8 @@ class LeafRule:
 
     Attributes:
       params: abstract float32 parameters, including stacks of layers.
-      stacked: whether each parameter leaf is a stack of layers, [L, ...].
+      stacked: for each parameter leaf, the number of leading dims that count layers: 1 for
+        [L, ...].
       layer_state: the abstract state over one layer's tree.
       owners: for each state leaf, the index of the parameter leaf that it belongs to; None if all
         leaves share it.
@@ -134,7 +135,7 @@ class LeafRule:
     """
 
     params: Any
-    stacked: tuple[bool, ...]
+    stacked: tuple[int, ...]
     layer_state: Any
     owners: tuple[int | None, ...]
     init: FlatJaxpr

@@ -1,6 +1,5 @@
 """Pipeline parallelism: stages of layers on the devices of `pipe`, microbatches passing through."""
 
-from zerojax.pipeline.check import by_layer_of_stage as by_layer_of_stage
 from zerojax.pipeline.check import check_pipeline as check_pipeline
 from zerojax.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from zerojax.pipeline.schedule import build_pipeline_schedule as build_pipeline_schedule

@@ -1,20 +1,15 @@
 """Which models and configs a pipeline supports, checked before anything is built."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
-import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig, resolve_activations
 from zerojax.models import LayeredModel, Model
-from zerojax.optim import LayerTransformation, by_layer
 from zerojax.sharding import PIPE, list_axes, num_stages
 from zerojax.state import StageOrder
-from zerojax.trees import Params
 
 
 def check_pipeline(
@@ -75,29 +70,6 @@ def _check_specs(model: LayeredModel) -> None:
                 f"specs{jax.tree_util.keystr(path)} is {spec}, but {PIPE!r} splits layers by their "
                 "numbers: leave it out of specs"
             )
-
-
-def by_layer_of_stage(
-    tx: optax.GradientTransformation,
-    params: Params,
-    on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
-    stacked: Sequence[int],
-) -> optax.GradientTransformation:
-    """Return an optimizer that treats records of several layers as it would treat each layer alone.
-
-    The arguments are those of `zerojax.optim.by_layer`.
-
-    Raises:
-      NotImplementedError: the optimizer combines elements of a leaf.
-    """
-    applied = by_layer(tx, params, on_stacks, stacked)
-    if isinstance(applied, LayerTransformation):
-        raise NotImplementedError(
-            "the optimizer combines elements of a leaf, which is not supported on a mesh with "
-            f"{PIPE}, where a record holds a layer of every stage: use an elementwise optimizer, "
-            f"such as optax.adamw, or {PIPE}=1"
-        )
-    return applied
 
 
 def _check_config(config: ZeroConfig, stages: int) -> None:

@@ -13,7 +13,7 @@ from zerojax.compat import check_gpu_version
 from zerojax.config import ZeroConfig, check_unlayered, require_built, resolve_activations, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
-from zerojax.pipeline import PipelineStep, by_layer_of_stage, check_pipeline
+from zerojax.pipeline import PipelineStep, check_pipeline
 from zerojax.program.fingerprint import build_parts
 from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
@@ -149,13 +149,11 @@ def assemble(
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     state_model = model
-    as_layers = by_layer
     if num_stages(mesh) > 1:
-        as_layers = by_layer_of_stage
         model, config, order = check_pipeline(model, config, mesh)
         state_model = widen_model(model, order)
     with jax.set_mesh(mesh):
-        records = StateRecords(build_layout(state_model, tx, config, mesh, as_layers))
+        records = StateRecords(build_layout(state_model, tx, config, mesh, by_layer))
         gathered_early = GatheredEarly()
         _check_axes(records.layout)
         _check_reductions(records.layout)

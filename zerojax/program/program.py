@@ -75,6 +75,7 @@ from zerojax.state import (
     as_arguments,
     check_is_there,
     masters,
+    narrow_params,
 )
 from zerojax.trees import Batch, ModelState, Params
 
@@ -93,6 +94,8 @@ class Program:
 
     Attributes:
       model: the given model.
+      state_model: the model whose layers are the records of the state: the given one, or in a
+        pipeline one whose layers are several layers side by side (`zerojax.state.wide`).
       tx: the given optimizer; with bfloat16 moments, wrapped to keep them in bfloat16.
       records: how the state is stored, record by record.
       layout: location of every byte of the state.
@@ -129,6 +132,7 @@ class Program:
           state_model: the model whose layers are the state's records.
         """
         self.model = model
+        self.state_model = state_model
         self.tx = tx
         self.records = records
         self.layout = records.layout
@@ -184,7 +188,10 @@ class Program:
 
     @property
     def shardings(self) -> TrainState:
-        """Shardings of the state: a TrainState of NamedSharding."""
+        """Shardings of the state: a TrainState of NamedSharding.
+
+        In a pipeline they are those of the state's records (`zerojax.TrainState`).
+        """
         return self.layout.shardings
 
     @property
@@ -763,7 +770,7 @@ class Program:
             )
             self._scratch.keep(step.abstract_scratch, scratch)
             loss, grads = result
-            return self._evaluated(loss), grads
+            return self._evaluated(loss), narrow_params(grads, self.layout.order, donate=True)
 
     def _evaluated(self, result: Any) -> Any:
         """Return a loss without its batch's faults; a warning reports them once they are known."""
@@ -834,6 +841,9 @@ class Program:
         `zerojax.state.OnDisk`. With update="in_forward" and an unsettled state, the trainable
         leaves are copies to which the pending update is applied (`settle`).
 
+        On a mesh with `pipe`, stacks are copies in the order of the layers, split over `pipe` along
+        dim 0: W[L_pipe, D_fsdp, F]. They take the same space again.
+
         Args:
           state: state of this program.
 
@@ -844,7 +854,7 @@ class Program:
         if self._is_unsettled(state) and self.config.params != "nvme":
             copies = self._reader.copies(state, ema=False)
             return self.layout.join(dataclasses.replace(state, params=copies))
-        return self.layout.join(state)
+        return narrow_params(self.layout.join(state), self.layout.order)
 
     def _is_unsettled(self, state: TrainState) -> bool:
         """Return whether a state holds an update that the next step's forward applies.
@@ -868,6 +878,10 @@ class Program:
         Frozen parameters have no master and are None. With a fraction of the optimizer state on the
         device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
 
+        On a mesh with `pipe`, stacks are copies in the order of the layers, as in `params`. If
+        their masters are in host memory, in part or all, they pass through the device one leaf
+        after the other, and the copies are in host memory.
+
         Args:
           state: state of this program.
 
@@ -881,13 +895,14 @@ class Program:
                 "is not applied yet: call state = program.settle(state) first, or read the float32 "
                 "weights with program.iter_params(state)"
             )
-        return masters(state)
+        return narrow_params(masters(state), self.layout.order)
 
     @without_mesh
     def ema_params(self, state: TrainState) -> Any:
         """Return the averages of the weights that `zerojax.Ema` keeps, like `params(state)`.
 
-        They have its dtype, shardings and tier. They are a copy, which takes the same space again.
+        They have the dtype, shardings and tier of that tree. They are a copy, which takes the same
+        space again.
         To evaluate with them, pass them to `eval` in place of the parameters:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
@@ -910,7 +925,8 @@ class Program:
                 "update that is not applied yet: call state = program.settle(state) first, or read "
                 "the averages with program.iter_params(state, ema=True)"
             )
-        return self._reader.copies(state, ema=True)
+        averages = self._reader.copies(state, ema=True)
+        return narrow_params(averages, self.layout.order, donate=True)
 
     def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
@@ -930,6 +946,9 @@ class Program:
             self._reader.check_averages()
         check_is_there(state)
         self._is_unsettled(state)  # raises for a state of another program
+        if self.layout.order is not None:
+            # Its parameters may be stacks of layers in place of records.
+            state = self.check_state(state)
         pieces = self._reader.pieces(state, ema)
         while True:
             # The caller's mesh is in scope again between two pieces.

@@ -34,6 +34,7 @@ from zerojax.state import (
     load_leaves,
     masters,
     pick,
+    pick_stage,
     read_layer,
     write_layer,
 )
@@ -99,11 +100,14 @@ class ParamReader:
             ),
         )
         for number, stack in enumerate(self.layout.stacks):
-            for layer in range(stack.num_layers):
+            order = self.layout.order
+            for layer in range(stack.num_layers if order is None else order.num_layers):
                 check_is_there(state)
-                # The layer is an argument, so that one compiled program reads all layers of a
+                record, stage = (layer, 0) if order is None else order.find(layer)
+                # The numbers are arguments, so that one compiled program reads all layers of a
                 # stack.
-                args = (jnp.int32(layer), layer < stack.device_layers, ema, number)
+                on_device = record < stack.device_layers
+                args = (jnp.int32(record), jnp.int32(stage), on_device, ema, number)
                 yield (
                     "/".join((*block_path(stack.name), str(layer))),
                     self._read(self._layer, state, *args),
@@ -215,9 +219,10 @@ class ParamReader:
 
     @cached_property
     def _layer(self) -> Any:
-        """Function `read(state, layer, on_device, ema, number)`: one layer of stack `number`.
+        """Function `read(state, layer, stage, on_device, ema, number)`: a layer of stack `number`.
 
-        It reads from any tier.
+        It reads from any tier. In a pipeline, `layer` is the number of a record, which holds one
+        layer of every stage.
         """
         records = self.records
         layout = self.layout
@@ -231,7 +236,12 @@ class ParamReader:
             return [_widened(a) for a in read_layer(specs, stacks, index)]
 
         def read(
-            state: TrainState, layer: jax.Array, on_device: bool, ema: bool, number: int
+            state: TrainState,
+            layer: jax.Array,
+            stage: jax.Array,
+            on_device: bool,
+            ema: bool,
+            number: int,
         ) -> Any:
             stack = layout.stacks[number]
             index = OnDevice(layer) if on_device else layer
@@ -255,14 +265,17 @@ class ParamReader:
             tree = jax.tree.unflatten(
                 layout.block_tree(stack.name), [leaves[i] for i in stack.in_tree]
             )
-            return jax.tree.map(decode, tree, is_leaf=is_encoded)
+            tree = jax.tree.map(decode, tree, is_leaf=is_encoded)
+            if layout.order is None:
+                return tree
+            return jax.tree.map(lambda record: pick_stage(record, stage), tree)
 
-        return jax.jit(read, static_argnums=(2, 3, 4))
+        return jax.jit(read, static_argnums=(3, 4, 5))
 
     # --- copies as a step has the parameters ------------------------------------------------------
 
     def copies(self, state: TrainState, ema: bool) -> Any:
-        """Return copies in the dtype, shardings and tier of the parameters.
+        """Return copies in the dtype, shardings and tier of the parameters in a state.
 
         Args:
           state: state to read; its pending update, if any, is applied to the copies.

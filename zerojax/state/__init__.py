@@ -22,9 +22,6 @@ from zerojax.state.opt_state import call_update as call_update
 from zerojax.state.opt_state import check_optimizer as check_optimizer
 from zerojax.state.opt_state import init_opt_state_shape as init_opt_state_shape
 from zerojax.state.opt_state import map_opt_state as map_opt_state
-from zerojax.state.ordering import adds_order as adds_order
-from zerojax.state.ordering import order_read_before_write as order_read_before_write
-from zerojax.state.ordering import wait_for as wait_for
 from zerojax.state.record_bytes import gathered_unstacked as gathered_unstacked
 from zerojax.state.record_bytes import host_update as host_update
 from zerojax.state.record_bytes import loaded_bytes as loaded_bytes
@@ -63,4 +60,6 @@ from zerojax.state.train_state import state_key as state_key
 from zerojax.state.train_state import with_loss_scale as with_loss_scale
 from zerojax.state.train_state import with_model_state as with_model_state
 from zerojax.state.wide import StageOrder as StageOrder
+from zerojax.state.wide import narrow_params as narrow_params
+from zerojax.state.wide import pick_stage as pick_stage
 from zerojax.state.wide import widen_model as widen_model

@@ -3,6 +3,9 @@
 A scalar of the optimizer's state may be a Python or NumPy number: users of
 `optax.inject_hyperparams` write `state.opt_state.hyperparams["learning_rate"] = 1e-4`. The number
 becomes an array with the leaf's dtype and sharding.
+
+Parameters may be in the order of the layers, [L, ...], where the program's state holds records of
+several stages: users evaluate with `dataclasses.replace(state, params=program.ema_params(state))`.
 """
 
 import dataclasses
@@ -13,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.models import BLOCKS
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
 from zerojax.state.train_state import (
@@ -22,6 +26,7 @@ from zerojax.state.train_state import (
     check_is_array,
     check_is_there,
 )
+from zerojax.state.wide import StageOrder, widen_stack
 from zerojax.trees import Tree
 from zerojax.user_values import as_integer, as_number, shown
 
@@ -39,6 +44,8 @@ class _Expected:
       sharding: the leaf's sharding.
       is_away: whether the leaf is in host memory.
       takes_numbers: whether the leaf is a scalar on the device that a number may replace.
+      order: order of the layers in the records if the leaf may be given as a stack of layers, else
+        None.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +53,7 @@ class _Expected:
     sharding: Any
     is_away: bool
     takes_numbers: bool
+    order: StageOrder | None = None
 
 
 class StateCheck:
@@ -54,8 +62,11 @@ class StateCheck:
     def __init__(self, layout: Layout) -> None:
         """Compute what `layout` expects of each leaf."""
         leaves, self._structure = jax.tree.flatten(layout.abstract_state)
-        self._expected = [_expected(leaf) for leaf in leaves]
         names = _names(layout.abstract_state)
+        self._expected = [
+            _expected(leaf, layout.order if _is_weight_stack(name) else None)
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
         self._grads = [i for i, name in enumerate(names) if name.startswith(".pending.grads")]
 
     def __call__(
@@ -63,7 +74,8 @@ class StateCheck:
     ) -> TrainState:
         """Return a state that the program can use.
 
-        It is the same state, with numbers in place of scalars converted to arrays.
+        It is the same state, with numbers in place of scalars converted to arrays, and stacks of
+        layers in place of records of several stages converted to these.
 
         Args:
           state: the state to check.
@@ -79,24 +91,30 @@ class StateCheck:
         if structure != self._structure:
             raise ValueError(self._other_structure(state))
         scalars: dict[int, jax.Array] = {}
+        widened: dict[int, jax.Array] = {}
         for i, (leaf, expected) in enumerate(zip(leaves, self._expected, strict=True)):
             if expected.takes_numbers and _replaces(leaf, expected):
                 scalars[i] = _scalar(leaf, expected, lambda i=i: _name(state, i))
                 continue
             check_is_array(leaf, lambda i=i: _name(state, i))
+            if _is_narrow(leaf, expected):
+                assert expected.order is not None
+                widened[i] = widen_stack(leaf, expected.order, expected.sharding)
+                continue
             if is_away(leaf) != expected.is_away or leaf.shape != expected.shape:
                 raise ValueError(
                     f"this state's {_name(state, i)} is {leaf.shape} in {_memory(is_away(leaf))}, "
                     f"and this program's is {expected.shape} in {_memory(expected.is_away)}: the "
                     "state was made by a program with another model or config"
                 )
-        if not scalars:
+        if not (scalars or widened):
             return state
-        if report is not None:
+        if scalars and report is not None:
             report([f"{_name(state, i)} = {shown(leaves[i])}" for i in scalars])
         # A leaf on disk counts as one leaf in both forms of the tree.
         state_leaves, tree = jax.tree.flatten(state)
-        replaced = [scalars.get(i, leaf) for i, leaf in enumerate(state_leaves)]
+        converted = scalars | widened
+        replaced = [converted.get(i, leaf) for i, leaf in enumerate(state_leaves)]
         return jax.tree.unflatten(tree, replaced)
 
     def check_pending(self, state: TrainState) -> None:
@@ -159,10 +177,21 @@ def _memory(is_host: bool) -> str:
     return "host memory" if is_host else "device memory"
 
 
-def _expected(leaf: Any) -> _Expected:
+def _expected(leaf: Any, order: StageOrder | None) -> _Expected:
     is_number = jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
     takes_numbers = leaf.shape == () and is_number and not is_away(leaf)
-    return _Expected(leaf.shape, leaf.dtype, leaf.sharding, is_away(leaf), takes_numbers)
+    return _Expected(leaf.shape, leaf.dtype, leaf.sharding, is_away(leaf), takes_numbers, order)
+
+
+def _is_weight_stack(name: str) -> bool:
+    """Return whether a leaf of a state is a stack of weights, if the model has layers."""
+    return name.startswith(tuple(f".{field}['{BLOCKS}']" for field in ("params", "frozen")))
+
+
+def _is_narrow(leaf: jax.Array, expected: _Expected) -> bool:
+    """Return whether a leaf is a stack of layers where records of several stages are expected."""
+    order = expected.order
+    return order is not None and leaf.shape == (order.num_layers, *expected.shape[2:])
 
 
 def _replaces(leaf: Any, expected: _Expected) -> bool:

@@ -26,8 +26,9 @@ from pallas_kernels import storage
 from pallas_kernels.storage import Encoded
 from zerojax.config import ZeroConfig
 from zerojax.models import LayeredModel, Model
-from zerojax.sharding import STAGES, LeafSpec, Spec, named, parse_axes, stored_spec
+from zerojax.sharding import PIPE, STAGES, LeafSpec, Spec, named, parse_axes, stored_spec
 from zerojax.state.leaves import Leaf, TileGroup, is_stacked, tiled_leaves
+from zerojax.state.wide import StageOrder, stage_order
 from zerojax.trees import Params
 
 logger = logging.getLogger("zerojax")
@@ -39,11 +40,12 @@ class Encoding:
 
     Attributes:
       layout: layout of the leaf's elements in the encoded arrays.
-      shape: shape of the leaf, without the layer dim if it is stacked.
-      spec: sharding spec of the stored leaf, without the layer dim if it is stacked.
+      shape: shape of the leaf, of one layer if it is stacked.
+      spec: sharding spec of the stored leaf, of one layer if it is stacked.
       mesh: the device mesh.
       lead: 1 for a stack of layers, else 0.
       num_layers: number of layers in the stack; 1 for an unstacked leaf.
+      order: which layer each record holds of each pipeline stage; None if a record is one layer.
     """
 
     layout: storage.Layout
@@ -52,17 +54,20 @@ class Encoding:
     mesh: Mesh
     lead: int
     num_layers: int
+    order: StageOrder | None = None
 
     def encode(self, w: Any) -> Encoded:
-        """Return a leaf of one layer, or an unstacked leaf, encoded on each device's shard."""
-        w = jax.lax.with_sharding_constraint(
-            jnp.asarray(w, jnp.float32), named(self.mesh, self.spec)
-        )
+        """Return a leaf of one record, or an unstacked leaf, encoded on each device's shard.
+
+        A record is one layer; with an `order`, one layer of every stage, each encoded by itself.
+        """
+        spec = self.spec if self.order is None else (PIPE, *self.spec)
+        w = jax.lax.with_sharding_constraint(jnp.asarray(w, jnp.float32), named(self.mesh, spec))
         # The XLA implementation inside shard_map, so that the partitioner need not see through the
         # reshapes.
         encode = functools.partial(storage.encode, layout=self.layout, implementation="xla")
-        out_specs = PartitionSpec(*storage.encoded_spec(self.layout, self.spec))
-        specs: dict[str, Any] = {"in_specs": PartitionSpec(*self.spec), "out_specs": out_specs}
+        out_specs = PartitionSpec(*storage.encoded_spec(self.layout, spec))
+        specs: dict[str, Any] = {"in_specs": PartitionSpec(*spec), "out_specs": out_specs}
         return jax.shard_map(encode, mesh=self.mesh, check_vma=False, **specs)(w)
 
     def encode_here(self, w: np.ndarray) -> list[np.ndarray]:
@@ -81,6 +86,8 @@ class Encoding:
     def abstract(self) -> Encoded:
         """The shapes of the encoded arrays, including all layers."""
         lead_shape = (self.num_layers,) if self.lead else ()
+        if self.order is not None:
+            lead_shape = (self.order.num_records, self.order.num_stages)
         return storage.abstract_encoded(self.layout, lead_shape + self.shape)
 
     def leaf_spec(self, spec: LeafSpec, sharded: bool) -> LeafSpec:
@@ -132,7 +139,9 @@ def list_encodings(
         if frozen and jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path)
             spec = stored_spec(specs[name], sharded)
-            candidates.append(_Candidate(name, leaf, spec, is_stacked(model, path)))
+            stacked = is_stacked(model, path)
+            order = stage_order(model) if stacked else None
+            candidates.append(_Candidate(name, leaf, spec, stacked, order))
     encodings = _choose_encodings(config.frozen_dtype, candidates, mesh)
     _check_tiles(model, config.frozen_dtype, encodings, abstract_whole)
     return encodings
@@ -147,12 +156,15 @@ class _Candidate:
       leaf: the leaf's shape and dtype, including all layers.
       spec: sharding spec of the stored leaf, including all dims.
       is_stacked: whether the leaf is a stack of layers.
+      order: which layer each record of the stack holds of each pipeline stage; None if a record is
+        one layer.
     """
 
     name: str
     leaf: jax.ShapeDtypeStruct
     spec: Spec
     is_stacked: bool
+    order: StageOrder | None
 
 
 def _choose_encodings(
@@ -164,15 +176,18 @@ def _choose_encodings(
     for candidate in candidates:
         leaf = candidate.leaf
         lead = int(candidate.is_stacked)
-        shape = tuple(leaf.shape[lead:])
-        spec = tuple(candidate.spec[lead:])
+        num_layer_dims = lead + (candidate.order is not None)
+        shape = tuple(leaf.shape[num_layer_dims:])
+        spec = tuple(candidate.spec[num_layer_dims:])
         shards = tuple(math.prod(mesh.shape[axis] for axis in parse_axes(entry)) for entry in spec)
         if (why := storage.refusal(format, shape, shards)) is not None:
             unsupported.append((candidate, why))
             continue
         layout = storage.choose_layout(format, shape, shards)
-        num_layers = leaf.shape[0] if lead else 1
-        encodings[candidate.name] = Encoding(layout, shape, spec, mesh, lead, num_layers)
+        num_layers = math.prod(leaf.shape[:num_layer_dims])
+        encodings[candidate.name] = Encoding(
+            layout, shape, spec, mesh, lead, num_layers, candidate.order
+        )
     if unsupported:
         largest, why = max(unsupported, key=lambda item: item[0].leaf.size)
         logger.info(

@@ -229,8 +229,8 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Params) -> list[b
             f"tiles must mirror the {described}, or be a prefix of their tree: {e}"
         ) from e
     flags = jax.tree.leaves(flag_tree)
-    # The dim of tiles follows the dim of layers, if there is one.
-    tile_dim = int(isinstance(model, LayeredModel))
+    # The dim of tiles follows the dims of layers, if any.
+    tile_dim = int(isinstance(model, LayeredModel)) + (stage_order(model) is not None)
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     for flag, (path, leaf) in zip(flags, leaves, strict=True):
         _check_tile_flag(flag, jax.tree_util.keystr(path), leaf.shape, tile_dim)
@@ -289,7 +289,7 @@ def tile_groups(
     flags = tiled_leaves(model, abstract_params)
     if not any(flags) or not streams(config):
         return ()
-    why = untiled_setting(config)
+    why = untiled_setting(config) if stage_order(model) is None else "a pipeline"
     if why is not None:
         logger.info(
             "%s moves full layers: stacks of tiles are fetched and gathered with the rest of their "

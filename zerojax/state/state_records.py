@@ -30,11 +30,11 @@ import jax.numpy as jnp
 from host_offload.device import one_trip
 from host_offload.engine import Lifetime, User
 from zerojax.config import resolve_activations
+from zerojax.ordering import wait_for
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.host_memory import crosses_link
 from zerojax.state.layout import Layout
-from zerojax.state.ordering import wait_for
 from zerojax.state.records import Index, RecordSpec, pick, read_layer, store_leaves, write_layer
 from zerojax.state.train_state import OnDisk, TrainState, is_stored
 from zerojax.trees import OptState, Params

@@ -200,6 +200,11 @@ def is_stored(node: Any) -> bool:
 class TrainState:
     """Everything a step reads and writes. Donated to each step.
 
+    On a mesh with `pipe`, stacks here are records of one layer of every stage, [v K, p_pipe, ...]
+    (`zerojax.state.wide`), as are `Program.shardings`. `Program.params`, `master_params`,
+    `ema_params`, `grads`, `iter_params`, checkpoints and exports have the model's own order,
+    [L, ...]. A stack of layers may take the place of its records in `params` and `frozen`.
+
     Attributes:
       step: i32[], number of calls of the step so far.
       skipped: i32[], number of updates skipped because a gradient was not finite.

@@ -12,7 +12,11 @@ from jax.sharding import Mesh
 
 from host_offload.device import one_trip, run_loop
 from host_offload.schedule import HEAD, HEAD_PIECES, LAYERS, Loop, Op, Phase
-from zerojax.state import Index, OnDevice, adds_order
+from zerojax.ordering import adds_order
+from zerojax.state import (
+    Index,
+    OnDevice,
+)
 
 Array = jax.Array
 Fetch = Callable[[Any, Any], list[Array]]

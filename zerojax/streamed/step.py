@@ -59,12 +59,12 @@ from zerojax.models import (
     with_blocks,
 )
 from zerojax.optim import RecordUpdate
+from zerojax.ordering import wait_for
 from zerojax.state import (
     Index,
     RecordSpec,
     StateRecords,
     TrainState,
-    wait_for,
     with_loss_scale,
     with_model_state,
 )

@@ -19,7 +19,11 @@ import jax.numpy as jnp
 
 from host_offload.schedule import Phase, TileLoops
 from zerojax.grads import beside
-from zerojax.state import Tile, TileGroup, wait_for
+from zerojax.ordering import wait_for
+from zerojax.state import (
+    Tile,
+    TileGroup,
+)
 from zerojax.streamed.microbatches import Microbatches
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan

@@ -482,7 +482,10 @@ def _add_opt_state(
             computed.append(leaf.name)
             constants[leaf.name] = np.zeros((), np.float32)
         else:
-            constants[leaf.name] = np.asarray(value)
+            constant = np.asarray(value)
+            if leaf.order is not None and constant.shape:
+                constant = leaf.order.narrow(constant)
+            constants[leaf.name] = constant
         leaves[leaf.name] = SavedLeaf(leaf.shape, dtype, leaf.lead, bool(leaf.tiles), "")
     return constants, computed
 

@@ -26,6 +26,7 @@ from zerojax.optim import (
     clip_factor,
     kept_for_later,
 )
+from zerojax.ordering import adds_order, wait_for
 from zerojax.state import (
     FlatState,
     Index,
@@ -33,10 +34,8 @@ from zerojax.state import (
     OnDisk,
     Pending,
     TrainState,
-    adds_order,
     pick,
     read_layer,
-    wait_for,
 )
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan

@@ -27,7 +27,12 @@ import jax.numpy as jnp
 
 from host_offload.schedule import Phase
 from zerojax.optim import DuplexResult, DuplexTransfer, HostUpdate, RecordUpdate
-from zerojax.state import Index, Pending, TrainState, adds_order
+from zerojax.ordering import adds_order
+from zerojax.state import (
+    Index,
+    Pending,
+    TrainState,
+)
 from zerojax.streamed.phases import Tick
 from zerojax.streamed.plan import RecordLeaves, StackPlan, StreamedPlan
 from zerojax.streamed.update_policies.in_forward import (

@@ -20,17 +20,16 @@ from zerojax.optim import (
     clip_factor,
     kept_for_later,
 )
+from zerojax.ordering import adds_order, wait_for
 from zerojax.state import (
     FlatState,
     Index,
     StateRecords,
     TileNumber,
     TrainState,
-    adds_order,
     is_stored,
     pick,
     read_layer,
-    wait_for,
     write_layer,
 )
 from zerojax.streamed.phases import Tick, run_phase
