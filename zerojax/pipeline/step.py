@@ -33,12 +33,13 @@ from zerojax.models import (
     with_blocks,
 )
 from zerojax.optim import RecordUpdate
+from zerojax.ordering import wait_for
 from zerojax.pipeline.layers import StageLayers
 from zerojax.pipeline.run import Carry, StepTicks
 from zerojax.pipeline.schedule import build_pipeline_schedule
 from zerojax.pipeline.stages import Stages
 from zerojax.pipeline.ticks import Units
-from zerojax.state import Index, StateRecords, TrainState, wait_for, with_loss_scale
+from zerojax.state import Index, StateRecords, TrainState, with_loss_scale
 from zerojax.streamed import (
     BackwardResult,
     BlockTracer,
