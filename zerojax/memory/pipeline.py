@@ -36,7 +36,7 @@ from zerojax.memory.pipeline_steps import UnitBytes, pipeline_operations
 from zerojax.memory.pipeline_traces import UnitTraces
 from zerojax.memory.report import RunningBytes
 from zerojax.pipeline import PipelineStep
-from zerojax.sharding import DATA, STAGES, TENSOR, local_elements
+from zerojax.sharding import DATA, STAGES, TENSOR, local_elements, stored_spec
 from zerojax.state import Leaf
 from zerojax.trees import Batch
 
@@ -83,14 +83,16 @@ class PipelineBytes:
             return traces.working_bytes(unit, copies, grad_size)
 
         shapes = jax.tree.leaves(traces.x)
+        has_chunks = self.step.table.num_chunks > 1
         return UnitBytes(
             x=sum(map(local_bytes, shapes, traces.x_specs, [layout.mesh] * len(shapes))),
             spread=sum(map(local_bytes, shapes, traces.spread_specs, [layout.mesh] * len(shapes))),
             embed=working("embed"),
             forward=working("forward"),
-            head=working("head"),
+            # A conditional has copies of the sums to which it adds.
+            head=working("head") + (self._sums_bytes("head") if has_chunks else 0),
             backward=working("backward"),
-            embed_backward=working("embed_backward"),
+            embed_backward=working("embed_backward") + self._sums_bytes("embed"),
             gathered=self._gathered_bytes(),
             head_grads=self._head_grads_bytes(),
         )
@@ -112,6 +114,19 @@ class PipelineBytes:
                 size //= leaf.shape[0]
             gathered[unit] = max(gathered[unit], size)
         return gathered
+
+    def _sums_bytes(self, unit: str) -> int:
+        """Return the bytes of the sums of the gradients of the embedding or the head."""
+        layout = self.layout
+        is_sharded = STAGES[layout.config.stage].opt_state and not layout.reduces_once
+        elements = 0
+        for index in self._leaves_read[unit]:
+            leaf = layout.all_leaves[index]
+            if not leaf.frozen:
+                elements += local_elements(
+                    leaf.shape, stored_spec(leaf.spec, is_sharded), layout.mesh
+                )
+        return 4 * elements
 
     def _head_grads_bytes(self) -> int:
         """Return the bytes of the head's gradients in one microbatch, before they are reduced."""

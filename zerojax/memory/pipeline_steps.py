@@ -112,8 +112,9 @@ class _Ticks:
         if not self.reduces_once or not self.step.stack.blocks:
             return []
         num_records = self.step.order.num_records
-        op = Op("reduce", Record("grads"), num_records - 1, "network", self.record["derivative"])
-        held = Op("update", Record("grads"), num_records - 1, "compute", self.record["grads"])
+        # The sums are read where they are.
+        op = Op("reduce", Record("grads"), num_records - 1, "network", self.record["grads"])
+        held = Op("compute", Record("grads"), num_records - 1, "compute")
         return [Phase(name="reduce", loops=(Loop(0, num_records, -1, (op, held)),))]
 
     def _ops(self, phase: str, tick: int, has_head: bool, leaves: bool) -> Iterator[Op]:
