@@ -154,8 +154,15 @@ class PipelineBytes:
             "unreduced": unreduced_bytes(layout),
             "gathered": gathered,
             "activations": activations,
-            "in_flight": max(0, ticks - gathered, self._handed_bytes() - activations - gathered),
         }
+        held = sum(device.values())
+        peak = max(
+            held - gathered + ticks,
+            # After the ticks the ring is free, and then the sums.
+            held - gathered - activations + self._handed_bytes(),
+            self._update_bytes(),
+        )
+        device["in_flight"] = max(0, peak - held)
         return RunningBytes(
             device,
             {"grads": 0, "activations": 0},
@@ -184,6 +191,20 @@ class PipelineBytes:
             # The sums of embedding and head have been reduced.
             handed -= unreduced_bytes(layout, blocks=False)
         return handed
+
+    def _update_bytes(self) -> int:
+        """Return the bytes of an update of the full tree: gradients, and parameters to gather."""
+        layout = self.layout
+        stage = STAGES[layout.config.stage]
+        if self.step.update is not None or self.step.host is not None:
+            return 0  # one record at a time
+        num_bytes = grad_elements(layout) * grad_itemsize(layout)
+        if stage.opt_state and not stage.params:
+            for leaf in layout.leaves:
+                for spec in (leaf.spec.sharded, leaf.spec.base):
+                    elements = local_elements(leaf.shape, spec, layout.mesh)
+                    num_bytes += elements * leaf.dtype.itemsize
+        return num_bytes
 
     # --- bytes sent -------------------------------------------------------------------------------
 
