@@ -95,10 +95,11 @@ class PipelineBytes:
             embed_backward=working("embed_backward") + self._sums_bytes("embed"),
             gathered=self._gathered_bytes(),
             head_grads=self._head_grads_bytes(),
+            reduced=self._reduced_bytes(),
         )
 
     def _gathered_bytes(self) -> dict[str, int]:
-        """Return the bytes of the largest gathered leaf of each unit."""
+        """Return the bytes that each unit has gathered at one time: leaves one after another."""
         layout = self.layout
         gathered = {"embed": 0, "head": 0, "layer": 0}
         if not STAGES[layout.config.stage].params and not layout.encodings:
@@ -113,7 +114,21 @@ class PipelineBytes:
             if leaf.is_stacked:
                 size //= leaf.shape[0]
             gathered[unit] = max(gathered[unit], size)
+        # A layer's next leaf arrives while products read one.
+        gathered["layer"] *= 2
         return gathered
+
+    def _reduced_bytes(self) -> int:
+        """Return the bytes of the largest reduced gradient of a layer."""
+        layout = self.layout
+        is_sharded = STAGES[layout.config.stage].opt_state
+        largest = 0
+        for index in self.step.stack.blocks:
+            leaf = layout.leaves[index]
+            elements = local_elements(leaf.shape, stored_spec(leaf.spec, is_sharded), layout.mesh)
+            size = elements // leaf.shape[0] * reduced_itemsize(layout, leaf)
+            largest = max(largest, size)
+        return largest
 
     def _sums_bytes(self, unit: str) -> int:
         """Return the bytes of the sums of the gradients of the embedding or the head."""
