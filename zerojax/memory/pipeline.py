@@ -114,8 +114,9 @@ class PipelineBytes:
             if leaf.is_stacked:
                 size //= leaf.shape[0]
             gathered[unit] = max(gathered[unit], size)
-        # A layer's next leaf arrives while products read one.
+        # A layer's next leaf arrives while products read one, and the head's for its derivative.
         gathered["layer"] *= 2
+        gathered["head"] *= 2
         return gathered
 
     def _reduced_bytes(self) -> int:
