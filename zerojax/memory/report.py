@@ -29,6 +29,9 @@ class MemoryReport:
           - "in_flight": other records in flight between tiers, and a layer's gradient before it is
             stored, in the tick that holds the most. Together with "gathered" it is the peak of the
             schedule.
+          - "working": on a mesh with `context` or `expert`, arrays that only the computation of a
+            layer's derivative holds, such as whole keys or the cells of experts, as far as they do
+            not fit into the bytes of "gathered" and "in_flight" that are free then.
           - "slots": on a GPU, memory in which records of the nvme tier, and the inputs and results
             of a host update, are in flight next to the program.
 
@@ -73,8 +76,8 @@ class MemoryReport:
     def device_bytes(self) -> int:
         """Bytes of every kind on the device.
 
-        The temporary memory of a layer's computation, other than its saved activations, is not
-        included.
+        Other than its saved activations, the temporary memory of a layer's computation is included
+        only on a mesh with `context` or `expert`.
         """
         return sum(self.tiers["device"].values())
 
