@@ -10,7 +10,7 @@ from typing import Any
 from zerojax.memory.kept import microbatch_shapes, resident_kept
 from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize, unreduced_bytes
 from zerojax.memory.report import RunningBytes
-from zerojax.memory.working import counts_working, objective_working_bytes
+from zerojax.memory.derivative import counts_working, objective_working_bytes
 from zerojax.state import StateRecords, steps_of_leaves
 from zerojax.trees import Batch
 

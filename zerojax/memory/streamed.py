@@ -20,7 +20,7 @@ from zerojax.memory.leaves import (
     unreduced_bytes,
 )
 from zerojax.memory.report import RunningBytes
-from zerojax.memory.working import counts_working, layer_working_bytes
+from zerojax.memory.derivative import counts_working, layer_working_bytes
 from zerojax.sharding import ActivationSpec
 from zerojax.state import Layout, RecordSpec
 from zerojax.streamed import ResidualPlan, StreamedStep
