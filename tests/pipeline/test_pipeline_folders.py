@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hf_models import adamw, need, write
+from hf_models import adamw, batch_of, need, write
 from matrix_of_checkpoints import assert_same, numbers
 
 import zerojax as zj
@@ -59,3 +59,24 @@ def test_a_pipeline_imports_and_exports_like_another_program(base, tmp_path):
     for name in ("plain", "pipe"):
         export(tmp_path / name, tmp_path / f"{name}_out", like=like)
     assert_same(read_folder(tmp_path / "pipe_out"), read_folder(tmp_path / "plain_out"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("base", [None, "nf4", "int8"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_a_folder_trains_in_stages_unedited(base, case, tmp_path):
+    layer_types = {}
+    if case == "gemma3":
+        layer_types["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    write(case, tmp_path, **SIZES, **layer_types)
+    losses = []
+    for axes in ({"fsdp": 2}, {"pipe": 2, "fsdp": 2}):
+        with build(tmp_path, base, axes, pipe_chunks=2) as program:
+            state = zj.import_hf(program, tmp_path, key=jax.random.key(1))
+            of_mesh = []
+            for step in range(3):
+                batch = batch_of(step, rows=8, length=16)
+                state, metrics = jax.block_until_ready(program.step(state, batch))
+                of_mesh.append(float(metrics["loss"]))
+            losses.append(of_mesh)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-6)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import long_decoder
 import numpy as np
 import optax
+import pytest
 import toys
 
 import zerojax as zj
@@ -94,3 +95,25 @@ def test_gradients_equal_one_device():
         results.append((float(loss["loss"]), jax.device_get(grads)))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=2e-6)
     toys.assert_trees_close(results[0][1], results[1][1], atol=2e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("opt_state", ["device", "pinned_host"])
+def test_masks_by_dims_see_single_layers(opt_state):
+    def mask(params: Any) -> Any:
+        return jax.tree.map(lambda a: a.ndim > 1, params)
+
+    model = dataclasses.replace(toys.layered(), num_layers=LAYERS)
+    results = []
+    for axes, tier in (({"pipe": 2, "fsdp": 2}, opt_state), ({"fsdp": 1}, "device")):
+        program = zj.build_train_step(
+            model,
+            optax.adamw(1e-2, eps=1e-2, weight_decay=0.5, mask=mask),
+            zj.ZeroConfig(num_microbatches=MICROBATCHES, opt_state=tier),
+            zj.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))]),
+        )
+        state = program.init(jax.random.key(0))
+        for batch in toys.batches(3):
+            state, _ = jax.block_until_ready(program.step(state, batch))
+        results.append(jax.device_get(program.params(state)))
+    toys.assert_trees_close(*results, atol=2e-6)
