@@ -93,7 +93,7 @@ def compile_step(options: argparse.Namespace, count: int, chunks: int) -> list[s
     seconds = time.perf_counter() - start
     stats: Any = compiled.memory_analysis()
     report = program.memory(batch)
-    # assert report.argument_bytes == stats.argument_size_in_bytes
+    assert report.argument_bytes == stats.argument_size_in_bytes
     arguments = ("params", "master", "opt_state", "batch", "scalars", "frozen")
     account = sum(n for kind, n in report.tiers["device"].items() if kind not in arguments)
     table = build_pipeline_schedule(options.pipe, count, chunks)

@@ -56,7 +56,7 @@ ROOMS = {
         "ordering", "activations", "grads", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "compat", "metrics", "trees",
     ),
     "zerojax.pipeline": (
-        "user_values", "grads", "optim", "state", "models", "sharding", "streamed", "config", "metrics", "trees",
+        "user_values", "grads", "optim", "ordering", "state", "models", "sharding", "streamed", "config", "metrics", "trees",
     ),
     "zerojax.memory": (
         "formulas", "pipeline", "streamed", "resident", "state", "models", "activations", "jaxprs", "sharding", "precision", "trees",

@@ -94,3 +94,21 @@ def test_weights_of_experts_are_gathered_and_their_gradients_scattered_over_the_
     specs = program.shardings.params["blocks"]
     assert "expert" in str(specs["up"].spec)
     assert np.all([axis in str(specs["up"].spec) for axis in others])
+
+
+@pytest.mark.exhaustive
+def test_temporary_memory_is_that_of_the_account(monkeypatch):
+    """The account counts the cells and products that a layer's derivative holds."""
+    for name, size in (("WIDTH", 512), ("INNER", 1024), ("TOKENS", 512)):
+        monkeypatch.setattr(layers, name, size)
+    mesh = aot.gpu_mesh("h200", gpus_per_host=8, fsdp=4, expert=2)
+    config = zj.ZeroConfig(stage=3, precision="bf16", activations="selective")
+    model = layers.model(zj.moe, num_layers=8)
+    program = zj.build_train_step(model, optax.adamw(1e-3), config, mesh)
+    ids = jax.ShapeDtypeStruct((ROWS, layers.TOKENS), jnp.int32)
+    batch = {"tokens": ids, "targets": ids}
+    report = program.memory(batch)
+    stats: Any = program.lower(batch).compile().memory_analysis()
+    assert report.argument_bytes == stats.argument_size_in_bytes
+    counted = report.device_bytes - report.argument_bytes
+    np.testing.assert_allclose(stats.temp_size_in_bytes, counted, rtol=0.05)

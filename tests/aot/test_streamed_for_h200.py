@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
@@ -430,7 +431,7 @@ def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_th
 def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_loaded():
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 32
-    ticks = c.program.schedule.phase("backward").ticks()
+    ticks = toys.layer_schedule(c.program).phase("backward").ticks()
     loads = [
         op
         for _, ops in ticks
@@ -451,7 +452,7 @@ def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_
 def test_a_head_that_is_larger_than_a_layer_crosses_the_link_beside_the_products_of_backward():
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 8
-    phase = c.program.schedule.phase("backward")
+    phase = toys.layer_schedule(c.program).phase("backward")
     loads = {
         op.num_bytes
         for _, ops in phase.ticks()

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
+from host_offload.schedule import Schedule
 
 LAYERS, HIDDEN, INNER, VOCAB, SEQ, BATCH = 3, 16, 40, 24, 5, 32
 
@@ -226,6 +227,13 @@ def trained_bytes(program: zj.Program, itemsize: int) -> int:
             leaf.size * itemsize * (program.mesh.shape["fsdp"] if spec.sharded == spec.base else 1)
         )
     return total
+
+
+def layer_schedule(program: zj.Program) -> Schedule:
+    """Return the schedule of a program without pipeline stages."""
+    schedule = program.schedule
+    assert isinstance(schedule, Schedule)
+    return schedule
 
 
 def assert_trees_close(actual: Any, expected: Any, atol: float) -> None:

@@ -140,9 +140,9 @@ def test_a_resident_step_says_where_its_bytes_are():
     model = toys.unrolled()
     config = zj.ZeroConfig(stage=3, opt_state=HOST)
     with zj.build_train_step(model, optax.adamw(1e-3), config, mesh_of(1)) as program:
-        assert program.schedule.title().startswith("1 layer, ")
+        assert toys.layer_schedule(program).title().startswith("1 layer, ")
         with pytest.raises(ValueError, match=r"program\.operations\(batch\)"):
-            _ = program.schedule.peak_bytes
+            _ = toys.layer_schedule(program).peak_bytes
         batch = toys.batches(1)[0]
         assert (
             program.operations(batch).peak_bytes

@@ -48,7 +48,7 @@ MESHES = {"fsdp": {"pipe": 2, "fsdp": 2}, "data": {"pipe": 4, "data": 2, "fsdp":
 STAGES = {
     "stage 1": {"stage": 1, "activations": "selective"},
     "stage 3, chunks": {"stage": 3, "pipe_chunks": 2, "activations": "remat"},
-    "stage 2, bf16": {"stage": 2, "precision": "bf16", "activations": "save"},
+    "stage 2": {"stage": 2, "activations": "save"},
     "stage 0": {"stage": 0},
 }
 

@@ -114,18 +114,18 @@ def test_an_encoder_and_a_decoder_equal_a_plain_loop(name, count, tmp_path):
 def test_the_schedule_runs_stack_by_stack_and_records_are_those_of_a_stack(tmp_path):
     with build(STEPS_OF["nvme"], 2, tmp_path) as program:
         program.check(model_of.batches(1)[0])
-        order = [phase.name for phase in program.schedule.phases]
+        order = [phase.name for phase in toys.layer_schedule(program).phases]
         stacks = ("encoder", "decoder")
         assert order == [
             *(f"{name}/forward" for name in stacks),
             *(f"{name}/backward" for name in reversed(stacks)),
             *(f"{name}/update" for name in stacks),
         ]
-        assert program.schedule.num_layers == 5
+        assert toys.layer_schedule(program).num_layers == 5
         for text in (
-            str(program.schedule),
-            program.schedule.timeline(),
-            program.schedule.timeline_svg(),
+            str(toys.layer_schedule(program)),
+            toys.layer_schedule(program).timeline(),
+            toys.layer_schedule(program).timeline_svg(),
         ):
             assert "encoder" in text
             assert "decoder" in text

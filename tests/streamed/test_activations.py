@@ -216,7 +216,7 @@ def test_layer_inputs_on_disk_are_counted_there_beside_named_tensors(tmp_path):
         stage=3, activations="nvme", offloaded_names=("hidden",), swap_dir=str(tmp_path)
     )
     with zj.build_train_step(named_model(), optax.adamw(1e-2), config, mesh) as program:
-        assert program.schedule.tiers["activations"] == "nvme"
+        assert toys.layer_schedule(program).tiers["activations"] == "nvme"
 
 
 @pytest.mark.parametrize("names", ["saved_names", "offloaded_names"])

@@ -286,7 +286,7 @@ def test_the_schedule_and_the_account_count_tiles():
         stage=3, params=HOST, opt_state=HOST, prefetch_distance=1, activations="remat"
     )
     programs = [build(config, {"fsdp": 4}, model(tiles=tiles)) for tiles in (TILED, False)]
-    tiled, whole = (program.schedule for program in programs)
+    tiled, whole = (toys.layer_schedule(program) for program in programs)
     assert isinstance(tiled, TiledSchedule)
     assert {loops.name: loops.num_tiles for loops in tiled.tiles} == {
         "first": 4,
@@ -341,7 +341,7 @@ def test_what_moves_whole_layers_says_so(fields, caplog):
         caplog.at_level("INFO", "zerojax"),
         build(zj.ZeroConfig(**({"stage": 3} | fields)), {"fsdp": 2}, model()) as program,
     ):
-        assert not hasattr(program.schedule, "tiles")
+        assert not hasattr(toys.layer_schedule(program), "tiles")
     assert (
         "moves full layers: stacks of tiles are fetched and gathered with the rest of their layer"
         in caplog.text

@@ -308,7 +308,7 @@ def test_it_builds_for_a_gpu_that_copies_both_ways():
     config = zj.ZeroConfig(update="in_forward", precision="bf16", opt_state=HOST, clip_norm=1.0)
     mesh = aot.gpu_mesh("h200", gpus_per_host=1)
     program = zj.build_train_step(toys.small(), optax.adamw(1e-3), config, mesh)
-    forward = program.schedule.phase("forward")
+    forward = toys.layer_schedule(program).phase("forward")
     assert forward.stores_late == 0
     assert "opt_state" in forward.fetches
 

@@ -343,7 +343,7 @@ def test_operations_and_bytes(case):
     names = [part.name for part in steps.phases]
     assert names.index("unstacked") < names.index("embed")
     assert "update" not in names
-    assert "forward: callbacks move new parameters up\n" in str(program.schedule)
+    assert "forward: callbacks move new parameters up\n" in str(toys.layer_schedule(program))
     (forward,) = (part.phase for part in steps.phases if part.name == "forward")
     ops = [(op.verb, op.record.kind) for loop in forward.loops for op in loop.ops]
     waits = ops.index(("host_update", "opt_state"))
@@ -406,7 +406,7 @@ def test_backward_reads_what_forward_passed_on_when_compiled_for_a_gpu(gather_ah
     )
     mesh = aot.gpu_mesh("h200", gpus_per_host=1)
     program = zj.build_train_step(toys.small(), optax.adamw(1e-3), config, mesh)
-    assert program.schedule.phase("forward").fetches == ()
+    assert toys.layer_schedule(program).phase("forward").fetches == ()
     # Kernels overwrite the stack without XLA's knowledge. Only forward's loop takes it from the
     # program's arguments, so that loops of backward run after the callbacks of forward's.
     text = program.lower(toys.batches(1)[0]).compile().as_text()

@@ -2,6 +2,7 @@
 
 from zerojax.activations.flow import ANY as ANY
 from zerojax.activations.flow import Split as Split
+from zerojax.activations.flow import SplitAnalysis as SplitAnalysis
 from zerojax.activations.flow import flow as flow
 from zerojax.activations.flow import has_island as has_island
 from zerojax.activations.flow import infer_output_splits as infer_output_splits

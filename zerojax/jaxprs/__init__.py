@@ -31,6 +31,7 @@ from zerojax.jaxprs.flops import find_product as find_product
 from zerojax.jaxprs.parameters import called as called
 from zerojax.jaxprs.parameters import manual_axes as manual_axes
 from zerojax.jaxprs.primitives import CHEAP as CHEAP
+from zerojax.jaxprs.primitives import CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES
 from zerojax.jaxprs.primitives import ELEMENTWISE as ELEMENTWISE
 from zerojax.jaxprs.primitives import FILLS as FILLS
 from zerojax.jaxprs.primitives import INLINED as INLINED

@@ -159,13 +159,7 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept
       loss: objective, a function of the full parameters.
       abstract_batch: tree of ShapeDtypeStruct.
     """
-    count = layout.config.num_microbatches
-
-    def microbatch_shape(a: Any) -> jax.ShapeDtypeStruct:
-        shape = (a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape
-        return jax.ShapeDtypeStruct(shape, a.dtype)
-
-    micro = jax.tree.map(microbatch_shape, abstract_batch)
+    micro = microbatch_shapes(abstract_batch, layout.config.num_microbatches)
     state = layout.abstract_arrays
     params = jax.tree.map(_shape, state.params)
     model_state = jax.tree.map(_shape, state.model_state)
@@ -192,6 +186,16 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Batch) -> list[Kept
     labels = numbered_labels([value.name for value in kept])
     pairs = zip(kept, labels, strict=True)
     return [dataclasses.replace(value, name=label) for value, label in pairs]
+
+
+def microbatch_shapes(abstract_batch: Batch, count: int) -> Batch:
+    """Return the shapes and dtypes of one of `count` microbatches."""
+
+    def shape_of_one(a: Any) -> jax.ShapeDtypeStruct:
+        shape = (a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+
+    return jax.tree.map(shape_of_one, abstract_batch)
 
 
 def _shape(a: Any) -> jax.ShapeDtypeStruct:

@@ -36,7 +36,7 @@ from zerojax.memory.pipeline_steps import UnitBytes, pipeline_operations
 from zerojax.memory.pipeline_traces import UnitTraces
 from zerojax.memory.report import RunningBytes
 from zerojax.pipeline import PipelineStep
-from zerojax.sharding import DATA, STAGES, TENSOR, local_elements
+from zerojax.sharding import DATA, STAGES, TENSOR, local_elements, stored_spec
 from zerojax.state import Leaf
 from zerojax.trees import Batch
 
@@ -83,20 +83,23 @@ class PipelineBytes:
             return traces.working_bytes(unit, copies, grad_size)
 
         shapes = jax.tree.leaves(traces.x)
+        has_chunks = self.step.table.num_chunks > 1
         return UnitBytes(
             x=sum(map(local_bytes, shapes, traces.x_specs, [layout.mesh] * len(shapes))),
             spread=sum(map(local_bytes, shapes, traces.spread_specs, [layout.mesh] * len(shapes))),
             embed=working("embed"),
             forward=working("forward"),
-            head=working("head"),
+            # A conditional has copies of the sums to which it adds.
+            head=working("head") + (self._sums_bytes("head") if has_chunks else 0),
             backward=working("backward"),
-            embed_backward=working("embed_backward"),
+            embed_backward=working("embed_backward") + self._sums_bytes("embed"),
             gathered=self._gathered_bytes(),
             head_grads=self._head_grads_bytes(),
+            reduced=self._reduced_bytes(),
         )
 
     def _gathered_bytes(self) -> dict[str, int]:
-        """Return the bytes of the largest gathered leaf of each unit."""
+        """Return the bytes that each unit has gathered at one time: leaves one after another."""
         layout = self.layout
         gathered = {"embed": 0, "head": 0, "layer": 0}
         if not STAGES[layout.config.stage].params and not layout.encodings:
@@ -111,7 +114,35 @@ class PipelineBytes:
             if leaf.is_stacked:
                 size //= leaf.shape[0]
             gathered[unit] = max(gathered[unit], size)
+        # A layer's next leaf arrives while products read one, and the head's for its derivative.
+        gathered["layer"] *= 2
+        gathered["head"] *= 2
         return gathered
+
+    def _reduced_bytes(self) -> int:
+        """Return the bytes of the largest reduced gradient of a layer."""
+        layout = self.layout
+        is_sharded = STAGES[layout.config.stage].opt_state
+        largest = 0
+        for index in self.step.stack.blocks:
+            leaf = layout.leaves[index]
+            elements = local_elements(leaf.shape, stored_spec(leaf.spec, is_sharded), layout.mesh)
+            size = elements // leaf.shape[0] * reduced_itemsize(layout, leaf)
+            largest = max(largest, size)
+        return largest
+
+    def _sums_bytes(self, unit: str) -> int:
+        """Return the bytes of the sums of the gradients of the embedding or the head."""
+        layout = self.layout
+        is_sharded = STAGES[layout.config.stage].opt_state and not layout.reduces_once
+        elements = 0
+        for index in self._leaves_read[unit]:
+            leaf = layout.all_leaves[index]
+            if not leaf.frozen:
+                elements += local_elements(
+                    leaf.shape, stored_spec(leaf.spec, is_sharded), layout.mesh
+                )
+        return 4 * elements
 
     def _head_grads_bytes(self) -> int:
         """Return the bytes of the head's gradients in one microbatch, before they are reduced."""
@@ -139,8 +170,15 @@ class PipelineBytes:
             "unreduced": unreduced_bytes(layout),
             "gathered": gathered,
             "activations": activations,
-            "in_flight": max(0, ticks - gathered, self._handed_bytes() - activations - gathered),
         }
+        held = sum(device.values())
+        peak = max(
+            held - gathered + ticks,
+            # After the ticks the ring is free, and then the sums.
+            held - gathered - activations + self._handed_bytes(),
+            self._update_bytes(),
+        )
+        device["in_flight"] = max(0, peak - held)
         return RunningBytes(
             device,
             {"grads": 0, "activations": 0},
@@ -169,6 +207,20 @@ class PipelineBytes:
             # The sums of embedding and head have been reduced.
             handed -= unreduced_bytes(layout, blocks=False)
         return handed
+
+    def _update_bytes(self) -> int:
+        """Return the bytes of an update of the full tree: gradients, and parameters to gather."""
+        layout = self.layout
+        stage = STAGES[layout.config.stage]
+        if self.step.update is not None or self.step.host is not None:
+            return 0  # one record at a time
+        num_bytes = grad_elements(layout) * grad_itemsize(layout)
+        if stage.opt_state and not stage.params:
+            for leaf in layout.leaves:
+                for spec in (leaf.spec.sharded, leaf.spec.base):
+                    elements = local_elements(leaf.shape, spec, layout.mesh)
+                    num_bytes += elements * leaf.dtype.itemsize
+        return num_bytes
 
     # --- bytes sent -------------------------------------------------------------------------------
 

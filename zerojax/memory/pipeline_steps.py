@@ -40,9 +40,9 @@ class UnitBytes:
       head: temporary memory of the head and its derivative.
       backward: temporary memory of one layer's backward.
       embed_backward: temporary memory of the embedding's derivative.
-      gathered: the largest gathered leaf of "embed", "head" and "layer", or 0: leaves are gathered
-        one after another.
+      gathered: parameters of "embed", "head" and "layer" that are gathered at one time, or 0.
       head_grads: gradients of the head in one microbatch.
+      reduced: the largest gradient of a layer, reduced.
     """
 
     x: int
@@ -54,6 +54,7 @@ class UnitBytes:
     embed_backward: int
     gathered: dict[str, int]
     head_grads: int
+    reduced: int
 
 
 def pipeline_operations(step: PipelineStep, sizes: UnitBytes) -> StepPlan:
@@ -112,8 +113,9 @@ class _Ticks:
         if not self.reduces_once or not self.step.stack.blocks:
             return []
         num_records = self.step.order.num_records
-        op = Op("reduce", Record("grads"), num_records - 1, "network", self.record["derivative"])
-        held = Op("update", Record("grads"), num_records - 1, "compute", self.record["grads"])
+        # The sums are read where they are.
+        op = Op("reduce", Record("grads"), num_records - 1, "network", self.record["grads"])
+        held = Op("compute", Record("grads"), num_records - 1, "compute")
         return [Phase(name="reduce", loops=(Loop(0, num_records, -1, (op, held)),))]
 
     def _ops(self, phase: str, tick: int, has_head: bool, leaves: bool) -> Iterator[Op]:
@@ -165,7 +167,7 @@ class _Ticks:
         ops.append(Op("compute", Record("layer"), first, "compute", working))
         if is_backward and not self.reduces_once and self.step.stack.blocks:
             # Each leaf's gradient is reduced, and added to the sums, as soon as it is computed.
-            ops.append(Op("reduce", Record("grads"), first, "network"))
+            ops.append(Op("reduce", Record("grads"), first, "network", self.sizes.reduced))
         loop = Loop(0, self.num_layers, -1 if is_backward else 1, tuple(ops))
         return Op(
             "run",

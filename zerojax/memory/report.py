@@ -32,6 +32,9 @@ class MemoryReport:
             stored, in the tick that holds the most. Together with "gathered" it is the peak of the
             schedule. In a pipeline it also has an estimate of what the computation of one layer, or
             of the head, needs.
+          - "working": on a mesh with `context` or `expert` and without `pipe`, arrays that only a
+            layer's derivative holds, such as whole keys or the cells of experts, as far as they do
+            not fit into the bytes of "gathered" and "in_flight" that are free then.
           - "slots": on a GPU, memory in which records of the nvme tier, and the inputs and results
             of a host update, are in flight next to the program.
 
@@ -77,8 +80,8 @@ class MemoryReport:
     def device_bytes(self) -> int:
         """Bytes of every kind on the device.
 
-        Except in a pipeline, the temporary memory of a layer's computation, other than its saved
-        activations, is not included.
+        Other than its saved activations, the temporary memory of a layer's computation is included
+        only in a pipeline, and on a mesh with `context` or `expert`.
         """
         return sum(self.tiers["device"].values())
 

@@ -7,7 +7,8 @@ elsewhere, the update runs leaf by leaf.
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.memory.kept import resident_kept
+from zerojax.memory.derivative import counts_working, objective_working_bytes
+from zerojax.memory.kept import microbatch_shapes, resident_kept
 from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize, unreduced_bytes
 from zerojax.memory.report import RunningBytes
 from zerojax.state import StateRecords, steps_of_leaves
@@ -27,16 +28,20 @@ def resident_bytes(
     """
     layout = records.layout
     steps = steps_of_leaves(records, pieces)
+    activations = sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch))
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
         # The sums over microbatches, and the current microbatch's gradients before they are added.
         "unreduced": 2 * unreduced_bytes(layout),
         "gathered": gathered_bytes(layout),
-        "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
+        "activations": activations,
         # The device updates one leaf, or a piece of it, at a time. Callbacks bring all leaves at
         # the same time.
         "in_flight": steps.find_peak("unstacked"),
     }
+    if counts_working(layout):
+        micro = microbatch_shapes(abstract_batch, layout.config.num_microbatches)
+        device["working"] = max(0, objective_working_bytes(layout, loss, micro) - activations)
     link = {
         "to_device": steps.moved("up", called=False),
         "to_host": steps.moved("down", called=False),

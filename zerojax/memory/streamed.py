@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax
 
 from host_offload.schedule import StepPlan
+from zerojax.memory.derivative import counts_working, layer_working_bytes
 from zerojax.memory.leaves import (
     compute_itemsize,
     gathered_bytes,
@@ -48,6 +49,9 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch
         # Gathered layers have a line of their own.
         "in_flight": max(0, steps.peak_bytes - gathered),
     }
+    if counts_working(layout):
+        layers_bytes = _layers_bytes(steps, layer_working_bytes(streamed, _shapes(abstract_batch)))
+        device["working"] = max(0, layers_bytes - max(gathered, steps.peak_bytes))
     host = {"grads": 0, "activations": kept("pinned_host")} | host_grads
     link = {
         "to_device": steps.moved("up", called=False),
@@ -58,6 +62,23 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Batch
         "to_host": steps.moved("down", called=True),
     }
     return RunningBytes(device, host, link, called)
+
+
+def _layers_bytes(steps: StepPlan, working: Mapping[str, int]) -> int:
+    """Return the bytes of a tick that computes a layer's derivative, with working memory.
+
+    It is the largest number of any run of layers.
+
+    Args:
+      steps: the step's operations.
+      working: working memory of a layer's derivative, by run of layers.
+    """
+    ticks = [
+        step_phase.phase.layers_peak_bytes + working[step_phase.stack]
+        for step_phase in steps.phases
+        if step_phase.name == "backward" and step_phase.stack is not None
+    ]
+    return max(ticks, default=0)
 
 
 def streamed_steps(streamed: StreamedStep, abstract_batch: Batch) -> StepPlan:

@@ -136,7 +136,7 @@ class StageLayers:
         record = units.chunk * self._chunk_layers + k
         shards = list[Array]()
         for i, stack in zip(self._stack.layer, self.stacks, strict=True):
-            _, *spec = plan.params[i].spec
+            spec = tuple(plan.params[i].spec)[1:]  # without the stages
             shards.append(self.stages.take_in_order(stack, record, spec))
         leaves = plan.gather(shards, self._stack.layer)
         layer = (units.chunk * order.num_stages + self.stages.numbers) * self._chunk_layers + k
