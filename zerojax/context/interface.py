@@ -142,7 +142,8 @@ def attention(
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
     operands = Operands(q, k, v, segment_ids, window.astype(jnp.int32) if is_array else None)
-    return attend(call, _varying_alike(operands))
+    with jax.named_scope("attention"):  # the name of what it keeps, in `program.kept`
+        return attend(call, _varying_alike(operands))
 
 
 @dataclasses.dataclass(frozen=True)
