@@ -145,7 +145,15 @@ def build(
     """Build the GPT, its optimizer and the train step.
 
     The config is planned first if the options ask for it.
+
+    Raises:
+      ValueError: an option does not fit the model or the mesh.
     """
+    if not options.experts and (size := mesh.shape.get("expert", 1)) > 1:
+        raise ValueError(
+            f"--mesh {options.mesh}: expert={size} spreads experts over devices, and the model has "
+            "none: add --experts 8, or put these devices on fsdp"
+        )
     preset = gpt.PRESETS[options.preset]
     if options.loss_tiles is not None and not 0 <= options.loss_tiles <= preset.vocab:
         raise ValueError(

@@ -8,11 +8,12 @@ A script parses its options, builds a program, and opens a `zj.Run`. Then it cal
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
@@ -249,11 +250,21 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
             pipe=axes.get("pipe", 1),
         )
     except ValueError as error:
-        raise ValueError(f"--mesh {options.mesh}: {error}") from error
+        raise ValueError(f"--mesh {options.mesh}: {error}{_advise(axes)}") from error
     AllProcesses(mesh, "looking for the folder of the report", ValueError).do(
         lambda: check_logdir(options)
     )
     return mesh
+
+
+def _advise(axes: Mapping[str, int]) -> str:
+    """Return the number of devices to simulate for a mesh, for an error, or "" if none helps."""
+    sizes = [size for size in axes.values() if size != -1]
+    needed = math.prod(sizes)
+    is_simulated = jax.default_backend() == "cpu" and jax.process_count() == 1
+    if not is_simulated or min(sizes, default=1) < 1 or needed == jax.device_count():
+        return ""
+    return f". On a CPU, --devices {needed} simulates this number"
 
 
 def check_logdir(options: LoopOptions) -> None:

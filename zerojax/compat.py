@@ -112,6 +112,19 @@ def num_update_groups() -> int:
     return 2 if jax_version() >= (0, 12) else 10
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Return the axes of a `jax.shard_map` over which a value varies, as its `check_vma` counts.
+
+    No axes for a version of JAX that spells them in another way: its own error then says what a
+    loop lacks.
+
+    Args:
+      aval: abstract value, from `jax.typeof`.
+    """
+    kinds = getattr(aval, "manual_axis_type", aval)
+    return frozenset(getattr(kinds, "varying", None) or getattr(kinds, "vma", None) or ())
+
+
 def compiler_level(kind: Any, level: Any) -> Any:
     """Return an optimization level in the form that jaxlib's compile options accept.
 

@@ -57,7 +57,8 @@ def test_a_stream_that_does_not_divide_is_refused():
 def test_a_plan_is_refused():
     mesh = zj.make_mesh(fsdp=2, expert=2, context=2)
     words = (
-        r"cannot predict what a step sends on a mesh with expert=2 and context=2: plan on a mesh"
+        r"cannot predict what a step sends on a mesh with expert=2 and context=2: plan on a mesh "
+        r".* sends, less the exchanges of zj.attention and zj.moe"
     )
     with pytest.raises(NotImplementedError, match=words):
         zj.plan(
@@ -71,7 +72,7 @@ def test_a_plan_is_refused():
 
 def test_tuning_is_refused():
     mesh = zj.make_mesh(fsdp=2, expert=2, context=2)
-    words = r"this mesh has 8 of platform 'cpu', with expert=2 and context=2: pass zerojax.aot"
+    words = r"autotune does not support a mesh with expert=2 and context=2: .* pass zerojax.aot"
     with pytest.raises(NotImplementedError, match=words):
         zj.autotune(
             long_decoder.model(experts=True),

@@ -147,6 +147,21 @@ def test_inside_a_shard_map_it_is_one_devices():
     check(got, value_and_grads(plain_attention, (q, k, v, do)), LIMITS["float32"])
 
 
+def test_inside_a_shard_map_that_counts_what_varies():
+    q, k, v, do = (a[:2, :8] for a in operands(N // 4, "float32")[0])
+    k = v = k[:1]  # the same on all devices, which see one row of the queries each
+    spec = PartitionSpec("fsdp")
+    whole = PartitionSpec()
+    with jax.set_mesh(zj.make_mesh(fsdp=2, context=4)):
+        alone = jax.shard_map(zj.attention, in_specs=(spec, whole, whole), out_specs=spec)
+        got = value_and_grads(alone, (q, k, v, do))
+
+    def plain(q, k, v):
+        return plain_attention(q, jnp.repeat(k, 2, 0), jnp.repeat(v, 2, 0))
+
+    check(got, value_and_grads(plain, (q, k, v, do)), LIMITS["float32"])
+
+
 def test_rows_that_do_not_divide_are_not_split():
     arrays = [a[:1] for a in operands(N // 4, "float32")[0]]
     with jax.set_mesh(zj.make_mesh(fsdp=2, context=4)):

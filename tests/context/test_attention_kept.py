@@ -1,8 +1,10 @@
 """A step's backward sends nothing again that attention's forward sent, unless all is recomputed."""
 
 import collections
+import functools
 
 import jax
+import jax.numpy as jnp
 import long_decoder
 import numpy as np
 import optax
@@ -11,6 +13,7 @@ import toys
 
 import zerojax as zj
 from zerojax import hlo
+from zerojax.activations import describe
 
 MESH = {"fsdp": 2, "context": 4}
 # Forward and backward of one layer. Ring: q, k, v, ids and o to zigzag order and back, 3 arrays in 3
@@ -92,3 +95,12 @@ def test_a_step_on_a_mesh_with_tensor_equals_one_device(method):
     expected, weights = train(long_decoder.model(), {"fsdp": 1}, {})
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     toys.assert_trees_close(params, weights, atol=5e-6)
+
+
+def test_what_attention_keeps_has_a_short_name():
+    q, k = jnp.zeros((1, 16, 4, 8)), jnp.zeros((1, 16, 2, 8))
+    with jax.set_mesh(zj.make_mesh(fsdp=2, context=4)):
+        traced = jax.make_jaxpr(functools.partial(zj.attention, method="ring"))(q, k, k)
+    # Its constants, such as pairs of blocks, are left out.
+    expected = "attention custom_vjp_call f32[1,16,4,8] f32[1,16,2,8] f32[1,16,2,8]"
+    assert describe(traced.eqns[-1]) == expected

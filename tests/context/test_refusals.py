@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import zerojax as zj
 from zerojax.context.interface import _log_choice
@@ -46,7 +47,14 @@ def trace(q_shape=(1, 16, 8, 4), kv_heads=None, context=4, tensor=1, dtype=jnp.f
         ({"window": 0}, "window=0 is not a number of keys"),
         ({"window": 2.5}, "window=2.5 is not a number of keys"),
         ({"window": jnp.ones(2, jnp.int32)}, "is an integer scalar, got int32[2]"),
-        ({"cap": -1.0}, "cap=-1.0 must be positive"),
+        ({"cap": -1.0}, "cap=-1.0: a positive finite number"),
+        ({"cap": "a"}, "cap='a': a positive finite number that float32 holds is needed, or None"),
+        ({"scale": "a"}, "scale='a': a finite number of Python is needed, or None for 1 / sqrt(D)"),
+        ({"scale": float("inf")}, "scale=inf: a finite number"),
+        (
+            {"q_shape": (1, 1, 8, 4), "method": "gather"},
+            "1 token does not divide by context=4",
+        ),
         ({"block": 0}, "block=0 must be an integer of at least 1"),
         ({"method": "rings"}, "method='rings' is unknown: choose from ulysses, ring, gather"),
         ({"implementation": "flash"}, "implementation='flash' is unknown: choose from xla, cudnn"),
@@ -54,11 +62,29 @@ def trace(q_shape=(1, 16, 8, 4), kv_heads=None, context=4, tensor=1, dtype=jnp.f
         ({"dtype": jnp.int32}, "got int32, int32 and int32: cast them"),
         ({"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "one for each token, got int32[1, 8]"),
         ({"segment_ids": jnp.zeros((1, 16))}, "got float32[1, 16]"),
+        (
+            {"segment_ids": [[0] * 16]},
+            "segment_ids must be an array, got list: pass jnp.asarray(segment_ids)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_repair(options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         trace(**options)
+
+
+def test_a_traced_scale_is_refused_with_a_repair():
+    q = jnp.zeros((1, 8, 2, 4))
+    with pytest.raises(ValueError, match=r"multiply q by it and pass scale=1\.0"):
+        jax.eval_shape(lambda scale: zj.attention(q, q, q, scale=scale), jnp.float32(2))
+
+
+def test_explicit_axes_are_refused_with_a_repair():
+    q = jnp.zeros((1, 8, 2, 4))
+    mesh = jax.make_mesh((4,), ("context",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    message = "attention: the mesh in scope has explicit axes, context, .* zj.make_mesh"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        zj.attention(q, q, q)
 
 
 def test_keys_of_another_length_are_refused():

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -81,3 +82,18 @@ def test_options_of_experts_need_experts(option, value, capsys, monkeypatch):
     assert left.value.code == 2
     expected = f"train_gpt.py: error: {option} {value} needs experts: add --experts 8"
     assert capsys.readouterr().err.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ("fsdp=2,context=8", "but there are 8 devices; .* On a CPU, --devices 16 simulates this"),
+        ("expert=2,fsdp=4", "expert=2 spreads experts over devices, .* add --experts 8"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused_with_an_option(sizes, words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", "--mesh", sizes, "--devices", "8"])
+    with pytest.raises(SystemExit) as left:
+        train_gpt.main()
+    assert left.value.code == 2
+    assert re.search(words, capsys.readouterr().err)

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import zerojax as zj
+from zerojax.experts.loss import ExpertStats
 
 X, P = layers.tokens(), layers.weights()
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no expert": ({"top_k": 0}, r"top_k=0.* from 1 to the number of experts, 8"),
     "too many experts": ({"top_k": 9}, r"top_k=9.* from 1 to the number of experts, 8"),
-    "a fraction of an expert": ({"top_k": 1.5}, r"top_k=1.5"),
+    "a float": ({"top_k": 2.0}, r"top_k=2.0, .* must be an integer from 1 to"),
     "capacity 0": ({"capacity_factor": 0}, r"capacity_factor=0: .*, or None to drop no token"),
     "negative capacity": ({"capacity_factor": -1.0}, r"capacity_factor=-1.0: a positive"),
     "capacity nan": ({"capacity_factor": float("nan")}, r"capacity_factor=nan"),
@@ -39,10 +41,28 @@ def test_moe_refuses(case):
         zj.moe(**{"x": X, **P, **changed})
 
 
+def test_moe_refuses_explicit_axes():
+    kinds = (AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("expert",), kinds, devices=jax.devices()[:2])
+    message = "moe: the mesh in scope has explicit axes, expert, .* zj.make_mesh"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        zj.moe(X, **P)
+
+
+def test_one_expert_is_refused_over_several_devices():
+    p = jax.tree.map(lambda a: a[:1] if a.ndim == 3 else a[:, :1], P)
+    message = r"moe: 1 expert does not divide by the mesh's expert=2: choose expert=1, or 2 experts"
+    with (
+        jax.set_mesh(zj.make_mesh(fsdp=4, expert=2)),
+        pytest.raises(ValueError, match=message),
+    ):
+        zj.moe(X, **p, top_k=1)
+
+
 def test_moe_refuses_experts_that_do_not_divide_by_the_axis():
     p = jax.tree.map(lambda a: a[:6] if a.ndim == 3 else a[:, :6], P)
     mesh = zj.make_mesh(fsdp=2, expert=4)
-    message = r"moe: 6 experts do not divide by the mesh's expert=4: .* or 8 experts"
+    message = r"moe: 6 experts do not divide by the mesh's expert=4: choose a divisor of 6 as expert, or 8"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         zj.moe(X, **p)
 
@@ -57,6 +77,20 @@ def test_modules_refuse_the_same_when_they_are_built(case):
         zj.MoE(layers.WIDTH, layers.INNER, layers.EXPERTS, rngs=nnx.Rngs(0), **changed)
     with pytest.raises(ValueError, match=f"moe: .*{message}"):
         zj.linen.MoE(layers.INNER, layers.EXPERTS, **changed)
+
+
+def test_modules_need_an_expert():
+    message = "moe: num_experts=0: an integer of at least 1 is needed"
+    with pytest.raises(ValueError, match=message):
+        zj.MoE(layers.WIDTH, layers.INNER, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        zj.linen.MoE(layers.INNER, 0)
+
+
+def test_the_loss_of_experts_needs_numbers_as_weights():
+    stats = ExpertStats(*jnp.ones(3))
+    with pytest.raises(ValueError, match=r"expert_loss: balance=None: a finite number is needed"):
+        zj.expert_loss(stats, balance=None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("stats", [None, (1.0, 2.0, 0.0)])

@@ -44,6 +44,8 @@ def test_a_mesh_has_expert_and_context_where_they_are_above_1():
     )
     assert own_mesh(mesh) is mesh
     assert tuple(zj.make_mesh(fsdp=4, context=-1).shape) == ("data", "fsdp", "context", "tensor")
+    with pytest.raises(ValueError, match=r"fsdp and context are both -1: .* default: pass fsdp=1"):
+        zj.make_mesh(context=-1)
     assert tuple(zj.make_mesh(fsdp=8).shape) == ("data", "fsdp", "tensor")
     with pytest.raises(ValueError, match=r"data 1 x fsdp 4 x context 4 x tensor 1 = 16, but there"):
         zj.make_mesh(fsdp=4, context=4)
@@ -103,7 +105,7 @@ def test_any_mesh_is_taken_with_its_devices_in_their_order(sizes, axes, expected
         (
             {"x": 4, "y": 2},
             {"fsdp": "x"},
-            r"the axis 'y' of 2 devices, .* none of data, fsdp, expert, context, tensor.*axes=\{\"fsdp\": 'y'\}",
+            r"the axis 'y' of 2 devices, .* none of pipe, data, fsdp, expert, context, tensor.*axes=\{\"fsdp\": 'y'\}",
         ),
         ({"x": 8}, None, "'x' of 8 devices"),
         (
@@ -114,7 +116,7 @@ def test_any_mesh_is_taken_with_its_devices_in_their_order(sizes, axes, expected
         (
             {"x": 8},
             {"zero": "x"},
-            "axes has the key 'zero', and the axes are data, fsdp, expert, context, tensor",
+            "axes has the key 'zero', and the axes are pipe, data, fsdp, expert, context, tensor",
         ),
         ({"x": 8}, {"fsdp": 0}, r"axes\['fsdp'\]=0: the name of a mesh axis"),
         ({"x": 8}, {"fsdp": "x", "data": "x"}, "names 'x' twice"),

@@ -35,7 +35,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.activations.sequence_ops import is_gather, is_scatter
-from zerojax.jaxprs import CHEAP, INLINED, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
+from zerojax.jaxprs import (
+    CHEAP,
+    CUSTOM_DERIVATIVES,
+    INLINED,
+    POINTWISE,
+    REDUCTIONS,
+    FlatJaxpr,
+    Instruction,
+)
 
 _ALSO_CHEAP = frozenset(
     {
@@ -134,7 +142,10 @@ def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
 
 def describe(eqn: jex.JaxprEqn) -> str:
     """Return a short description of an equation, such as `dot_general f32[8,16] f32[16,32]`."""
-    operands = [v.aval.str_short(short_dtypes=True) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
+    inputs = eqn.invars
+    if eqn.primitive.name in CUSTOM_DERIVATIVES:
+        inputs = inputs[eqn.params.get("num_consts", 0) :]  # arguments, without constants
+    operands = [v.aval.str_short(short_dtypes=True) for v in inputs]  # pyright: ignore[reportAttributeAccessIssue]
     # Only the scopes that the model named, without those of transformations and without the
     # placeholder for an empty scope (`zerojax.jaxprs.bind`).
     transformations = r"\b(jvp|transpose|vmap|checkpoint|rematted_computation)\(?"

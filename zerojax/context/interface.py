@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import find_target
+from zerojax.compat import varying_axes
 from zerojax.context.call import Call, Operands
 from zerojax.context.cudnn import cudnn_attention, find_fault
 from zerojax.context.derivative import attend
 from zerojax.context.scores import Scores
-from zerojax.sharding import CONTEXT, TENSOR, batch_axes, context_size
-from zerojax.user_values import as_integer
+from zerojax.sharding import CONTEXT, TENSOR, batch_axes, check_automatic, context_size
+from zerojax.user_values import as_integer, as_number, positive_number, shown
 
 Array = jax.Array
 Method = Literal["ulysses", "ring", "gather"]
@@ -68,7 +69,8 @@ def attention(
                   windows much shorter than T / c.
 
     The mesh is the one in scope, which in a train step is the program's. Inside of a
-    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. The
+    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged; a
+    shard_map over other axes only needs `check_vma=False`. The
     derivative keeps o, log-sum-exp, and q, k and v as the method laid them out, so backward does
     not repeat forward's exchange with activations="save" or "selective"; "remat" does.
 
@@ -78,10 +80,10 @@ def attention(
       v: values, like the keys.
       causal: whether a query sees only its own and earlier keys.
       segment_ids: integers [B, T]; tokens see only tokens with the same number. None: all.
-      scale: factor of the scores; None: 1 / sqrt(D).
+      scale: factor of the scores, a number of Python; None: 1 / sqrt(D).
       window: number of latest keys that a query sees, including its own; None: all. As an array
         i32[], 0 means all.
-      cap: soft cap of the scores, cap tanh(score / cap), or None.
+      cap: soft cap of the scores, cap tanh(score / cap), a number of Python; or None.
       method: how devices exchange tokens; None: "ulysses" if K divides by tensor x context, else
         "ring". The choice is logged.
       implementation: "xla" or None: blocks, as described. "cudnn": cuDNN's kernel on each device,
@@ -90,12 +92,16 @@ def attention(
         with N the query heads of a device.
 
     Raises:
-      ValueError: shapes, dtypes or options do not fit, or tokens or heads do not divide by the
-        mesh.
+      ValueError: shapes, dtypes or options do not fit, tokens or heads do not divide by the mesh,
+        or the mesh has explicit axes.
       NotImplementedError: cuDNN's kernel does not support this call.
     """
     _check_shapes(q, k, v, segment_ids)
-    _check_options(causal, window, cap, method, implementation, block)
+    _check_options(causal, window, method, implementation, block)
+    if scale is not None:
+        scale = _as_scale(scale)
+    if cap is not None:
+        cap = positive_number("attention: cap", cap, ", or None")
     place = _Place.find(q.shape[0])
     if place.size == 1:
         chosen = "local"
@@ -106,10 +112,10 @@ def attention(
         _check_cudnn(q, chosen, cap, segment_ids, window)
     is_array = isinstance(window, jax.Array)
     scores = Scores(
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
         causal=causal,
         window=None if window is None or is_array else int(window),
-        cap=None if cap is None else float(cap),
+        cap=cap,
     )
     if chosen == "local" and implementation == "cudnn":
         return cudnn_attention(scores, q, k, v)  # it has a derivative of its own
@@ -135,9 +141,9 @@ def attention(
     )
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
-    return attend(
-        call, Operands(q, k, v, segment_ids, window.astype(jnp.int32) if is_array else None)
-    )
+    operands = Operands(q, k, v, segment_ids, window.astype(jnp.int32) if is_array else None)
+    with jax.named_scope("attention"):  # the name of what it keeps, in `program.kept`
+        return attend(call, _varying_alike(operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +166,16 @@ class _Place:
 
     @classmethod
     def find(cls, batch: int) -> Self:
-        """Return the place of an attention over a batch of this size."""
+        """Return the place of an attention over a batch of this size.
+
+        Raises:
+          ValueError: the mesh has explicit axes.
+        """
         mesh = jax.sharding.get_abstract_mesh()
         manual = set[str](getattr(mesh, "manual_axes", ()))
         if mesh.empty or CONTEXT in manual or context_size(mesh) == 1:
             return cls()
+        check_automatic("attention", mesh)
         rows = tuple(axis for axis in batch_axes(mesh) if axis not in manual)
         is_split = batch % math.prod(mesh.shape[axis] for axis in rows) == 0
         has_tensor = TENSOR in mesh.axis_names and TENSOR not in manual
@@ -175,6 +186,23 @@ class _Place:
             tensor=mesh.shape[TENSOR] if has_tensor else 1,
             has_tensor=has_tensor,
         )
+
+
+def _varying_alike(operands: Operands) -> Operands:
+    """Return operands that vary over the same axes of a caller's `jax.shard_map`.
+
+    Loops over blocks carry sums that depend on all of them, and derivatives vary like their
+    operands: JAX sums the derivative of one that is the same on several devices. Nothing changes
+    outside of a shard_map, or with `check_vma=False`.
+    """
+    varying = [varying_axes(jax.typeof(a)) for a in jax.tree.leaves(operands)]
+    axes = frozenset[str]().union(*varying)
+
+    def vary(a: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(jax.typeof(a))))
+        return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(vary, operands)
 
 
 def _choose(kv_heads: int, place: _Place) -> str:
@@ -199,8 +227,32 @@ def _count_repeats(heads: int, kv_heads: int, shards: int) -> int:
     return counts[0]
 
 
+def _as_scale(scale: Any) -> float:
+    """Return a scale as a `float`.
+
+    Raises:
+      ValueError: it is not a finite number, or not known when the program is traced.
+    """
+    number = as_number(scale)
+    if number is None:
+        raise ValueError(
+            f"attention: scale={shown(scale)}: a finite number of Python is needed, or None for "
+            "1 / sqrt(D): to scale by an array, multiply q by it and pass scale=1.0"
+        )
+    return number
+
+
 def _check_shapes(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
-    """Raise ValueError unless q, k, v and segment ids fit together."""
+    """Raise ValueError unless q, k, v and segment ids are arrays that fit together."""
+    arrays = {"q": q, "k": k, "v": v}
+    if segment_ids is not None:
+        arrays["segment_ids"] = segment_ids
+    for name, a in arrays.items():
+        if not hasattr(a, "shape") or not hasattr(a, "dtype"):
+            raise ValueError(
+                f"attention: {name} must be an array, got {type(a).__name__}: pass "
+                f"jnp.asarray({name})"
+            )
     shapes = f"q{list(q.shape)}, k{list(k.shape)}, v{list(v.shape)}"
     if (
         q.ndim != 4
@@ -231,7 +283,6 @@ def _check_shapes(q: Array, k: Array, v: Array, segment_ids: Array | None) -> No
 def _check_options(
     causal: bool,
     window: int | Array | None,
-    cap: float | None,
     method: str | None,
     implementation: str | None,
     block: int,
@@ -262,8 +313,6 @@ def _check_options(
             f"attention: window={window!r} is not a number of keys: an integer of at least 1 is "
             "needed, or None for all"
         )
-    if cap is not None and not cap > 0:
-        raise ValueError(f"attention: cap={cap} must be positive, or None")
     if (as_integer(block) or 0) < 1:
         raise ValueError(f"attention: block={block!r} must be an integer of at least 1")
 
@@ -279,15 +328,17 @@ def _check_divides(q: Array, method: str, causal: bool, place: _Place) -> None:
         why = (
             f"2 x context={size}, since a causal ring" if is_zigzag else f"context={size}, since it"
         )
+        noun = "token does" if tokens == 1 else "tokens do"
         raise ValueError(
-            f"attention: {tokens} tokens do not divide by {why} splits them in {shards}: pad the "
+            f"attention: {tokens} {noun} not divide by {why} splits them in {shards}: pad the "
             f"sequences to {-(-tokens // shards) * shards}"
         )
     if method == "ulysses" and heads % (tensor * size):
         largest = math.gcd(heads // tensor, size) if heads % tensor == 0 else 1
         other = f", or context={largest}" if largest > 1 else ""
+        noun = "head does" if heads == 1 else "heads do"
         raise ValueError(
-            f"attention: method='ulysses' splits heads, and {heads} heads do not divide by "
+            f"attention: method='ulysses' splits heads, and {heads} {noun} not divide by "
             f"tensor={tensor} x context={size}: use method='ring'{other}"
         )
 

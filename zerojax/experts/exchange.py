@@ -34,7 +34,7 @@ from zerojax.experts.cells import (
     fill_cells_with_pairs,
     pick_cells,
 )
-from zerojax.sharding import AXES, CONTEXT, EXPERT, TENSOR, batch_axes
+from zerojax.sharding import AXES, CONTEXT, EXPERT, TENSOR, batch_axes, check_automatic
 
 Array = jax.Array
 
@@ -252,7 +252,8 @@ def find_exchange(num_experts: int, top_k: int, capacity_factor: float | None) -
       capacity_factor: cells per pair of a token and an expert, or None.
 
     Raises:
-      ValueError: the experts do not divide by the devices along `expert`.
+      ValueError: the experts do not divide by the devices along `expert`, or the mesh has explicit
+        axes.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     is_split = not mesh.empty and any(
@@ -260,10 +261,13 @@ def find_exchange(num_experts: int, top_k: int, capacity_factor: float | None) -
     )
     if not is_split or getattr(mesh, "manual_axes", ()):
         return Exchange(None, num_experts, top_k, capacity_factor)
+    check_automatic("moe", mesh)
     members = mesh.shape.get(EXPERT, 1)
     if num_experts % members:
+        noun = "expert does" if num_experts == 1 else "experts do"
+        fitting = "expert=1" if num_experts == 1 else f"a divisor of {num_experts} as expert"
         raise ValueError(
-            f"moe: {num_experts} experts do not divide by the mesh's expert={members}: choose a "
-            f"divisor of {num_experts}, or {-(-num_experts // members) * members} experts"
+            f"moe: {num_experts} {noun} not divide by the mesh's expert={members}: choose "
+            f"{fitting}, or {-(-num_experts // members) * members} experts"
         )
     return Exchange(mesh, num_experts, top_k, capacity_factor)

@@ -77,7 +77,7 @@ class MoE(nn.Module):
         """Check the options.
 
         Raises:
-          ValueError: top_k, capacity_factor or the activation is invalid, as in `zj.moe`.
+          ValueError: num_experts, top_k, capacity_factor or the activation is invalid.
         """
         check_options(self.num_experts, self.top_k, self.capacity_factor, self.activation)
         super().__post_init__()

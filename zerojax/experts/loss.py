@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from zerojax.models import Loss
+from zerojax.user_values import as_number, shown
 
 Array = jax.Array
 
@@ -44,11 +45,18 @@ def expert_loss(stats: ExpertStats, balance: float = 1e-2, z: float = 1e-3) -> L
 
     Raises:
       TypeError: `stats` is not an ExpertStats.
+      ValueError: a weight is not a finite number.
     """
     if not isinstance(stats, ExpertStats):
         raise TypeError(
             f"expert_loss: stats must be an ExpertStats, got {type(stats).__name__}: pass the "
             "second result of zj.moe, y, stats = zj.moe(...)"
         )
+    for name, weight in {"balance": balance, "z": z}.items():
+        if not isinstance(weight, jax.Array) and as_number(weight) is None:
+            raise ValueError(
+                f"expert_loss: {name}={shown(weight)}: a finite number is needed, or 0 to leave "
+                "this part out"
+            )
     total = balance * stats.balance + z * stats.z
     return Loss(total, metrics={"dropped_fraction": stats.dropped})

@@ -13,6 +13,7 @@ Sources: Switch (arXiv:2101.03961), GShard (arXiv:2006.16668), and ST-MoE for th
 when a program is compiled.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from zerojax.experts.exchange import find_exchange
 from zerojax.experts.loss import ExpertStats
 from zerojax.experts.routing import measure_balance, measure_z, score_tokens, weigh_experts
-from zerojax.user_values import as_integer, positive_number
+from zerojax.user_values import as_integer, positive_number, shown, whole_number
 
 Array = jax.Array
 
@@ -72,9 +73,10 @@ def moe(
 
     Raises:
       ValueError: shapes or dtypes do not fit; top_k is below 1 or above E; capacity_factor is not
-        positive; the activation is not a function; or the experts do not divide by `expert`.
+        positive; the activation is not a function; the experts do not divide by `expert`; or the
+        mesh has explicit axes.
     """
-    num_experts = router.shape[-1] if getattr(router, "ndim", 0) else 0
+    num_experts = router.shape[-1] if getattr(router, "ndim", 0) else None
     top_k, capacity_factor = check_options(num_experts, top_k, capacity_factor, activation)
     _check_arrays(x, router, up, down, gate)
     num_rows, num_tokens = x.shape[:2]
@@ -123,12 +125,12 @@ def _multiply(cells: Array, weights: Array) -> Array:
 
 
 def check_options(
-    num_experts: int, top_k: Any, capacity_factor: Any, activation: Any
+    num_experts: Any, top_k: Any, capacity_factor: Any, activation: Any
 ) -> tuple[int, float | None]:
     """Return top_k and capacity_factor as numbers of Python, once all options are valid.
 
     Args:
-      num_experts: number of experts; 0 if it is not known yet.
+      num_experts: number of experts; None if it is not known yet.
       top_k: number of experts of a token.
       capacity_factor: cells per pair of a token and an expert, or None.
       activation: activation function of the experts.
@@ -136,11 +138,16 @@ def check_options(
     Raises:
       ValueError: an option is invalid.
     """
+    most: float = math.inf
+    limit = ""
+    if num_experts is not None:
+        most = whole_number("moe: num_experts", num_experts, 1)
+        limit = f", {most}"
     count = as_integer(top_k)
-    if count is None or count < 1 or (num_experts and count > num_experts):
+    if count is None or not 1 <= count <= most:
         raise ValueError(
-            f"moe: top_k={top_k!r}, the number of experts that a token visits: it must be from 1 "
-            f"to the number of experts, {num_experts}"
+            f"moe: top_k={shown(top_k)}, the number of experts that a token visits, must be an "
+            f"integer from 1 to the number of experts{limit}"
         )
     if capacity_factor is not None:
         capacity_factor = positive_number(

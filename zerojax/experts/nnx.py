@@ -84,7 +84,7 @@ class MoE(nnx.Module):
           rngs: random streams.
 
         Raises:
-          ValueError: top_k, capacity_factor or the activation is invalid, as in `zj.moe`.
+          ValueError: num_experts, top_k, capacity_factor or the activation is invalid.
         """
         check_options(num_experts, top_k, capacity_factor, activation)
         self.top_k = top_k

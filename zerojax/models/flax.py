@@ -121,9 +121,10 @@ def from_flax(
       rngs: names of the Linen random streams that training draws from, such as ("dropout",).
       axis_rules: translation of the names of parameters' dims, such as `(("vocab", "tensor"),
         ("embed", None))`: pairs of a name and a mesh axis, several axes, or None. Defaults to
-        `flax.linen.logical_axis_rules` in scope. `fsdp` and `data` are dropped, because ZeRO
-        assigns them, and so are names without a rule, unless there is a rule ("*", "refuse").
-        Dropped names are logged. Without rules, names are mesh axes.
+        `flax.linen.logical_axis_rules` in scope. `fsdp`, `data`, `context` and `pipe` are
+        dropped, because ZeRO and the pipeline assign them, and so are names without a rule,
+        unless there is a rule ("*", "refuse"). Dropped names are logged. Without rules, names are
+        mesh axes.
       mesh_axes: for modules that constrain activations by axes of a mesh of their own: a dict from
         these axes to axes of the program's mesh, such as {"dp": "fsdp", "tp": "tensor"}; {} hides
         the mesh from the modules. Parameters are split by these names too.

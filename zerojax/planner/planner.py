@@ -74,6 +74,8 @@ from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import (
+    CONTEXT,
+    EXPERT,
     Axes,
     abstract_batch,
     describe_optional_axes,
@@ -157,10 +159,12 @@ def plan(
 def _check_axes(mesh: Mesh) -> None:
     """Raise NotImplementedError for a mesh whose steps the planner cannot predict."""
     if axes := describe_optional_axes(mesh):
+        exchanges = set(mesh.axis_names) & {CONTEXT, EXPERT}
+        without = ", less the exchanges of zj.attention and zj.moe" if exchanges else ""
         raise NotImplementedError(
             f"zj.plan cannot predict what a step sends on a mesh with {axes}: plan on "
             "a mesh with these devices on fsdp, and compare the bytes with "
-            "program.memory(batch) on this mesh"
+            f"program.memory(batch) on this mesh, which has what a device holds and sends{without}"
         )
 
 

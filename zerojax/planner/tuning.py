@@ -218,19 +218,18 @@ class _Attempts:
 
 def _check_one_gpu(mesh: Mesh) -> None:
     """Raise NotImplementedError for a mesh that is not one GPU."""
+    if axes := describe_optional_axes(mesh):
+        raise NotImplementedError(
+            f"autotune does not support a mesh with {axes}: it predicts steps on one GPU: pass "
+            'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), whose GPU need not be present'
+        )
     platform = mesh.devices.flat[0].platform
     if platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
             f"autotune predicts steps on one GPU, but this mesh has {mesh.size} "
-            f"of platform {platform!r}{_describe_axes(mesh)}: pass "
+            f"of platform {platform!r}: pass "
             'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), whose GPU need not be present'
         )
-
-
-def _describe_axes(mesh: Mesh) -> str:
-    """Return the sizes of the mesh's optional axes for an error, or ""."""
-    axes = describe_optional_axes(mesh)
-    return f", with {axes}" if axes else ""
 
 
 def _fastest(tried: Sequence[TunedStep], limit: int | None) -> ZeroConfig:

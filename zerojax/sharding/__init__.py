@@ -18,6 +18,7 @@ from zerojax.sharding.mesh import PIPE as PIPE
 from zerojax.sharding.mesh import TENSOR as TENSOR
 from zerojax.sharding.mesh import Axes as Axes
 from zerojax.sharding.mesh import batch_axes as batch_axes
+from zerojax.sharding.mesh import check_automatic as check_automatic
 from zerojax.sharding.mesh import context_size as context_size
 from zerojax.sharding.mesh import describe_optional_axes as describe_optional_axes
 from zerojax.sharding.mesh import make_mesh as make_mesh

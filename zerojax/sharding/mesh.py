@@ -100,8 +100,11 @@ def make_mesh(
         sizes[axis] = number
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
+        default = ", which is fsdp's default: pass fsdp=1" if FSDP in free else ""
+        number = "both" if len(free) == 2 else "all"
         raise ValueError(
-            f"{' and '.join(free)} are both -1: at most one axis may stand for the rest"
+            f"{' and '.join(free)} are {number} -1: at most one axis may stand for the rest"
+            f"{default}"
         )
     known = math.prod(size for size in sizes.values() if size != -1)
     present = {axis: size for axis, size in sizes.items() if size != 1 or axis not in OPTIONAL_AXES}
@@ -297,6 +300,26 @@ def describe_optional_axes(mesh: Any) -> str:
     """Return the sizes of a mesh's optional axes for an error, or ""."""
     axes = [axis for axis in OPTIONAL_AXES if axis in mesh.axis_names]
     return " and ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+
+
+def check_automatic(caller: str, mesh: Any) -> None:
+    """Raise ValueError for a mesh in scope, concrete or abstract, with explicit axes.
+
+    Args:
+      caller: name of the function that was called, for the error.
+      mesh: the mesh.
+    """
+    explicit = [
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        raise ValueError(
+            f"{caller}: the mesh in scope has explicit axes, {', '.join(explicit)}, and automatic "
+            "ones are needed: use a mesh from zj.make_mesh, or "
+            "axis_types=(AxisType.Auto,) * len(axis_names) in yours"
+        )
 
 
 def splits_activations(mesh: Any) -> bool:
