@@ -261,8 +261,9 @@ def _advise(axes: Mapping[str, int]) -> str:
     """Return the number of devices to simulate for a mesh, for an error, or "" if none helps."""
     sizes = [size for size in axes.values() if size != -1]
     needed = math.prod(sizes)
+    is_valid = min(sizes, default=1) >= 1 and len(axes) - len(sizes) <= 1
     is_simulated = jax.default_backend() == "cpu" and jax.process_count() == 1
-    if not is_simulated or min(sizes, default=1) < 1 or needed == jax.device_count():
+    if not is_simulated or not is_valid or needed == jax.device_count():
         return ""
     return f". On a CPU, --devices {needed} simulates this number"
 

@@ -37,7 +37,7 @@ ROOMS = {
     # folders, from the ground up
     "zerojax.sharding": ("user_values", "trees"),
     "zerojax.jaxprs": (),
-    "zerojax.context": ("user_values", "chips", "sharding"),
+    "zerojax.context": ("user_values", "chips", "compat", "sharding"),
     "zerojax.gather": ("activations", "jaxprs", "sharding", "trees"),
     "zerojax.tiling": ("user_values", "jaxprs", "sharding", "trees"),
     "zerojax.models": ("user_values", "tiling", "jaxprs", "sharding", "trees"),

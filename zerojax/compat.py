@@ -113,10 +113,10 @@ def num_update_groups() -> int:
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Return the axes of a `jax.shard_map` over which a value varies, as its `check_vma` counts.
+    """Return the axes of a `jax.shard_map` with `check_vma` over which a value varies.
 
-    No axes for a version of JAX that spells them in another way: its own error then says what a
-    loop lacks.
+    Without `check_vma`, JAX does not count them. A version of JAX that names them in another way
+    gives none either, and then raises its own error for a loop.
 
     Args:
       aval: abstract value, from `jax.typeof`.

@@ -30,12 +30,28 @@ def test_a_mesh_with_expert_needs_a_model_with_experts():
 def test_experts_that_do_not_divide_are_refused():
     mesh = zj.make_mesh(fsdp=2, expert=3, devices=jax.devices()[:6])
     words = (
-        r"\['up'\]: 8 experts .* do not divide by expert=3: choose a mesh on which expert divides 8, "
+        r"\['up'\]: 8 experts .* do not divide by expert=3: choose a mesh whose expert divides 8, "
         r"or 9 experts"
     )
     with pytest.raises(ValueError, match=words):
         zj.build_train_step(
             long_decoder.model(experts=True), optax.adam(1e-2), zj.ZeroConfig(), mesh
+        )
+
+
+def test_one_expert_over_several_devices_is_refused():
+    model = zj.Model(
+        lambda key: {"up": jnp.ones((1, 4, 4))},
+        lambda params, batch, key: jnp.mean(batch["x"] @ params["up"][0]),
+        specs={"up": jax.sharding.PartitionSpec("expert")},
+    )
+    words = (
+        r"1 expert \(dim 0 of shape \(1, 4, 4\)\) does not divide by expert=2: choose a mesh without "
+        r"expert, or 2 experts"
+    )
+    with pytest.raises(ValueError, match=words):
+        zj.build_train_step(
+            model, optax.adam(1e-2), zj.ZeroConfig(), zj.make_mesh(fsdp=4, expert=2)
         )
 
 

@@ -147,13 +147,18 @@ def test_inside_a_shard_map_it_is_one_devices():
     check(got, value_and_grads(plain_attention, (q, k, v, do)), LIMITS["float32"])
 
 
-def test_inside_a_shard_map_that_counts_what_varies():
+@pytest.mark.parametrize("axes", [(), ("fsdp",)], ids=["all axes", "fsdp"])
+def test_inside_a_shard_map_that_counts_what_varies(axes):
     q, k, v, do = (a[:2, :8] for a in operands(N // 4, "float32")[0])
     k = v = k[:1]  # the same on all devices, which see one row of the queries each
     spec = PartitionSpec("fsdp")
     whole = PartitionSpec()
     with jax.set_mesh(zj.make_mesh(fsdp=2, context=4)):
-        alone = jax.shard_map(zj.attention, in_specs=(spec, whole, whole), out_specs=spec)
+        specs = {"in_specs": (spec, whole, whole), "out_specs": spec}
+        # Empty names stand for all axes. With fsdp alone, attention exchanges over context.
+        alone = jax.shard_map(
+            functools.partial(zj.attention, method="ring"), axis_names=set(axes), **specs
+        )
         got = value_and_grads(alone, (q, k, v, do))
 
     def plain(q, k, v):

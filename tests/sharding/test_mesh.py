@@ -44,7 +44,9 @@ def test_a_mesh_has_expert_and_context_where_they_are_above_1():
     )
     assert own_mesh(mesh) is mesh
     assert tuple(zj.make_mesh(fsdp=4, context=-1).shape) == ("data", "fsdp", "context", "tensor")
-    with pytest.raises(ValueError, match=r"fsdp and context are both -1: .* default: pass fsdp=1"):
+    with pytest.raises(
+        ValueError, match=r"fsdp and context are both -1: .* by default: pass fsdp=1"
+    ):
         zj.make_mesh(context=-1)
     assert tuple(zj.make_mesh(fsdp=8).shape) == ("data", "fsdp", "tensor")
     with pytest.raises(ValueError, match=r"data 1 x fsdp 4 x context 4 x tensor 1 = 16, but there"):

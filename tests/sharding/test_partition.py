@@ -48,7 +48,7 @@ def test_mesh_of_other_axes_is_refused():
     model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, b, k: jnp.sum(p["w"]))
     with pytest.raises(
         ValueError,
-        match=r"'shards' of 8 devices, which is none of data, fsdp, expert, context, tensor",
+        match=r"'shards' of 8 devices, which is none of pipe, data, fsdp, expert, context, tensor",
     ):
         zj.build_train_step(model, None, zj.ZeroConfig(), mesh)  # type: ignore[arg-type]
 

@@ -1,16 +1,18 @@
 """One attention over a mesh: what is static about it, its operands, and what backward reads."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
+from zerojax.compat import varying_axes
 from zerojax.context.scores import Scores
 from zerojax.sharding import CONTEXT, TENSOR
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,29 @@ class Kept(NamedTuple):
             operands.segment_ids if self.segment_ids is None else self.segment_ids,
             self.lse,
         )
+
+
+def varying_over(arrays: Any) -> frozenset[str]:
+    """Return the axes of a caller's `jax.shard_map` over which any array of a tree varies.
+
+    There are none outside of a shard_map, or with `check_vma=False`.
+    """
+    axes = [varying_axes(jax.typeof(a)) for a in jax.tree.leaves(arrays)]
+    return frozenset[str]().union(*axes)
+
+
+def vary(arrays: T, axes: Set[str]) -> T:
+    """Return a tree of arrays whose types say that they vary over some axes; nothing is computed.
+
+    Loops over blocks carry sums that depend on all operands, and a derivative must vary like its
+    operand: JAX sums the derivative of an operand that is the same on several devices.
+    """
+
+    def cast(a: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(jax.typeof(a))))
+        return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(cast, arrays)
 
 
 class Method(NamedTuple):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.context.call import Call, Kept, Method, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved, vary, varying_over
 from zerojax.context.gathered import GATHER
 from zerojax.context.local import LOCAL
 from zerojax.context.ring import RING
@@ -94,7 +94,7 @@ def _island(call: Call, function: Any, arrays: Any, in_specs: Any, out_specs: An
     else:
         local_call = call
         axes -= {TENSOR}
-    return jax.shard_map(
+    results = jax.shard_map(
         lambda place, shards: function(local_call, place[0], shards),
         mesh=call.mesh,
         in_specs=(PartitionSpec(CONTEXT), in_specs),
@@ -102,3 +102,5 @@ def _island(call: Call, function: Any, arrays: Any, in_specs: Any, out_specs: An
         axis_names=axes,
         check_vma=False,
     )(jax.lax.iota(jnp.int32, call.size), arrays)
+    # Without check_vma, their types have lost the axes of a caller's shard_map.
+    return vary(results, varying_over(arrays))

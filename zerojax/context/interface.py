@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import find_target
-from zerojax.compat import varying_axes
-from zerojax.context.call import Call, Operands
+from zerojax.context.call import Call, Operands, vary, varying_over
 from zerojax.context.cudnn import cudnn_attention, find_fault
 from zerojax.context.derivative import attend
 from zerojax.context.scores import Scores
@@ -69,8 +68,7 @@ def attention(
                   windows much shorter than T / c.
 
     The mesh is the one in scope, which in a train step is the program's. Inside of a
-    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged; a
-    shard_map over other axes only needs `check_vma=False`. The
+    `jax.shard_map` over `context`, the arrays are one device's and nothing is exchanged. The
     derivative keeps o, log-sum-exp, and q, k and v as the method laid them out, so backward does
     not repeat forward's exchange with activations="save" or "selective"; "remat" does.
 
@@ -143,7 +141,7 @@ def attention(
         segment_ids = segment_ids.astype(jnp.int32)
     operands = Operands(q, k, v, segment_ids, window.astype(jnp.int32) if is_array else None)
     with jax.named_scope("attention"):  # the name of what it keeps, in `program.kept`
-        return attend(call, _varying_alike(operands))
+        return attend(call, vary(operands, varying_over(operands)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,23 +184,6 @@ class _Place:
             tensor=mesh.shape[TENSOR] if has_tensor else 1,
             has_tensor=has_tensor,
         )
-
-
-def _varying_alike(operands: Operands) -> Operands:
-    """Return operands that vary over the same axes of a caller's `jax.shard_map`.
-
-    Loops over blocks carry sums that depend on all of them, and derivatives vary like their
-    operands: JAX sums the derivative of one that is the same on several devices. Nothing changes
-    outside of a shard_map, or with `check_vma=False`.
-    """
-    varying = [varying_axes(jax.typeof(a)) for a in jax.tree.leaves(operands)]
-    axes = frozenset[str]().union(*varying)
-
-    def vary(a: Array) -> Array:
-        missing = tuple(sorted(axes - varying_axes(jax.typeof(a))))
-        return jax.lax.pcast(a, missing, to="varying") if missing else a
-
-    return jax.tree.map(vary, operands)
 
 
 def _choose(kv_heads: int, place: _Place) -> str:

@@ -1,11 +1,10 @@
 """Attention over the whole sequence on one device."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.compat import varying_axes
 from zerojax.context.blocks import (
     Cut,
     accumulate,
@@ -17,11 +16,10 @@ from zerojax.context.blocks import (
     start,
     zero_grads,
 )
-from zerojax.context.call import Call, Kept, Method, Operands, Saved
+from zerojax.context.call import Call, Kept, Method, Operands, Saved, vary, varying_over
 from zerojax.context.cudnn import cudnn_backward, cudnn_forward
 
 Array = jax.Array
-T = TypeVar("T")
 
 
 def forward(call: Call, place: Any, operands: Operands) -> tuple[Array, Kept]:
@@ -37,7 +35,7 @@ def forward(call: Call, place: Any, operands: Operands) -> tuple[Array, Kept]:
     tokens = cut.tokens(jnp.zeros(1, jnp.int32), ids, window)
     pairs = list_pairs(call.scores, cut)
     blocks = q_blocks, tokens, cut.cut(k), cut.cut(v), tokens
-    state = accumulate(call.scores, _varying_like(q, start(q_blocks)), *blocks, pairs)
+    state = accumulate(call.scores, vary(start(q_blocks), varying_over(q)), *blocks, pairs)
     o, lse = finish(state, cut, q.dtype)
     return o, Kept(lse)
 
@@ -57,7 +55,7 @@ def backward(
     tokens = cut.tokens(jnp.zeros(1, jnp.int32), ids, window)
     grads = accumulate_grads(
         call.scores,
-        _varying_like(q, zero_grads(q_blocks, k_blocks)),
+        vary(zero_grads(q_blocks, k_blocks), varying_over(q)),
         q_blocks,
         tokens,
         cut_outputs(cut, do, lse, delta, k.shape[2]),
@@ -68,14 +66,6 @@ def backward(
     )
     dq, dk, dv = (cut.join(a).astype(q.dtype) for a in grads)
     return dq.reshape(q.shape), dk, dv
-
-
-def _varying_like(q: Array, sums: T) -> T:
-    """Return the first sums of a loop, varying over the axes of a caller's shard_map as q does."""
-    axes = tuple(sorted(varying_axes(jax.typeof(q))))
-    if not axes:
-        return sums
-    return jax.tree.map(lambda a: jax.lax.pcast(a, axes, to="varying"), sums)
 
 
 LOCAL = Method(forward, backward)

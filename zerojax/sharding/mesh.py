@@ -100,7 +100,7 @@ def make_mesh(
         sizes[axis] = number
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        default = ", which is fsdp's default: pass fsdp=1" if FSDP in free else ""
+        default = ". fsdp is -1 by default: pass fsdp=1" if FSDP in free else ""
         number = "both" if len(free) == 2 else "all"
         raise ValueError(
             f"{' and '.join(free)} are {number} -1: at most one axis may stand for the rest"

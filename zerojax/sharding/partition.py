@@ -241,10 +241,14 @@ def misfit(
                 )
             split *= mesh.shape[name]
         if shape[dim] % split and EXPERT in parse_axes(entry):
+            noun, verb, fitting = "experts", "do", f"whose {EXPERT} divides {shape[dim]}"
+            if shape[dim] == 1:
+                noun, verb, fitting = "expert", "does", f"without {EXPERT}"
+            sizes = _describe_sizes(parse_axes(entry), mesh)
             return (
-                f"{path}: {shape[dim]} experts (dim {dim} of shape {tuple(shape)}) do not divide "
-                f"by {_describe_sizes(parse_axes(entry), mesh)}: choose a mesh on which "
-                f"{EXPERT} divides {shape[dim]}, or {-(-shape[dim] // split) * split} experts"
+                f"{path}: {shape[dim]} {noun} (dim {dim} of shape {tuple(shape)}) {verb} not "
+                f"divide by {sizes}: choose a mesh {fitting}, or "
+                f"{-(-shape[dim] // split) * split} experts"
             )
         if shape[dim] % split:
             return (
