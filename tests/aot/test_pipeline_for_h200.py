@@ -1,8 +1,10 @@
-"""Bytes of pipelined steps as `program.memory` predicts them, compiled for 8 absent H200s."""
+"""Pipelined steps compiled for 8 absent H200s: bytes held, and what stages send."""
 
+import collections
 import functools
 import itertools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import gpt
 import jax
@@ -11,11 +13,14 @@ import optax
 import pytest
 
 import zerojax as zj
-from zerojax import aot
+from zerojax import aot, hlo
+from zerojax.pipeline import build_pipeline_schedule
 
 pytestmark = pytest.mark.xdist_group("h200")
 ARGUMENTS = ("params", "master", "opt_state", "frozen", "batch", "scalars")
 SEQ, WIDTH, LAYERS = 512, 2048, 16
+X_BYTES = 2 * SEQ * WIDTH
+"""Bytes of one microbatch's activations on a device."""
 
 MODES = ("remat", "selective", "save")
 CASES = {
@@ -28,11 +33,25 @@ CASES = {
 """Microbatches, chunks, activations and stage."""
 
 
+class Compiled(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+      temp_bytes: XLA's temporary bytes.
+      kinds: the predicted bytes on the device, by kind.
+      program: the program.
+      text: its HLO.
+    """
+
+    temp_bytes: int
+    kinds: dict[str, int]
+    program: zj.Program
+    text: str
+
+
 @functools.cache
-def compiled(
-    microbatches: int, chunks: int, fields: tuple[tuple[str, Any], ...]
-) -> tuple[Any, dict[str, int]]:
-    """Return XLA's bytes of a step, and the predicted bytes on the device, by kind."""
+def compiled(microbatches: int, chunks: int, fields: tuple[tuple[str, Any], ...]) -> Compiled:
+    """Return a compiled step of a GPT."""
     c = gpt.GPTConfig(
         layers=LAYERS,
         hidden=WIDTH,
@@ -50,11 +69,14 @@ def compiled(
     with zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), config, mesh) as program:
         tokens = jax.ShapeDtypeStruct((2 * microbatches, SEQ), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
-        stats = program.lower(batch).compile().memory_analysis()
+        result = program.lower(batch).compile()
+        stats: Any = result.memory_analysis()
         report = program.memory(batch)
         assert stats.argument_size_in_bytes == report.argument_bytes
         kinds = dict(report.tiers["device"])
-    return stats, kinds
+    text = result.as_text()
+    assert text is not None
+    return Compiled(stats.temp_size_in_bytes, kinds, program, text)
 
 
 def temporary_bytes(kinds: dict[str, int]) -> int:
@@ -66,12 +88,12 @@ def temporary_bytes(kinds: dict[str, int]) -> int:
 def test_temporary_memory_is_predicted(case):
     microbatches, chunks, activations, stage = CASES[case]
     fields = (("stage", stage), ("activations", activations))
-    stats, kinds = compiled(microbatches, chunks, fields)
-    predicted = temporary_bytes(kinds)
-    ratio = stats.temp_size_in_bytes / predicted
+    c = compiled(microbatches, chunks, fields)
+    predicted = temporary_bytes(c.kinds)
+    ratio = c.temp_bytes / predicted
     print(
         f"M {microbatches} chunks {chunks} {activations} stage {stage}: "
-        f"{stats.temp_size_in_bytes / 1e6:.1f} of {predicted / 1e6:.1f} MB, {ratio:.3f}"
+        f"{c.temp_bytes / 1e6:.1f} of {predicted / 1e6:.1f} MB, {ratio:.3f}"
     )
     assert ratio == pytest.approx(1, abs=0.05)
 
@@ -80,5 +102,63 @@ def test_temporary_memory_is_predicted(case):
 @pytest.mark.parametrize("activations", ["remat", "selective"])
 def test_temporary_memory_does_not_grow_with_the_microbatches(activations):
     fields = (("stage", 1), ("activations", activations))
-    temps = [compiled(m, 1, fields)[0].temp_size_in_bytes for m in (8, 16, 32, 64)]
+    temps = [compiled(m, 1, fields).temp_bytes for m in (8, 16, 32, 64)]
     assert max(temps) <= 1.01 * min(temps)
+
+
+def list_collectives(c: Compiled, axes: str) -> dict[int, Any]:
+    """Return {times: number of collectives by kind}, of at least half of one x, over some axes."""
+    found: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for each in hlo.collectives(c.text, 1, mesh=c.program.mesh):
+        if each.axes == axes and each.num_bytes >= X_BYTES / 2:
+            found[each.times][each.op] += 1
+    return {times: dict(kinds) for times, kinds in found.items()}
+
+
+def layer_elements(c: Compiled) -> int:
+    """Return the number of parameters of one layer."""
+    leaves = [leaf for leaf in c.program.layout.leaves if leaf.order is not None]
+    return sum(math.prod(leaf.layer_shape) for leaf in leaves)
+
+
+@pytest.mark.by_default("2-selective")
+@pytest.mark.parametrize("activations", ["selective", "remat"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_send_one_microbatch_and_reduce_once(chunks, activations):
+    c = compiled(16, chunks, (("stage", 1), ("activations", activations)))
+    table = build_pipeline_schedule(4, 16, chunks)
+    fill, steady, _ = (phase.num_ticks for phase in table.phases)
+    expected = {
+        # y to the stages' tokens, dy back, and dx to the embedding
+        steady: {"collective-permute": 2, "all-to-all": 2, "all-gather": 1},
+        # fill and drain
+        fill: {"collective-permute": 2, "all-to-all": 1},
+    }
+    assert list_collectives(c, "pipe") == expected
+    # Layers are reduced after the ticks, one record of every stage at a time.
+    records = LAYERS // 4
+    found = {times: set(kinds) for times, kinds in list_collectives(c, "fsdp").items()}
+    assert found == {records: {"reduce-scatter"}, 1: {"all-gather"}}
+    reduced = sum(
+        each.num_bytes
+        for each in hlo.collectives(c.text, 1, mesh=c.program.mesh)
+        if each.axes == "fsdp" and each.op == "reduce-scatter"
+    )
+    assert reduced == pytest.approx(4 * layer_elements(c), rel=1e-3)
+    # Embedding and head are split over stages and shards.
+    found = {times: set(kinds) for times, kinds in list_collectives(c, "pipe+fsdp").items()}
+    assert found == {1: {"all-gather", "reduce-scatter"}}
+    permutes = [span for span in hlo.spans(c.text) if span.kind == "collective-permute"]
+    assert [span.products > 0 for span in permutes if span.times == steady] == [True, True]
+
+
+@pytest.mark.exhaustive
+def test_stage_3_gathers_each_layer_twice_in_each_tick():
+    c = compiled(16, 1, (("stage", 3), ("activations", "remat")))
+    gathered = sum(
+        each.num_bytes * each.times
+        for each in hlo.collectives(c.text, 1, mesh=c.program.mesh)
+        if each.axes == "fsdp" and each.op == "all-gather"
+    )
+    ticks = 16 + 3
+    assert gathered == pytest.approx(2 * ticks * LAYERS / 4 * 2 * layer_elements(c), rel=1e-3)
