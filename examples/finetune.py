@@ -615,9 +615,16 @@ def described(rows: Rows) -> str:
 def sample(
     options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, report: zj.Run
 ) -> None:
-    """Print each prompt with its continuation by the most likely tokens."""
+    """Print each prompt with its continuation by the most likely tokens.
+
+    On a mesh on which nothing can be generated, print why instead: the run is done.
+    """
     decode, ends = inputs.tokenizer.decode, end_tokens(options, inputs.tokenizer)
-    answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
+    try:
+        answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
+    except NotImplementedError as refusal:
+        report.print(f"no samples: {refusal}")
+        return
     for prompt, answer in zip(inputs.prompts, answers, strict=True):
         report.sample(decode(answer), decode(prompt))
 

@@ -156,8 +156,9 @@ class ZeroConfig:
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
         With 16-bit compute, "float32" makes the products that compute gradients return float32, and
         gradients stay float32 until the update; gathers stay in 16 bits.
-      reduce_every: when gradients are summed across devices. None or "microbatch": once per
-        microbatch, where the gradient is computed. "step" (LayeredModel only): each device
+      reduce_every: when gradients are summed across devices. "microbatch": once per microbatch,
+        where the gradient is computed. None: "microbatch", or in a pipeline at stages 0 and 1
+        "step", if gradients are summed in float32. "step" (LayeredModel only): each device
         accumulates full gradients over its microbatches, and they are reduced once, in float32; a
         streamed step reduces each layer's gradients at the end of the layer's tick. "step" gives
         equal values and sends 1/num_microbatches of the bytes, but full float32 gradients stay in

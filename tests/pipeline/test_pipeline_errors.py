@@ -133,3 +133,10 @@ def test_a_block_must_return_what_the_embedding_does():
         ValueError, match=r"a block must return x as it got it: .*cast x to the compute dtype"
     ):
         build(wrong).check(long_decoder.batches(1)[0])
+
+
+def test_sums_of_a_step_are_chosen_unless_they_are_refused():
+    assert build(stage=1).config.reduce_every == "step"
+    assert build(stage=2).config.reduce_every is None
+    narrow = build(stage=1, precision="bf16", reduce_dtype="bfloat16")
+    assert narrow.config.reduce_every is None

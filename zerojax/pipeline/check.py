@@ -40,7 +40,9 @@ def check_pipeline(
     _check_config(config, stages)
     order = StageOrder(model.num_layers, stages, config.pipe_chunks)
     _check_numbers(model.num_layers, config, stages)
-    if config.reduce_every is None and config.stage <= 1:
+    # Sums of a step are float32, which a config may have refused.
+    sums_allowed = config.reduce_dtype in (None, "float32")
+    if config.reduce_every is None and config.stage <= 1 and sums_allowed:
         config = dataclasses.replace(config, reduce_every="step")
     return model, config, order
 
