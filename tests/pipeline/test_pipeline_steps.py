@@ -58,7 +58,7 @@ QUICK = [
         "option": "dropout",
     },
     {
-        "mesh": "pipe2_context2",
+        "mesh": "pipe2_fsdp2",
         "chunks": 1,
         "microbatches": "p_plus_1",
         "stage": 3,
