@@ -902,8 +902,7 @@ class Program:
         """Return the averages of the weights that `zerojax.Ema` keeps, like `params(state)`.
 
         They have the dtype, shardings and tier of that tree. They are a copy, which takes the same
-        space again.
-        To evaluate with them, pass them to `eval` in place of the parameters:
+        space again. To evaluate with them, pass them to `eval` in place of the parameters:
 
             program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
 
