@@ -1,5 +1,8 @@
 """Build, import, adapt and export pretrained Hugging Face decoders, without transformers."""
 
+from zerojax.hf.adapters.lora import Lora as Lora
+from zerojax.hf.adapters.peft import read_peft as read_peft
+from zerojax.hf.adapters.rates import lora_plus as lora_plus
 from zerojax.hf.attention import attend as attend
 from zerojax.hf.base import fingerprint as fingerprint
 from zerojax.hf.beside import end_tokens as end_tokens
@@ -12,5 +15,4 @@ from zerojax.hf.importing import import_hf as import_hf
 from zerojax.hf.model import config_of as config_of
 from zerojax.hf.model import model_of as model_of
 from zerojax.hf.names import FAMILIES as FAMILIES
-from zerojax.hf.names import Lora as Lora
 from zerojax.hf.names import table as table

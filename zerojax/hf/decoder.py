@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.hf.adapters.layers import AdaptedMLP, Noise, Projection, Table
+from zerojax.hf.adapters.lora import Lora
 from zerojax.hf.attention import Implementation, attend, attend_to_cache
 from zerojax.hf.batches import check_targets, faults, wide
 from zerojax.hf.config import DecoderConfig
-from zerojax.hf.names import Lora
 from zerojax.hf.rope import rotate
 from zerojax.models import Loss
-from zerojax.tiling import TiledMLP, linear_cross_entropy
+from zerojax.tiling import linear_cross_entropy
 from zerojax.trees import Context
 
 Batch = dict[str, jax.Array]
@@ -48,7 +49,7 @@ _INIT = nnx.initializers.normal(0.02)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a decoder that do not change what it computes, except for adapters.
+    """Options of a decoder that do not change what it computes, except for adapters and noise.
 
     Attributes:
       lora: adapters, or None.
@@ -56,12 +57,14 @@ class Options:
       mlp_tiles: number of tiles in which the weights of an MLP are stored and used, one at a time;
         0: untiled.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      neftune_noise_alpha: size of the noise that training adds to embeddings; 0: none.
     """
 
     lora: Lora | None = None
     attention: Implementation = "auto"
     mlp_tiles: int = 0
     loss_tiles: int | None = None
+    neftune_noise_alpha: float = 0.0
 
 
 class Norm(nnx.Module):
@@ -82,31 +85,6 @@ class Norm(nnx.Module):
         if self.is_unit:
             return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
         return scale * wide.astype(x.dtype)
-
-
-class Projection(nnx.Linear):
-    """A dense layer, with an adapter if `lora` targets its name."""
-
-    def __init__(
-        self, name: str, d_in: int, d_out: int, bias: bool, lora: Lora | None, *, rngs: nnx.Rngs
-    ) -> None:
-        """Create the matrix [d_in, d_out], its bias if any, and its adapter if any."""
-        super().__init__(d_in, d_out, use_bias=bias, kernel_init=_INIT, rngs=rngs)
-        self.lora: Any = nnx.data(None)
-        if lora is not None and name in lora.targets:
-            # PEFT's initializer: torch's kaiming_uniform with a = sqrt(5), which is uniform in
-            # +-1 / sqrt(d_in).
-            init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-            self.lora = nnx.LoRA(d_in, lora.rank, d_out, a_initializer=init, rngs=rngs)
-            self.lora_scale = lora.scale
-            self.drop = nnx.Dropout(lora.dropout, rngs=rngs) if lora.dropout else nnx.data(None)
-
-    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Return x W + bias, plus the scaled output of the adapter."""
-        y = super().__call__(x, out_sharding=out_sharding)
-        if self.lora is None:
-            return y
-        return y + self.lora(x if self.drop is None else self.drop(x)) * self.lora_scale
 
 
 class Attention(nnx.Module):
@@ -236,7 +214,7 @@ class Block(nnx.Module):
             Norm(c.hidden, c, rngs=rngs) if c.post_norms else None
         )
         if o.mlp_tiles:
-            self.mlp = TiledMLP(
+            self.mlp = AdaptedMLP(
                 c.hidden,
                 c.intermediate,
                 num_tiles=o.mlp_tiles,
@@ -245,6 +223,7 @@ class Block(nnx.Module):
                 use_bias=c.mlp_bias,
                 up_init=_INIT,
                 down_init=_INIT,
+                lora=o.lora,
                 rngs=rngs,
             )
         else:
@@ -277,9 +256,12 @@ class Block(nnx.Module):
 class Embed(nnx.Module):
     """The embedding: tokens[B, T] -> x[B, T, H]."""
 
-    def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        """Create the embedding [V, H]."""
-        self.embed_tokens = nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
+    def __init__(self, c: DecoderConfig, o: Options | None = None, *, rngs: nnx.Rngs) -> None:
+        """Create the embedding [V, H], and its adapter if any."""
+        o = Options() if o is None else o
+        self.embed_tokens = Table("embed_tokens", c.vocab, c.hidden, o.lora, rngs=rngs)
+        alpha = o.neftune_noise_alpha
+        self.noise: Any = nnx.data(Noise(alpha, rngs=rngs) if alpha else None)
         self.factor = c.hidden**0.5 if c.scales_embedding else None
         self.pad_token = c.pad_token
 
@@ -288,35 +270,37 @@ class Embed(nnx.Module):
         tokens = wide(batch["tokens"])
         # Negative tokens become NaN too, instead of indexing rows from the end.
         tokens = jnp.where(tokens < 0, self.embed_tokens.num_embeddings, tokens)
-        # Use the dtype of the parameters that are passed in; `nnx.Embed` would cast to its own.
-        x = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0)
-        if self.pad_token is not None:
-            x = jnp.where((tokens == self.pad_token)[..., None], jax.lax.stop_gradient(x), x)
+        x = self.embed_tokens.rows(tokens, self.pad_token)
         # The factor is rounded to the dtype of x first, as in Gemma's training.
-        return x if self.factor is None else x * jnp.asarray(self.factor, x.dtype)
+        x = x if self.factor is None else x * jnp.asarray(self.factor, x.dtype)
+        return x if self.noise is None else self.noise(x)
 
 
 class Head(nnx.Module):
     """The last norm, and a matrix [V, H] unless it is tied to the embedding."""
 
-    def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        """Create the norm, and the matrix unless it is tied."""
+    def __init__(self, c: DecoderConfig, o: Options | None = None, *, rngs: nnx.Rngs) -> None:
+        """Create the norm, and the matrix with its adapter if any, unless it is tied."""
+        lora = None if o is None else o.lora
         self.cap = c.logits_cap
         self.vocab = c.vocab
         self.norm = Norm(c.hidden, c, rngs=rngs)
         self.lm_head = nnx.data(
-            None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
+            None if c.tied else Table("lm_head", c.vocab, c.hidden, lora, rngs=rngs)
         )
 
-    def matrix(self, embed: Embed) -> jax.Array:
-        """Return the matrix [V, H] of the logits, from the embedding if tied."""
-        return (embed.embed_tokens if self.lm_head is None else self.lm_head).embedding[...]
+    def _joined(self, embed: Embed, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return two factors of the logits, given z[..., H]: [..., H + r] and [H + r, V].
+
+        r is the rank of the head's adapter, or 0.
+        """
+        if self.lm_head is not None:
+            return self.lm_head.joined(z)
+        return z, embed.embed_tokens.embedding[...].astype(z.dtype).T
 
     def logits(self, embed: Embed, x: jax.Array) -> jax.Array:
         """Return logits f32[B, T, V] for x[B, T, H], or f32[B, V] for x[B, H]."""
-        z = jnp.einsum(
-            "...h,vh->...v", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32
-        )
+        z = jnp.matmul(*self._joined(embed, self.norm(x)), preferred_element_type=jnp.float32)
         return z if self.cap is None else self.cap * jnp.tanh(z / self.cap)
 
     def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:
@@ -329,9 +313,8 @@ class Head(nnx.Module):
           tiles: number of vocabulary tiles; None: chosen by size.
         """
         check_targets(batch)
-        z = self.norm(x)
+        z, w = self._joined(embed, self.norm(x))
         targets = wide(batch["targets"])
-        w = self.matrix(embed).astype(z.dtype).T
         total = linear_cross_entropy(
             z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles
         )

@@ -3,7 +3,7 @@
 The names, layouts and dtypes are taken from the folder `like`, which the weights came from.
 
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
-    merge_lora:                  <-   W^T + (alpha / rank) (A B)^T, in float32
+    merge_lora:                  <-   W^T + s (A B)^T, in float32; with DoRA, scaled to its norms
 
 As in an import, the table of names gives the parameter for each tensor of `like`. The tensor is
 written piece by piece from the checkpoint's records, without a program, model or device.
@@ -19,6 +19,7 @@ but names, dtypes, config and tokenizer would be another model's, and untrained 
 longer have the folder's bits.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -29,12 +30,15 @@ import numpy as np
 
 from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
+from zerojax.hf.adapters.lora import Lora
+from zerojax.hf.adapters.peft import PREFIX, peft_config, peft_name
+from zerojax.hf.adapters.start import AdaptedFile, find_adapted
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family
-from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
+from zerojax.hf.importing import ADAPTER, STACK, check_config_sizes, map_names
 from zerojax.hf.model import DECODER, config_of
-from zerojax.hf.names import FAMILIES, Lora
+from zerojax.hf.names import FAMILIES
 from zerojax.hf.sources import Source, cut_rows, map_leaves, map_sources, read_adapter, read_weight
 from zerojax.sharding import without_mesh
 from zerojax.user_values import positive_number
@@ -45,6 +49,7 @@ from zerojax.weights import (
     export_dtype,
     open_checkpoint,
     open_weights,
+    renaming,
     write_atomically,
     write_safetensors,
 )
@@ -106,10 +111,13 @@ def export_hf(
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = map_leaves(saved)
         lora = _lora_to_merge(saved, leaves, merge_lora)
+        base = _with_start(base, lora, like, families)
         sources = _sources(saved, base, leaves, like, families)
-        tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
-        scale = None if lora is None else lora.scale
-        writer = _Writer(saved, base, like, leaves, sources, tensors, scale)
+        if lora is not None:
+            _check_mergeable(lora, leaves)
+        dtypes = {n: kind or tensor.dtype for n, tensor in open_weights(like).tensors.items()}
+        tensors = {n: Tensor(base.tensors[n].shape, dtypes[n]) for n in sources}
+        writer = _Writer(saved, base, like, leaves, sources, tensors, lora)
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)
@@ -125,25 +133,29 @@ def _lora_to_merge(
       ValueError: `merge_lora` does not fit the checkpoint.
       CheckpointError: the checkpoint does not record the options.
     """
-    adapters = {name for name in leaves if ADAPTER in name}
+    adapters = {name for name in leaves if name.endswith(f"{ADAPTER}a")}
     if adapters and not merge_lora:
         raise ValueError(
-            f"{saved.folder} holds adapters for {len(adapters) // 2} projections: merge them "
+            f"{saved.folder} holds adapters for {len(adapters)} projections: merge them "
             "by merge_lora=True, or write only the adapters by zerojax.export_peft"
         )
     if merge_lora and not adapters:
         raise ValueError(
             f"merge_lora=True, but {saved.folder} holds no adapters: leave merge_lora out"
         )
-    return read_lora(saved) if adapters else None
+    return read_lora(saved, leaves) if adapters else None
 
 
-def read_lora(saved: SavedState) -> Lora:
+def read_lora(saved: SavedState, leaves: Mapping[str, tuple[str, bool]]) -> Lora:
     """Return the adapters' options of a checkpoint's model.
 
     Raises:
-      CheckpointError: the checkpoint does not record them.
+      CheckpointError: it has no adapters, or does not record their options.
     """
+    if not any(ADAPTER in name for name in leaves):
+        raise CheckpointError(
+            f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
+        )
     options: Any = saved.about.get("lora")
     try:
         return Lora(**{**options, "targets": tuple(options["targets"])})
@@ -152,6 +164,27 @@ def read_lora(saved: SavedState) -> Lora:
             f"{saved.folder} does not record the rank and scale of its adapters, {options!r}: it "
             "was not saved from a model of zerojax.hf.model_of"
         ) from error
+
+
+def _check_mergeable(lora: Lora, leaves: Mapping[str, tuple[str, bool]]) -> None:
+    """Raise ValueError if merging an embedding's adapter would change the head, too."""
+    if "embed_tokens" in lora.targets and "head.lm_head.embedding" not in leaves:
+        raise ValueError(
+            "the head is tied to the embedding, and the adapter of embed_tokens changes only the "
+            "embedding: write the adapters by zerojax.export_peft"
+        )
+
+
+def _with_start(
+    base: WeightFile,
+    lora: Lora | None,
+    like: str | os.PathLike[str],
+    families: Mapping[str, Family],
+) -> WeightFile:
+    """Return a folder's weights as the base of the adapters, without what PiSSA subtracts."""
+    if lora is None or lora.init == "default":
+        return base
+    return AdaptedFile(base, renaming(map_names(like, families, is_tiled=False)), lora)
 
 
 def _sources(
@@ -194,16 +227,16 @@ class _Writer:
         leaves: Mapping[str, tuple[str, bool]],
         sources: Mapping[str, Source],
         tensors: Mapping[str, Tensor],
-        scale: float | None,
+        lora: Lora | None = None,
     ) -> None:
-        """Take the checkpoint, the base and its path, and the tensors to write."""
+        """Take the checkpoint, the base and its path, the tensors to write, and the adapters."""
         self._saved = saved
         self._base = base
         self._like = like
         self._leaves = leaves
         self._sources = sources
         self._tensors = tensors
-        self._scale = scale
+        self._lora = lora
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
@@ -240,20 +273,42 @@ class _Writer:
                     base_weight.astype(base_weight.dtype),
                     weight.astype(base_weight.dtype),
                 )
-        return weight if delta is None else np.asarray(weight, np.float32) + delta
+        if delta is None:
+            return weight
+        weight = np.asarray(weight, np.float32) + delta
+        magnitudes = self._leaves.get(f"{_adapted_stem(source.place.name)}{ADAPTER}m")
+        if magnitudes is None:
+            return weight
+        # A box has complete rows [out, in], whose norms are the norms of the columns here.
+        norms = np.linalg.norm(weight.astype(np.float64), axis=1)
+        wanted = read_adapter(self._saved, magnitudes[0], source.place.layer)
+        factors = wanted[slice(*box[0])] / norms
+        return weight * factors.astype(np.float32)[:, None]
 
     def _delta(self, source: Source, box: Box) -> np.ndarray | None:
         """Return what a weight's adapter adds to a box of its tensor; None if it has none."""
-        stem, _, ending = source.place.name.rpartition(".")
+        stem = _adapted_stem(source.place.name)
         names = [f"{stem}{ADAPTER}{matrix}" for matrix in "ab"]
-        if ending != "kernel" or names[0] not in self._leaves:
+        if names[0] not in self._leaves:
             return None
         layer = source.place.layer
         a = read_adapter(self._saved, self._leaves[names[0]][0], layer)  # [in, r]
         b = read_adapter(self._saved, self._leaves[names[1]][0], layer)  # [r, out]
-        (out_start, out_stop), (in_start, in_stop) = box
-        assert self._scale is not None
-        return (a[in_start:in_stop] @ b[:, out_start:out_stop]).T * np.float32(self._scale)
+        assert self._lora is not None
+        scale = np.float32(self._lora.scale)
+        rows, columns = (slice(*ends) for ends in box)
+        if stem.endswith("embed_tokens"):  # [in, out], as in the file
+            return (a[rows] @ b[:, columns]) * scale
+        return (a[columns] @ b[:, rows]).T * scale
+
+
+def _adapted_stem(name: str) -> str:
+    """Return the name of the module whose adapter changes a parameter; "" if it is no matrix."""
+    stem, _, ending = name.rpartition(".")
+    if ending in ("kernel", "embedding"):
+        return stem
+    # The weights of a tiled MLP have the names of their projections.
+    return f"{name}_proj" if ending in ("gate", "up", "down") else ""
 
 
 def _write_shards(
@@ -305,8 +360,11 @@ def export_peft(
     """Write the adapters of a checkpoint as a folder for `peft.PeftModel.from_pretrained`.
 
     The folder holds `adapter_model.safetensors`, and `adapter_config.json`, which names `like` as
-    the base by its absolute path. The base is not written. Only a sample of each tensor of `like`
-    is compared with the base in the checkpoint.
+    the base by its absolute path. The base is not written, except for `modules_to_save`. Only a
+    sample of each tensor of `like` is compared with the base in the checkpoint.
+
+    With `init="pissa"`, the base of training is `like` without the first adapters, s A0 B0. The
+    folder has adapters of twice the rank for the original base, [A, A0] and [B; -B0].
 
     Args:
       checkpoint: folder of one step of a `Checkpointer`, or the checkpointer's directory, of which
@@ -329,20 +387,34 @@ def export_peft(
     table = map_names(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = map_leaves(saved)
-        adapters = _only_adapters(saved, leaves)
-        lora = read_lora(saved)
-        matrices = _peft_matrices(saved, adapters, table)
-        # Transposed, and without the dim of layers.
-        shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in matrices.items()}
+        lora = read_lora(saved, leaves)
         base = open_weights(like)
-        _check_beside(shapes, base, like, saved)
+        matrices = _peft_matrices(saved, leaves, lora, base, table)
+        trained = _check_trained(saved, leaves, lora, table)
+        _check_beside(matrices, base, like, saved)
         check_config_sizes(like, base, families, is_whole=True)
-        if leaves.keys() - adapters.keys():
-            _sources(saved, base, leaves, like, families)
-        tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(matrices)}
+        started = _with_start(base, lora, like, families)
+        sources: dict[str, Source] = {}
+        if any(ADAPTER not in name for name in leaves):  # else a checkpoint of adapters alone
+            sources = _sources(saved, started, leaves, like, families)
+        tensors = {name: Tensor(matrices[name].shape, kind.name) for name in sorted(matrices)}
+        for name in sorted(sources):
+            if sources[name].place.name in trained:
+                tensors[f"{PREFIX}{name}"] = Tensor(base.tensors[name].shape, kind.name)
+        kinds = {name: Tensor(tensor.shape, kind.name) for name, tensor in base.tensors.items()}
+        writer = _Writer(saved, started, like, leaves, sources, kinds)
 
         def pieces(name: str) -> Iterator[np.ndarray]:
-            yield np.ascontiguousarray(read_adapter(saved, *matrices[name]).T, kind)
+            if name not in matrices:
+                yield from writer.pieces(name.removeprefix(PREFIX))
+                return
+            matrix = matrices[name]
+            values = read_adapter(saved, matrix.leaf, matrix.layer).T
+            if isinstance(started, AdaptedFile) and matrix.kind != "lora_m":
+                a, b = started.factors(matrix.tensor)
+                first = a.T if matrix.kind == "lora_a" else -b.T
+                values = np.concatenate([values, first], matrix.rank_dim)
+            yield np.ascontiguousarray(values, kind)
 
         with explaining(f"writing {output}"):
             os.mkdir(output)
@@ -350,97 +422,154 @@ def export_peft(
                 os.path.join(output, ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"}
             )
             with open(os.path.join(output, ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
-                json.dump(_peft_config(lora, os.path.abspath(like)), file, indent=2)
+                json.dump(peft_config(lora, os.path.abspath(like)), file, indent=2)
 
 
-def _only_adapters(saved: SavedState, leaves: Mapping[str, tuple[str, bool]]) -> dict[str, str]:
-    """Return the leaves of a checkpoint's adapters, by name.
+def _check_trained(
+    saved: SavedState,
+    leaves: Mapping[str, tuple[str, bool]],
+    lora: Lora,
+    table: Mapping[str, Any],
+) -> set[str]:
+    """Return the names of the parameters that were trained in full, as `modules_to_save` says.
 
     Raises:
-      CheckpointError: it has no adapters.
       ValueError: other weights were trained too.
     """
-    adapters = {name: leaf for name, (leaf, _) in leaves.items() if ADAPTER in name}
-    if not adapters:
-        raise CheckpointError(
-            f"{saved.folder} holds no adapters: write its weights by zerojax.export_hf"
-        )
-    frozen = saved.frozen
-    trained = []
-    for name, (leaf, is_encoded) in leaves.items():
-        if name not in adapters and not is_encoded and leaf not in frozen:
-            trained.append(name)
-    if trained:
+    place_of = renaming(table)
+    expected = set[str]()
+    for pattern in table:
+        place = place_of(pattern.replace("{layer}", "0"))
+        if place is not None and lora.saves(pattern.replace("{layer}", "0").rpartition(".")[0]):
+            expected.add(place.name)
+    trained = {
+        name
+        for name, (leaf, is_encoded) in leaves.items()
+        if ADAPTER not in name and not is_encoded and leaf not in saved.frozen
+    }
+    others = sorted(trained - expected)
+    if others:
         raise ValueError(
             f"{saved.folder} holds trained weights in addition to the adapters: "
-            f"{first_few(sorted(trained))}. PEFT's file would lack them: write everything by "
-            "zerojax.export_hf(merge_lora=True)"
+            f"{first_few(others)}. PEFT's file would lack them: write everything by "
+            "zerojax.export_hf(merge_lora=True), or train with modules_to_save= of the Lora"
         )
-    return adapters
+    return trained
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrix:
+    """A tensor of PEFT's file.
+
+    Attributes:
+      tensor: name of the adapted tensor in the base.
+      kind: "lora_a", "lora_b" or "lora_m".
+      leaf: leaf of the checkpoint that holds it.
+      layer: its layer, or None if the leaf is not stacked.
+      shape: its shape in PEFT's file.
+      base_dim: dim of the adapted tensor that is as large as the matrix's other dim.
+    """
+
+    tensor: str
+    kind: str
+    leaf: str
+    layer: int | None
+    shape: tuple[int, ...]
+    base_dim: int
+
+    @property
+    def rank_dim(self) -> int:
+        """Dim of the rank: A is [r, in], and B [out, r]."""
+        return int(self.kind == "lora_b")
+
+    @property
+    def size(self) -> int:
+        """Size of the dim that is not the rank."""
+        return self.shape[-1 if self.kind == "lora_a" else 0]
 
 
 def _peft_matrices(
-    saved: SavedState, adapters: Mapping[str, str], table: Mapping[str, Any]
-) -> dict[str, tuple[str, int]]:
-    """Return the leaf and the layer of each tensor of PEFT's file, by tensor name.
+    saved: SavedState,
+    leaves: Mapping[str, tuple[str, bool]],
+    lora: Lora,
+    base: WeightFile,
+    table: Mapping[str, Any],
+) -> dict[str, _Matrix]:
+    """Return what each tensor of PEFT's file holds, by its name.
 
     Args:
       saved: checkpoint.
-      adapters: leaves of its adapters, by name.
+      leaves: weights of the checkpoint, as `map_leaves` returns them.
+      lora: options of its adapters.
+      base: weights of the folder.
       table: parameter for each tensor name of the base, as `map_names` returns it.
+
+    Raises:
+      CheckpointError: the folder lacks a matrix that has an adapter.
     """
-    matrices: dict[str, tuple[str, int]] = {}
-    for tensor, entry in table.items():
-        if entry is None or isinstance(entry, str):
-            continue  # only kernels have adapters, and they are transposed
-        stem = entry[0].removesuffix(".kernel")
-        module = f"base_model.model.{tensor.removesuffix('.weight')}"
-        for matrix in "ab":
-            leaf = adapters.get(f"{stem}{ADAPTER}{matrix}")
-            if leaf is None:
+    place_of = renaming(table)
+    adapted = find_adapted(base, place_of, lora)
+    patterns: dict[str, str] = {}
+    for pattern in table:
+        place = place_of(pattern.replace("{layer}", "0"))
+        if place is not None and pattern.endswith(".weight"):
+            patterns[place.name.rpartition(".")[0]] = pattern
+    matrices: dict[str, _Matrix] = {}
+    missing = []
+    for name in sorted(leaves):
+        stem, _, letter = name.partition(ADAPTER)
+        if not letter:
+            continue
+        leaf = leaves[name][0]
+        shape = saved.leaves[leaf].shape
+        members = adapted.get(stem, {})
+        is_stacked = stem.startswith(STACK)
+        layers = range(shape[0]) if is_stacked else [None]
+        for layer in layers:
+            if layer not in members:
+                tensor = patterns.get(stem, stem).replace("{layer}", str(layer))
+                missing.append(f"adapters for {tensor} which does not exist")
                 continue
-            pattern = f"{module}.lora_{matrix.upper()}.weight"
-            for layer in range(saved.leaves[leaf].shape[0]):
-                matrices[pattern.replace("{layer}", str(layer))] = (leaf, layer)
+            tensor = members[layer]
+            kind = f"lora_{letter}"
+            is_turned = stem.endswith("embed_tokens")
+            matrix = _Matrix(
+                tensor,
+                kind,
+                leaf,
+                layer,
+                _doubled(shape[is_stacked:][::-1], kind, lora),
+                int((kind == "lora_a") != is_turned),
+            )
+            matrices[peft_name(tensor.removesuffix(".weight"), kind)] = matrix
+    if missing:
+        raise CheckpointError(
+            f"{saved.folder} holds another model than {base.path}: {first_few(missing)}"
+        )
     return matrices
 
 
+def _doubled(shape: tuple[int, ...], kind: str, lora: Lora) -> tuple[int, ...]:
+    """Return the shape of a matrix in PEFT's file, with twice the rank after PiSSA's start."""
+    if lora.init == "default" or kind == "lora_m":
+        return shape
+    return tuple(2 * n if dim == (kind == "lora_b") else n for dim, n in enumerate(shape))
+
+
 def _check_beside(
-    shapes: Mapping[str, tuple[int, ...]],
-    file: WeightFile,
+    matrices: Mapping[str, _Matrix],
+    base: WeightFile,
     like: str | os.PathLike[str],
     saved: SavedState,
 ) -> None:
     """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in]."""
-    base = file.tensors
     wrong = []
-    for name, shape in shapes.items():
-        module, _, letter = (
-            name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
-        )
-        base_shape = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
-        if len(base_shape) != 2 or shape[letter == "A"] != base_shape[letter == "A"]:
-            wrong.append(
-                f"lora_{letter} {list(shape)} for {module}.weight "
-                f"{list(base_shape) or 'which does not exist'}"
-            )
+    for matrix in matrices.values():
+        shape = base.tensors[matrix.tensor].shape
+        if len(shape) != 2 or shape[matrix.base_dim] != matrix.size:
+            letter = matrix.kind[-1].upper()
+            wrong.append(f"lora_{letter} {list(matrix.shape)} for {matrix.tensor} {list(shape)}")
     if wrong:
         raise CheckpointError(
             f"{saved.folder} holds another model than {os.fspath(like)}: {first_few(wrong)}"
         )
-
-
-def _peft_config(lora: Lora, base: str) -> dict[str, Any]:
-    """Return PEFT's config of the adapters."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": list(lora.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }

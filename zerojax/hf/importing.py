@@ -19,6 +19,9 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
+from zerojax.hf.adapters.lora import Lora
+from zerojax.hf.adapters.peft import check_same, read_peft
+from zerojax.hf.adapters.start import AdaptedFile
 from zerojax.hf.config import (
     CONFIG,
     DecoderConfig,
@@ -48,6 +51,7 @@ def import_hf(
     folder: str | os.PathLike[str],
     *,
     key: jax.Array,
+    adapters: str | os.PathLike[str] | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> TrainState:
     """Return a fresh state of a program with the weights of a folder.
@@ -65,6 +69,8 @@ def import_hf(
       folder: path of a folder with `config.json`, and with `model.safetensors` or
         `model.safetensors.index.json` and the files that it names.
       key: random key from `jax.random.key`, as for `program.init`; it initializes the adapters.
+      adapters: folder of adapters to train on, as PEFT or `zerojax.export_peft` writes it; the
+        model has the options that `zerojax.hf.read_peft` returns for it. None starts new adapters.
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Returns:
@@ -90,10 +96,40 @@ def import_hf(
     _check_config(program.model, folder, families)
     check_config_sizes(folder, open_weights(folder), families, is_whole=False)
     _check_tied(folder, names)
+    source = _with_adapters(program.model, folder, adapters, families)
     # Only adapters may be missing from the folder.
     return import_params(
-        program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name
+        program, source, key=key, rename=names, missing=lambda name: ADAPTER in name
     )
+
+
+def _with_adapters(
+    model: LayeredModel,
+    folder: str,
+    adapters: str | os.PathLike[str] | None,
+    families: Mapping[str, Family],
+) -> str | WeightFile:
+    """Return the weights to import: a folder, or its weights with adapters to start from.
+
+    Raises:
+      ValueError: the adapters are not the model's, or a matrix is too small for PiSSA's start.
+      CheckpointError: a file is missing or cannot be read.
+    """
+    lora = None
+    if model.about is not None and "lora" in model.about:
+        options = model.about["lora"]
+        lora = Lora(**{**options, "targets": tuple(options["targets"])})
+    if adapters is not None and lora is None:
+        raise ValueError(
+            f"adapters={os.fspath(adapters)!r}, but the program's model has no adapters: build it "
+            "with lora=zerojax.hf.read_peft(adapters)"
+        )
+    if lora is None or (adapters is None and not lora.use_dora and lora.init == "default"):
+        return folder
+    if adapters is not None:
+        check_same(lora, read_peft(adapters), adapters)
+    place_of = renaming(map_names(folder, families, is_tiled=False))
+    return AdaptedFile(open_weights(folder), place_of, lora, adapters)
 
 
 def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Family]) -> None:

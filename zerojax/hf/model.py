@@ -10,6 +10,7 @@ factor is split whose dim the adapted matrix splits.
 """
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -18,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import PartitionSpec
 
+from zerojax.hf.adapters.lora import Lora, check_lora, check_modules, choose_trained, module_of
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
 from zerojax.hf.batches import check_batch
 from zerojax.hf.config import (
@@ -32,8 +33,9 @@ from zerojax.hf.config import (
     read_config,
 )
 from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Options
-from zerojax.hf.names import FAMILIES, Lora
+from zerojax.hf.names import FAMILIES
 from zerojax.models import Cache, LayeredModel, at_last, from_flax, with_specs
+from zerojax.user_values import as_number
 
 DECODER = "decoder"
 """Key of `about` for the options of `config.json` that restore and export compare."""
@@ -47,6 +49,7 @@ def model_of(
     attention: Implementation = "auto",
     mlp_tiles: int = 0,
     loss_tiles: int | None = None,
+    neftune_noise_alpha: float = 0.0,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes.
@@ -63,15 +66,17 @@ def model_of(
 
     Args:
       folder: path of a folder, as `save_pretrained` of transformers writes it.
-      lora: adapters for some projections; all other parameters are frozen.
+      lora: adapters; all other parameters are frozen, except for its `modules_to_save`.
       trainable: filter that selects the trainable parameters, as in `zerojax.from_flax`. None: the
-        adapters if there are any, else all parameters.
+        adapters and their `modules_to_save` if there are any, else all parameters.
       attention: "xla", "cudnn", or "auto": cuDNN's attention if it supports the model. The choice
         is logged.
       mlp_tiles: number of tiles in which the weights of each MLP are stored and used, one tile at a
         time (`zerojax.TiledMLP`), for matrices too large for a device; 0: untiled. Import and
         export support both.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      neftune_noise_alpha: size of NEFTune's noise (arXiv:2310.05914), such as 5.0, which training
+        adds to the embeddings: uniform in +-alpha / sqrt(T H). 0: none.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
         added.
 
@@ -84,14 +89,22 @@ def model_of(
         and unknown keys of `config.json` that may change what is computed are refused.
     """
     config = config_of(folder, families)
-    options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
+    options = Options(
+        lora=lora,
+        attention=attention,
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
+        neftune_noise_alpha=neftune_noise_alpha,
+    )
     _check_options(options)
+    if lora is not None:
+        check_lora(lora, config, mlp_tiles)
     if trainable is None and lora is not None:
-        trainable = nnx.LoRAParam
+        trainable = choose_trained(lora)
     model = from_flax(
-        embed=lambda rngs: Embed(config, rngs=rngs),
+        embed=lambda rngs: Embed(config, options, rngs=rngs),
         block=lambda rngs: Block(config, options, rngs=rngs),
-        head=lambda rngs: Head(config, rngs=rngs),
+        head=lambda rngs: Head(config, options, rngs=rngs),
         num_layers=config.layers,
         loss=lambda head, embed, x, batch: head.loss(embed, x, batch, loss_tiles),
         predict=lambda head, embed, x, batch: head.logits(embed, at_last(x, batch)),
@@ -102,6 +115,7 @@ def model_of(
     )
     about: dict[str, Any] = {DECODER: config.computes()}
     if lora is not None:
+        check_modules(lora, _list_modules(model), mlp_tiles)
         about["lora"] = dataclasses.asdict(lora)
     return dataclasses.replace(
         with_specs(model, _specs(model)), about=about, check_batch=check_batch
@@ -114,12 +128,11 @@ def _check_options(options: Options) -> None:
         raise ValueError(
             f"attention={options.attention!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}"
         )
-    targets = () if options.lora is None else options.lora.targets
-    adapted = {"gate_proj", "up_proj", "down_proj"} & set(targets)
-    if options.mlp_tiles and adapted:
+    alpha = as_number(options.neftune_noise_alpha)
+    if alpha is None or not 0 <= alpha < math.inf:
         raise ValueError(
-            f"mlp_tiles={options.mlp_tiles} cannot be combined with adapters for "
-            f"{', '.join(sorted(adapted))}: use mlp_tiles=0, or other targets"
+            f"neftune_noise_alpha={options.neftune_noise_alpha!r}: a finite number of at least 0 "
+            "is needed, such as 5.0"
         )
 
 
@@ -186,23 +199,35 @@ def build_per_layer(c: DecoderConfig) -> dict[str, np.ndarray]:
 
 def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
     """Return the rules for `with_specs` that match a parameter of this model."""
-    columns = "(q_proj|k_proj|v_proj|gate_proj|up_proj)"
+    columns = "(q_proj|k_proj|v_proj|gate_proj|up_proj|lm_head)"
     rows = "(o_proj|down_proj)"
     rules = {
         rf"{columns}/(kernel|lora/lora_b)$": PartitionSpec(None, TENSOR),
-        rf"{columns}/bias$": PartitionSpec(TENSOR),
+        rf"{columns}/(bias|lora/lora_m)$": PartitionSpec(TENSOR),
         rf"{rows}/(kernel|lora/lora_a)$": PartitionSpec(TENSOR, None),
         r"mlp/(gate|up)$": PartitionSpec(None, TENSOR),
         r"mlp/down$": PartitionSpec(TENSOR, None),
         r"(embed_tokens|lm_head)/embedding$": PartitionSpec(TENSOR, None),
+        r"embed_tokens/lora/lora_a$": PartitionSpec(TENSOR, None),
     }
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    trees = {"embed": model.init_embed, "block": model.init_block, "head": model.init_head}
-    shapes = {name: jax.eval_shape(init, key) for name, init in trees.items()}
-    flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    paths = _list_paths(model)
 
     def matches(rule: str) -> bool:
         return any(re.search(rule, path) for path in paths)
 
     return {rule: spec for rule, spec in rules.items() if matches(rule)}
+
+
+def _list_paths(model: LayeredModel) -> list[str]:
+    """Return the names of a model's parameters, as paths such as "block/mlp/up_proj/kernel"."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    trees = {"embed": model.init_embed, "block": model.init_block, "head": model.init_head}
+    shapes = {name: jax.eval_shape(init, key) for name, init in trees.items()}
+    flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+
+
+def _list_modules(model: LayeredModel) -> set[str]:
+    """Return the names in the files of modules with parameters, in the first layer or outside."""
+    paths = [tuple(path.split("/")[1:]) for path in _list_paths(model)]
+    return {module_of(path) for path in paths if "lora" not in path}

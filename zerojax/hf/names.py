@@ -16,12 +16,10 @@ such a table:
     model = zerojax.hf.model_of(folder, families=families)
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from zerojax.hf.config import Family
-from zerojax.user_values import as_int_or_float, as_integer, as_number
 
 PROJECTIONS = {
     "q_proj": "self_attn",
@@ -166,68 +164,3 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Families by `model_type`: Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters for projections (arXiv:2106.09685), with PEFT's scale and initial values.
-
-        y = x W + (alpha / rank) dropout(x) A B        A[in, rank], uniform; B[rank, out], 0
-
-    Attributes:
-      rank: rank of A B.
-      alpha: numerator of the scale.
-      targets: names of the adapted projections, such as ("q_proj", "v_proj"); "all" for all seven
-        of a layer.
-      dropout: fraction of A's input that is dropped in training.
-
-    Raises:
-      ValueError: a number is out of range, or a target is unknown.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] | str = ("q_proj", "v_proj")
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check and normalize the values."""
-        rank = as_integer(self.rank)
-        alpha = as_number(self.alpha)
-        dropout = as_number(self.dropout)
-        if rank is None or rank < 1:
-            raise ValueError(f"rank={self.rank!r} of a Lora: an integer of at least 1 is needed")
-        if alpha is None or alpha <= 0:
-            raise ValueError(
-                f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales "
-                "the adapters"
-            )
-        if dropout is None or not 0 <= dropout < 1:
-            raise ValueError(
-                f"dropout={self.dropout!r} of a Lora: a number from 0 to below 1 is needed"
-            )
-        # An integer alpha stays an int, so that adapter files show it as it was given.
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "alpha", as_int_or_float(self.alpha))
-        object.__setattr__(self, "dropout", dropout)
-        targets = tuple(PROJECTIONS) if self.targets == "all" else self.targets
-        if (
-            isinstance(targets, str)
-            or not targets
-            or not all(isinstance(name, str) for name in targets)
-        ):
-            raise ValueError(
-                f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as "
-                "('q_proj',), or 'all'"
-            )
-        if unknown := sorted(set(targets) - set(PROJECTIONS)):
-            raise ValueError(
-                f"targets={self.targets!r} of a Lora: {', '.join(unknown)} unknown: choose from "
-                f"{', '.join(PROJECTIONS)}"
-            )
-        object.__setattr__(self, "targets", tuple(name for name in PROJECTIONS if name in targets))
-
-    @property
-    def scale(self) -> float:
-        """Factor of the adapters' output, alpha / rank."""
-        return self.alpha / self.rank

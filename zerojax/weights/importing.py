@@ -269,6 +269,7 @@ def import_params(
         floating, and read as float32. Or a tree of numpy or JAX arrays, structured or named like
         the parameters: nested dicts and lists, or a flat dict with names as in safetensors. The
         arrays are not changed, and are read one record at a time; each process needs all of them.
+        Or a `zerojax.weights.WeightFile`.
       key: random key from `jax.random.key`, as for `program.init`.
       rename: mapping from the file's names to the model's. Either a table by name, in which
         `{layer}` stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel",
@@ -355,7 +356,7 @@ def _check_on_device(program: Program, computed: str) -> None:
 
 
 def _open_source(
-    path: str | os.PathLike[str] | Tree, program: Program, stack: contextlib.ExitStack
+    path: str | os.PathLike[str] | WeightFile | Tree, program: Program, stack: contextlib.ExitStack
 ) -> _Source:
     """Open a path of weights, or wrap a tree of arrays; `stack` closes it.
 
@@ -364,6 +365,8 @@ def _open_source(
       CheckpointError: the file cannot be read, or has an unknown format.
       DamagedError: the checkpoint is damaged.
     """
+    if isinstance(path, WeightFile):
+        return _Source(path)
     if not isinstance(path, str | os.PathLike):
         return _Source(ArrayTree(path), ValueError)
 

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -189,6 +189,7 @@ class Tensor:
     dtype: str
 
 
+@runtime_checkable
 class WeightFile(Protocol):
     """A file of weights in any format, or arrays in its place.
 

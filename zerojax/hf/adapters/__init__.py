@@ -1,0 +1,1 @@
+"""Adapters of Hugging Face decoders, with PEFT's options, initial values and files."""
