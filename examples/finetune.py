@@ -6,6 +6,8 @@
     python examples/finetune.py --model Llama-3.1-8B --data chats.jsonl --lora-rank 16
     # QLoRA: the base in 4 bits:
     python examples/finetune.py ... --lora-rank 16 --frozen-dtype nf4
+    # Adapters of PEFT, trained on:
+    python examples/finetune.py --model Llama-3.1-8B --data chats.jsonl --adapters my-adapters
     # The base on a disk:
     python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk
     # All states on a disk:
@@ -27,6 +29,7 @@ transformers, or a folder of adapters for PEFT.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -67,7 +70,7 @@ from zerojax.data import (
     read_template,
     tokenize,
 )
-from zerojax.hf import config_of, files_beside, fingerprint, model_of
+from zerojax.hf import config_of, files_beside, fingerprint, lora_plus, model_of, read_peft
 from zerojax.hf import end_tokens as read_end_tokens
 from zerojax.planner import flops_per_token
 from zerojax.reporting import bars
@@ -102,8 +105,16 @@ class Options(LoopOptions):
         tenth along a cosine. By default 2e-4 for adapters and 1e-5 for all weights.
       lora_rank: rank of the adapters; 0 trains all weights.
       lora_alpha: alpha; alpha / rank scales the adapters. By default twice the rank.
-      lora_targets: names of adapted projections, such as q_proj v_proj; by default all seven.
+      lora_targets: names of adapted projections, such as q_proj v_proj, and embed_tokens or
+        lm_head; by default all seven projections.
       lora_dropout: dropout rate of the adapters' input.
+      lora_use_rslora: scale the adapters by alpha / sqrt(rank).
+      lora_use_dora: train the magnitudes of the adapted columns, too.
+      lora_init: initial adapters: default, pissa or pissa_niter_N.
+      lora_modules_to_save: names of modules to train in full, such as lm_head.
+      lora_plus_ratio: learning rate of B divided by the rate of A.
+      adapters: folder of adapters to train on, as PEFT writes it; it also sets their options.
+      neftune_noise_alpha: size of the noise that training adds to embeddings; 0: none.
       mlp_tiles: number of tiles in which the weights of MLPs are stored and used, one at a time; 0:
         no tiles.
       loss_tiles: number of tiles of the vocabulary in which the loss is computed; by default chosen
@@ -141,6 +152,13 @@ class Options(LoopOptions):
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ("all",)
     lora_dropout: float = 0.0
+    lora_use_rslora: bool = False
+    lora_use_dora: bool = False
+    lora_init: str = "default"
+    lora_modules_to_save: tuple[str, ...] = ()
+    lora_plus_ratio: float | None = None
+    adapters: str | None = None
+    neftune_noise_alpha: float = 0.0
     mlp_tiles: int = 0
     loss_tiles: int | None = None
     prompt: tuple[str, ...] = ()
@@ -163,7 +181,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     options = train_loop.parse(Options, arguments)
     # A shell does not expand the ~ in `--model=~/llama`.
     paths = {
-        name: getattr(options, name) for name in ("model", "data", "validation_data", "export")
+        name: getattr(options, name)
+        for name in ("model", "data", "validation_data", "export", "adapters")
     }
     expanded = {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     return dataclasses.replace(options, **expanded)
@@ -182,6 +201,7 @@ def check(options: Options) -> None:
         "epochs": 0,
         "steps": 0,
         "lora_rank": 0,
+        "neftune_noise_alpha": 0,
         "sample_tokens": 0,
         "mlp_tiles": 0,
         "loss_tiles": 1,
@@ -192,16 +212,11 @@ def check(options: Options) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {value}: a number of at least {least} is needed"
             )
-    if not options.lora_rank and (
-        options.merge_lora or options.lora_alpha is not None or options.lora_dropout
-    ):
-        raise ValueError(
-            "--merge-lora, --lora-alpha and --lora-dropout need adapters: give --lora-rank, too"
-        )
+    _check_adapters(options)
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate}: a positive number is needed")
-    if options.zero.frozen_dtype is not None and not options.lora_rank:
+    if options.zero.frozen_dtype is not None and not has_adapters(options):
         raise ValueError(
             f"--frozen-dtype {options.zero.frozen_dtype} needs a frozen base: give --lora-rank, too"
         )
@@ -231,7 +246,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--model {options.model}: not a folder; nothing is downloaded")
     try:
         build_lora(options)
-    except ValueError as error:
+    except (ValueError, zj.CheckpointError) as error:
         targets = " ".join(options.lora_targets)  # as on the command line
         message = str(error).replace(
             f"targets={tuple(options.lora_targets)!r}", f"targets={targets}"
@@ -253,11 +268,36 @@ def check(options: Options) -> None:
         read_end_tokens(options.model)
     except ValueError as error:
         raise ValueError(f"--model {options.model}: {error}") from error
-    if options.export is not None and (not options.lora_rank or options.merge_lora):
+    if options.export is not None and (not has_adapters(options) or options.merge_lora):
         try:
             files_beside(options.model)
         except (ValueError, zj.CheckpointError) as error:
             raise ValueError(f"--export {options.export}: {error}") from error
+
+
+def has_adapters(options: Options) -> bool:
+    """Return whether adapters are trained, instead of all weights."""
+    return bool(options.lora_rank) or options.adapters is not None
+
+
+def _check_adapters(options: Options) -> None:
+    """Raise ValueError if options of adapters need others, or contradict them."""
+    fields = dataclasses.fields(options)
+    defaults = {field.name: field.default for field in fields if field.name.startswith("lora_")}
+    given = [name for name, default in defaults.items() if getattr(options, name) != default]
+    shown = [f"--{name.replace('_', '-')}" for name in given]
+    if not has_adapters(options) and (given or options.merge_lora):
+        names = ", ".join([*shown, *["--merge-lora"] * options.merge_lora])
+        raise ValueError(f"{names}: only adapters have this option: give --lora-rank, too")
+    if options.adapters is not None and given not in ([], ["lora_plus_ratio"]):
+        raise ValueError(
+            f"--adapters {options.adapters} sets the options of its adapters: leave out "
+            f"{', '.join(name for name in shown if name != '--lora-plus-ratio')}"
+        )
+    if options.lora_plus_ratio is not None and not 0 < options.lora_plus_ratio < math.inf:
+        raise ValueError(
+            f"--lora-plus-ratio {options.lora_plus_ratio}: a positive number is needed"
+        )
 
 
 def template_options(options: Options) -> dict[str, Any]:
@@ -382,6 +422,7 @@ def build(
         lora=build_lora(options),
         mlp_tiles=options.mlp_tiles,
         loss_tiles=options.loss_tiles,
+        neftune_noise_alpha=options.neftune_noise_alpha,
     )
     peak, warmup = peak_rate(options), max(1, steps // 30)
     # The first step's rate is not zero. The decay must be longer than the warmup, even in a run of
@@ -389,7 +430,10 @@ def build(
     rate = optax.warmup_cosine_decay_schedule(
         peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10
     )
-    tx = optax.adamw(rate, weight_decay=options.weight_decay)
+    adamw = functools.partial(optax.adamw, weight_decay=options.weight_decay)
+    tx = adamw(rate)
+    if options.lora_plus_ratio is not None:
+        tx = lora_plus(adamw, rate, options.lora_plus_ratio)
     return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
 
 
@@ -399,18 +443,29 @@ def peak_rate(options: Options) -> float:
         options.learning_rate
         if options.learning_rate is not None
         else 2e-4
-        if options.lora_rank
+        if has_adapters(options)
         else 1e-5
     )
 
 
 def build_lora(options: Options) -> zj.Lora | None:
     """Return the adapters that the options ask for, or None."""
+    if options.adapters is not None:
+        return read_peft(options.adapters)
     if not options.lora_rank:
         return None
     alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
     targets = "all" if options.lora_targets == ("all",) else options.lora_targets
-    return zj.Lora(options.lora_rank, alpha, targets, options.lora_dropout)
+    return zj.Lora(
+        options.lora_rank,
+        alpha,
+        targets,
+        options.lora_dropout,
+        use_rslora=options.lora_use_rslora,
+        use_dora=options.lora_use_dora,
+        init=options.lora_init,
+        modules_to_save=options.lora_modules_to_save,
+    )
 
 
 def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
@@ -428,7 +483,7 @@ def model_flops_per_token(options: Options) -> float:
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer, head = c.hidden * (2 * q + 2 * kv + 3 * c.intermediate), c.vocab * c.hidden
     whole = flops_per_token(c.layers, q, options.seq, layer, head)
-    return whole - 2.0 * (c.layers * layer + head) if options.lora_rank else whole
+    return whole - 2.0 * (c.layers * layer + head) if has_adapters(options) else whole
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -452,9 +507,15 @@ def open_record(
     refuses = {
         "the weights of --model": fingerprint(options.model),
         "config.json of --model": config_of(options.model).computes(),
-        "lora_rank": options.lora_rank,
+        "lora_rank": 0 if lora is None else lora.rank,
         "lora_alpha": None if lora is None else lora.alpha,
         "lora_targets": None if lora is None else list(lora.targets),
+        "lora_use_rslora": lora is not None and lora.use_rslora,
+        "lora_use_dora": lora is not None and lora.use_dora,
+        "lora_init": None if lora is None else lora.init,
+        "lora_modules_to_save": [] if lora is None else list(lora.modules_to_save),
+        "lora_plus_ratio": options.lora_plus_ratio,
+        "neftune_noise_alpha": options.neftune_noise_alpha,
         "frozen_dtype": zero.frozen_dtype,
         "learning_rate": peak_rate(options),
         "weight_decay": options.weight_decay,
@@ -542,7 +603,9 @@ def run(
         )
 
     def make() -> zj.TrainState:
-        return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
+        return zj.import_hf(
+            program, options.model, key=jax.random.key(options.seed), adapters=options.adapters
+        )
 
     def validate(state: zj.TrainState) -> float:
         assert inputs.held_out is not None
@@ -659,7 +722,7 @@ def export(options: Options, report: zj.Run) -> None:
     if jax.process_index() == 0:
         assert options.checkpoint_dir is not None
         try:
-            if options.lora_rank and not options.merge_lora:
+            if has_adapters(options) and not options.merge_lora:
                 zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
                 report.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
             else:

@@ -32,7 +32,7 @@ from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
 from zerojax.hf.adapters.lora import Lora
 from zerojax.hf.adapters.peft import PREFIX, peft_config, peft_name
-from zerojax.hf.adapters.start import AdaptedFile, find_adapted
+from zerojax.hf.adapters.start import Remainder, find_adapted
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family
@@ -184,7 +184,7 @@ def _with_start(
     """Return a folder's weights as the base of the adapters, without what PiSSA subtracts."""
     if lora is None or lora.init == "default":
         return base
-    return AdaptedFile(base, renaming(map_names(like, families, is_tiled=False)), lora)
+    return Remainder(base, renaming(map_names(like, families, is_tiled=False)), lora)
 
 
 def _sources(
@@ -410,7 +410,7 @@ def export_peft(
                 return
             matrix = matrices[name]
             values = read_adapter(saved, matrix.leaf, matrix.layer).T
-            if isinstance(started, AdaptedFile) and matrix.kind != "lora_m":
+            if isinstance(started, Remainder) and matrix.kind != "lora_m":
                 a, b = started.factors(matrix.tensor)
                 first = a.T if matrix.kind == "lora_a" else -b.T
                 values = np.concatenate([values, first], matrix.rank_dim)

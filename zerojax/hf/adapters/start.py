@@ -1,7 +1,7 @@
 """A folder's weights with the adapters that training starts from.
 
 `AdaptedFile` looks like the folder, with more tensors: each adapter's matrices, stacked over the
-layers, under the names of their parameters.
+layers, under the names of their parameters. `Remainder` is the folder as an export compares it.
 
     adapters from PEFT's folder     lora_a, lora_b, lora_m; and the trained copies of modules
     init="pissa"                    lora_a, lora_b; W is replaced by W - s (A B)^T
@@ -31,14 +31,79 @@ Members = dict[int | None, str]
 """Names of the tensors of one parameter, by layer; None if the parameter is not stacked."""
 
 
-class AdaptedFile:
-    """Weights of a folder, with the adapters that training starts from.
+class Remainder:
+    """A folder's weights without the factors that PiSSA's adapters start from.
 
     Attributes:
       path: path of the base.
-      tensors: shapes and dtypes of the base's tensors by their names, and of the adapters' matrices
-        by the names of their parameters.
+      tensors: shapes and dtypes of the base's tensors by their names. A matrix without its factors
+        is float32.
       tiled: names of tensors that are known to be stacks of tiles.
+    """
+
+    def __init__(
+        self, base: WeightFile, place_of: Callable[[str], Place | None], lora: Lora
+    ) -> None:
+        """Find the adapted matrices.
+
+        Args:
+          base: weights of the folder.
+          place_of: function from a tensor's name to the place of its parameter in an untiled model.
+          lora: options of the adapters.
+        """
+        self.path = base.path
+        self.tiled = base.tiled
+        self.tensors = dict(base.tensors)
+        self._base = base
+        self._lora = lora
+        self._lock = threading.Lock()
+        self._factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._stems = find_adapted(base, place_of, lora)
+        self._adapted = {name for members in self._stems.values() for name in members.values()}
+        if lora.init != "default":
+            for name in self._adapted:
+                self.tensors[name] = Tensor(base.tensors[name].shape, "float32")
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Return a part of a tensor.
+
+        Raises:
+          CheckpointError: the file cannot be read.
+          ValueError: a matrix has fewer singular values than the rank.
+        """
+        if self._lora.init == "default" or name not in self._adapted:
+            return self._base.read(name, box)
+        a, b = self.factors(name)
+        rows, columns = box
+        subtracted = product(a[slice(*columns)], b[:, slice(*rows)], self._lora.scale)
+        weight = np.asarray(self._base.read(name, box), np.float64)
+        return np.asarray(weight - subtracted, np.float32)
+
+    def factors(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the A and B that are subtracted from a matrix with PiSSA's start."""
+        with self._lock:
+            if name not in self._factors:
+                shape = self._base.tensors[name].shape
+                if min(shape) < self._lora.rank:
+                    raise ValueError(
+                        f"rank={self._lora.rank} of a Lora with init={self._lora.init!r}: {name} "
+                        f"{list(shape)} has only {min(shape)} singular values"
+                    )
+                weight = self._base.read(name, tuple((0, n) for n in shape))
+                self._factors[name] = find_factors(
+                    np.asarray(weight, np.float32),
+                    self._lora.rank,
+                    self._lora.scale,
+                    self._lora.init,
+                )
+            return self._factors[name]
+
+
+class AdaptedFile(Remainder):
+    """Weights of a folder, with the adapters that training starts from.
+
+    Attributes:
+      tensors: also the adapters' matrices, by the names of their parameters.
     """
 
     def __init__(
@@ -59,17 +124,9 @@ class AdaptedFile:
         Raises:
           CheckpointError: the folder of adapters lacks tensors, or has others.
         """
-        self.path = base.path
-        self.tiled = base.tiled
-        self.tensors = dict(base.tensors)
-        self._base = base
-        self._lora = lora
+        super().__init__(base, place_of, lora)
         self._peft = None if adapters is None else open_peft(adapters)
-        self._lock = threading.Lock()
-        self._factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._norms: dict[str, np.ndarray] = {}
-        self._stems = find_adapted(base, place_of, lora)
-        self._adapted = {name for members in self._stems.values() for name in members.values()}
         self._saved: dict[str, str] = {}
         for name in base.tensors:
             if place_of(name) is not None and lora.saves(name.rpartition(".")[0]):
@@ -83,9 +140,6 @@ class AdaptedFile:
             self._check_names(self._peft)
         for name, (stem, matrix) in self._matrices.items():
             self.tensors[name] = Tensor(self._shape(stem, matrix), "float32")
-        if lora.init != "default":
-            for name in self._adapted:
-                self.tensors[name] = Tensor(base.tensors[name].shape, "float32")
 
     def _list_matrices(self) -> list[str]:
         """Return the names of an adapter's matrices that this file provides."""
@@ -160,27 +214,7 @@ class AdaptedFile:
             return np.stack(parts)
         if self._peft is not None and name in self._saved:
             return self._peft.read(self._saved[name], box)
-        if self._lora.init == "default" or name not in self._adapted:
-            return self._base.read(name, box)
-        a, b = self.factors(name)
-        rows, columns = box
-        subtracted = product(a[slice(*columns)], b[:, slice(*rows)], self._lora.scale)
-        weight = np.asarray(self._base.read(name, box), np.float64)
-        return np.asarray(weight - subtracted, np.float32)
-
-    def factors(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the A and B that are subtracted from a matrix with PiSSA's start."""
-        with self._lock:
-            if name not in self._factors:
-                shape = self._base.tensors[name].shape
-                weight = self._base.read(name, tuple((0, n) for n in shape))
-                self._factors[name] = find_factors(
-                    np.asarray(weight, np.float32),
-                    self._lora.rank,
-                    self._lora.scale,
-                    self._lora.init,
-                )
-            return self._factors[name]
+        return super().read(name, box)
 
     def _matrix(self, name: str, matrix: str) -> np.ndarray:
         """Return a matrix of the adapter of one tensor of the base, in float32."""
