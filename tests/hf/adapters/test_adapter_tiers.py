@@ -11,14 +11,14 @@ from zerojax.hf import model_of
 need("torch", "transformers")
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 96}
 KINDS = {
-    "rslora": ({"use_rslora": True, "targets": "all"}, {}),
-    "dora": ({"use_dora": True, "targets": "all"}, {}),
-    "pissa": ({"init": "pissa", "targets": "all"}, {}),
+    "rslora": ({"use_rslora": True}, {}),
+    "dora": ({"use_dora": True, "targets": ("q_proj", "down_proj")}, {}),
+    "pissa": ({"init": "pissa", "targets": ("k_proj", "down_proj")}, {}),
     "ends": ({"targets": ("q_proj", "embed_tokens", "lm_head")}, {}),
     "saved": ({"modules_to_save": ("norm", "lm_head")}, {}),
     "neftune": ({}, {"neftune_noise_alpha": 5.0}),
     "tiles": ({"targets": "all"}, {"mlp_tiles": 4}),
-    "dropout": ({"targets": "all", "use_dora": True, "dropout": 0.25}, {}),
+    "dropout": ({"targets": ("o_proj", "up_proj"), "use_dora": True, "dropout": 0.25}, {}),
 }
 PLACES = {
     "frozen-host": {"frozen": "pinned_host"},
@@ -28,7 +28,7 @@ PLACES = {
 }
 
 
-@pytest.mark.by_default("dora-nf4-frozen-nvme")
+@pytest.mark.by_default("dora-float32-frozen-nvme")
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("base", ["float32", "nf4"])
 @pytest.mark.parametrize("name", list(KINDS))
