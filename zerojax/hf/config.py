@@ -10,7 +10,7 @@ import dataclasses
 import os
 import reprlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -154,9 +154,12 @@ class Family:
     """A kind of model: everything that `config.json` does not say, and the names of its tensors.
 
     Attributes:
-      names: parameter for each tensor name in the file, in which `{layer}` stands for a number. The
-        value is the parameter's name, or a pair of it and the order of its dims in the file, as
-        `numpy.transpose` takes it. None: the tensor is not read.
+      names: parameter for each tensor name in the file, in which `{layer}` and `{expert}` stand for
+        numbers, as `zerojax.import_params(rename=)` takes it. The value is the parameter's name, or
+        a pair of it and the order of its dims in the file, as `numpy.transpose` takes it; or a list
+        of `zerojax.weights.Place` for a tensor that holds several parameters. None: the tensor is
+        not read. If the names or the parts depend on sizes, a function of the `DecoderConfig` that
+        returns such a table.
       defaults: values of keys that `config.json` leaves out.
       reads: keys that this family reads in addition to the common ones, out of "attention_bias",
         "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "layer_types",
@@ -170,7 +173,7 @@ class Family:
         "last", the layers from `max_window_layers` on if `use_sliding_window` is true (Qwen).
     """
 
-    names: Mapping[str, Any]
+    names: Mapping[str, Any] | Callable[[DecoderConfig], Mapping[str, Any]]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reads: tuple[str, ...] = ()
     qkv_bias: bool | None = None

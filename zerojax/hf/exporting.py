@@ -5,8 +5,9 @@ The names, layouts and dtypes are taken from the folder `like`, which the weight
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
     merge_lora:                  <-   W^T + (alpha / rank) (A B)^T, in float32
 
-As in an import, the table of names gives the parameter for each tensor of `like`. The tensor is
-written piece by piece from the checkpoint's records, without a program, model or device.
+As in an import, the table of names gives the parameter for each tensor of `like`, or for each part
+of it. The tensor is written piece by piece from the checkpoint's records, without a program, model
+or device.
 
 Training never wrote frozen weights. So where the checkpoint's number equals the folder's, rounded
 to the checkpoint's dtype, the folder's number is written. The folder's numbers are also written for
@@ -40,6 +41,8 @@ from zerojax.sharding import without_mesh
 from zerojax.user_values import positive_number
 from zerojax.weights import (
     INDEX_NAME,
+    DividedFile,
+    Place,
     Tensor,
     WeightFile,
     export_dtype,
@@ -106,10 +109,13 @@ def export_hf(
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = map_leaves(saved)
         lora = _lora_to_merge(saved, leaves, merge_lora)
-        sources = _sources(saved, base, leaves, like, families)
-        tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
+        divided = _divided(saved, base, leaves, like, families)
+        sources = _sources(saved, base, divided, leaves, like, families)
+        tensors = {
+            n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in divided.parts
+        }
         scale = None if lora is None else lora.scale
-        writer = _Writer(saved, base, like, leaves, sources, tensors, scale)
+        writer = _Writer(saved, divided, like, leaves, sources, tensors, scale)
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)
@@ -154,14 +160,31 @@ def read_lora(saved: SavedState) -> Lora:
         ) from error
 
 
-def _sources(
+def _divided(
     saved: SavedState,
     base: WeightFile,
     leaves: Mapping[str, tuple[str, bool]],
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
+) -> DividedFile:
+    """Return a folder's weights, with the parameters of a checkpoint's model as their places."""
+    is_tiled = any(
+        saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
+    )
+    return DividedFile(base, map_names(like, families, is_tiled=is_tiled))
+
+
+def _sources(
+    saved: SavedState,
+    base: WeightFile,
+    divided: DividedFile,
+    leaves: Mapping[str, tuple[str, bool]],
+    like: str | os.PathLike[str],
+    families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder, after comparing config and frozen weights.
+    """Return the parameter of each part of a folder's tensors.
+
+    Config and frozen weights are compared first.
 
     Only a sample of the frozen weights is compared.
 
@@ -169,7 +192,7 @@ def _sources(
       CheckpointError: the folder holds another model or another base; the error names the
         difference.
     """
-    sources = map_sources(saved, base, leaves, like, families)
+    sources = map_sources(saved, divided, leaves, like)
     check_config_sizes(like, base, families, is_whole=True)
     about = {DECODER: config_of(like, families).computes()}
     difference = about_difference(about, saved.about)
@@ -179,7 +202,7 @@ def _sources(
             f"{os.path.join(os.fspath(like), CONFIG)} has {difference[1]}: pass the folder that it "
             "was trained from as `like`"
         )
-    check_base(saved, base, sources, like, all_numbers=False)
+    check_base(saved, divided, sources, like, all_numbers=False)
     return sources
 
 
@@ -189,7 +212,7 @@ class _Writer:
     def __init__(
         self,
         saved: SavedState,
-        base: WeightFile,
+        base: DividedFile,
         like: str,
         leaves: Mapping[str, tuple[str, bool]],
         sources: Mapping[str, Source],
@@ -209,12 +232,13 @@ class _Writer:
         """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
         shape = self._tensors[name].shape
         kind = numpy_dtype(self._tensors[name].dtype)
-        source = self._sources[name]
-        if source.layout is not None:
-            check_base(self._saved, self._base, {name: source}, self._like, all_numbers=True)
+        for part in self._base.parts[name]:
+            source = self._sources[part]
+            if source.layout is not None:
+                check_base(self._saved, self._base, {part: source}, self._like, all_numbers=True)
         for rows in cut_rows(shape, PIECE_BYTES // 4):
             box = (rows, *((0, n) for n in shape[1:]))
-            piece = self._piece(name, box)
+            piece = self._base.join(name, box, self._piece)
             try:
                 with np.errstate(over="raise"):
                     yield np.ascontiguousarray(piece, kind)
@@ -224,7 +248,7 @@ class _Writer:
                 ) from error
 
     def _piece(self, name: str, box: Box) -> np.ndarray:
-        """Return a box of a tensor, in float32 or with the folder's own numbers."""
+        """Return a box of a tensor's part, in float32 or with the folder's own numbers."""
         source = self._sources[name]
         delta = self._delta(source, box)
         if source.layout is not None:
@@ -338,7 +362,8 @@ def export_peft(
         _check_beside(shapes, base, like, saved)
         check_config_sizes(like, base, families, is_whole=True)
         if leaves.keys() - adapters.keys():
-            _sources(saved, base, leaves, like, families)
+            divided = _divided(saved, base, leaves, like, families)
+            _sources(saved, base, divided, leaves, like, families)
         tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(matrices)}
 
         def pieces(name: str) -> Iterator[np.ndarray]:
@@ -380,7 +405,7 @@ def _only_adapters(saved: SavedState, leaves: Mapping[str, tuple[str, bool]]) ->
 
 
 def _peft_matrices(
-    saved: SavedState, adapters: Mapping[str, str], table: Mapping[str, Any]
+    saved: SavedState, adapters: Mapping[str, str], table: Mapping[str, tuple[Place, ...]]
 ) -> dict[str, tuple[str, int]]:
     """Return the leaf and the layer of each tensor of PEFT's file, by tensor name.
 
@@ -390,10 +415,11 @@ def _peft_matrices(
       table: parameter for each tensor name of the base, as `map_names` returns it.
     """
     matrices: dict[str, tuple[str, int]] = {}
-    for tensor, entry in table.items():
-        if entry is None or isinstance(entry, str):
-            continue  # only kernels have adapters, and they are transposed
-        stem = entry[0].removesuffix(".kernel")
+    for tensor, places in table.items():
+        # Only kernels have adapters, and they are transposed.
+        if not places or places[0].axes is None:
+            continue
+        stem = places[0].name.removesuffix(".kernel")
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         for matrix in "ab":
             leaf = adapters.get(f"{stem}{ADAPTER}{matrix}")

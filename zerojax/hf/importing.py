@@ -12,8 +12,8 @@ model may come from a different `config.json`.
 
 import math
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,14 @@ from zerojax.models import LayeredModel
 from zerojax.program import Program
 from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
-from zerojax.weights import Place, WeightFile, import_params, open_weights, renaming
+from zerojax.weights import (
+    DividedFile,
+    Place,
+    WeightFile,
+    import_params,
+    open_weights,
+    read_places,
+)
 
 ADAPTER = ".lora.lora_"
 """Part of a parameter's name that only adapters have."""
@@ -131,18 +138,18 @@ def check_config_sizes(
     check_sizes(config_of(folder, families), names, file, config_path, is_whole=is_whole)
 
 
-def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
+def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, tuple[Place, ...]]) -> None:
     """Raise ValueError if config.json ties the head to the embedding but they differ."""
-    heads = [name for name in names if name.startswith("lm_head.") and names[name] is None]
+    heads = [name for name in names if name.endswith("lm_head.weight") and not names[name]]
     tables = [
-        name for name, entry in names.items() if _name(entry) == "embed.embed_tokens.embedding"
+        name
+        for name, places in names.items()
+        if places and places[0].name == "embed.embed_tokens.embedding"
     ]
-    if not heads or not tables:
-        return
     file = open_weights(folder)
-    head = heads[0]
-    table = tables[0]
-    if head not in file.tensors or table not in file.tensors:
+    head = next((name for name in heads if name in file.tensors), None)
+    table = next((name for name in tables if name in file.tensors), None)
+    if head is None or table is None:
         return
     shape = file.tensors[head].shape
     is_same = shape == file.tensors[table].shape
@@ -160,8 +167,8 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
 
 def map_names(
     folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool
-) -> dict[str, Any]:
-    """Return the parameter for each tensor name of a folder, given the folder's options.
+) -> dict[str, tuple[Place, ...]]:
+    """Return the parameters for each tensor name of a folder, given the folder's options.
 
     Args:
       folder: path of a folder that holds `config.json`.
@@ -169,7 +176,7 @@ def map_names(
       is_tiled: whether the model stores its MLPs in tiles.
 
     Returns:
-      A table like `Family.names`.
+      A table like `Family.names`; tensors that are not read have no place.
 
     Raises:
       ValueError: the folder's model is not supported.
@@ -177,42 +184,28 @@ def map_names(
     raw = read_config(folder)
     config_path = os.path.join(os.fspath(folder), CONFIG)
     family = find_family(raw, families, config_path)
-    names = dict(family.names)
-    if decoder_config(raw, family, config_path).tied:
-        # Some files hold the embedding twice; `import_hf` has checked that both are equal.
-        for tensor, entry in names.items():
-            if _name(entry).startswith("head.lm_head."):
-                names[tensor] = None
-    if is_tiled:
-        names = {tensor: _in_tiles(entry) for tensor, entry in names.items()}
+    config = decoder_config(raw, family, config_path)
+    table = family.names(config) if callable(family.names) else family.names
+    names: dict[str, tuple[Place, ...]] = {}
+    for tensor, value in table.items():
+        places = read_places(value, tensor)
+        # Some files hold a tied embedding twice; `import_hf` has checked that both are equal.
+        if config.tied and any(place.name.startswith("head.lm_head.") for place in places):
+            places = ()
+        names[tensor] = tuple(map(_in_tiles, places)) if is_tiled else places
     return names
 
 
-NameEntry = str | tuple[str, tuple[int, ...]] | None
-"""An entry of a table of names: a parameter's name, (name, axes), or None for an unread tensor."""
-
-
-def _name(entry: NameEntry) -> str:
-    """Return the parameter's name in an entry of a table of names, or "" if it has none."""
-    if entry is None:
-        return ""
-    return entry if isinstance(entry, str) else entry[0]
-
-
-def _in_tiles(entry: NameEntry) -> NameEntry:
-    """Return the entry of a tensor for tiled MLPs: "mlp.up_proj.kernel" becomes "mlp.up"."""
-    if entry is None:
-        return None
-    name = _name(entry)
+def _in_tiles(place: Place) -> Place:
+    """Return the place of a tensor for tiled MLPs: "mlp.up_proj.kernel" becomes "mlp.up"."""
     for untiled, tiled in _TILED.items():
         for suffix, tiled_suffix in (
             (f"{untiled}.kernel", tiled),
             (f"{untiled}.bias", f"{tiled}_bias"),
         ):
-            if name.endswith(suffix):
-                name = name.removesuffix(suffix) + tiled_suffix
-                return name if isinstance(entry, str) else (name, entry[1])
-    return entry
+            if place.name.endswith(suffix):
+                return place._replace(name=place.name.removesuffix(suffix) + tiled_suffix)
+    return place
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -270,20 +263,15 @@ def list_params(c: DecoderConfig) -> dict[str, Dims]:
     return params | {f"{STACK}{name}.scale": (size,) for name, size in norms.items()}
 
 
-def find_places(file: WeightFile, names: Mapping[str, Any]) -> dict[str, Place]:
-    """Return the place of each tensor of a file that is read.
+def count_members(places: Iterable[Place], name: str) -> tuple[int, ...]:
+    """Return the dims of a parameter that number its layers and experts: one more than the highest.
 
     Args:
-      file: weights of a folder.
-      names: parameter for each tensor name, as `map_names` returns it.
+      places: places of all tensors.
+      name: name of the parameter.
     """
-    place_of = renaming(names)
-    places: dict[str, Place] = {}
-    for name in file.tensors:
-        place = place_of(name)
-        if place is not None:
-            places[name] = place
-    return places
+    members = [place.index for place in places if place.name == name]
+    return tuple(1 + max(numbers) for numbers in zip(*members, strict=True))
 
 
 def count_layers(places: Mapping[str, Place]) -> int:
@@ -294,7 +282,7 @@ def count_layers(places: Mapping[str, Place]) -> int:
 
 def check_sizes(
     config: DecoderConfig,
-    names: Mapping[str, Any],
+    names: Mapping[str, tuple[Place, ...]],
     file: WeightFile,
     config_path: str,
     *,
@@ -304,7 +292,7 @@ def check_sizes(
 
     Args:
       config: decoder that the file describes.
-      names: parameter for each tensor name, for a model with untiled MLPs.
+      names: parameters for each tensor name, for a model with untiled MLPs.
       file: weights of the folder.
       config_path: path of `config.json`.
       is_whole: whether to check as well that no tensor is missing or superfluous. Otherwise only
@@ -315,8 +303,9 @@ def check_sizes(
         is missing or superfluous (the error names it).
     """
     params = list_params(config)
-    places = find_places(file, names)
-    differences = _sizes_that_differ(places, params, file)
+    divided = DividedFile(file, names)
+    places = divided.places
+    differences = _sizes_that_differ(places, params, divided)
     layers = count_layers(places)
     if layers not in (0, config.layers):
         differences.append(
@@ -357,15 +346,16 @@ def _sizes_that_differ(
 
 
 def _presence(
-    places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int
+    places: Mapping[str, Place],
+    params: Mapping[str, Dims],
+    names: Mapping[str, tuple[Place, ...]],
+    layers: int,
 ) -> list[str]:
     """Return descriptions of the missing and the superfluous tensors."""
     have = {(place.name, place.layer) for place in places.values()}
-    place_of = renaming(names)
     patterns: dict[str, str] = {}
-    for pattern in names:
-        place = place_of(pattern.replace("{layer}", "0"))
-        if place is not None:
+    for pattern, entries in names.items():
+        for place in entries:
             patterns[place.name] = pattern
     missing = []
     for name in params:
