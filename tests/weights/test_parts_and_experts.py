@@ -169,7 +169,7 @@ REFUSED = {
         {"h.{layer}.qkv": [Place("a", part=Part(0, 0, 1, 3)), Place("b", part=Part(0, 1, 3, 3))]},
         "is not made up of its parts",
     ),
-    "rest": ({"vision.{rest}": "a"}, "{rest} is for tensors that are not read"),
+    "rest": ({"vision.{rest}": "a"}, "{rest} ends the names of tensors that are not read"),
     "expert": (
         {"h.{layer}.experts.{expert}.down": "blocks.down", "h.0.experts.1.down": None},
         r"lacks experts of blocks.down: h\.0\.experts\.1\.down",

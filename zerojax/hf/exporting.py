@@ -34,17 +34,19 @@ from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family
 from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
-from zerojax.hf.model import DECODER, config_of
+from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.hf.sources import Source, cut_rows, map_leaves, map_sources, read_adapter, read_weight
 from zerojax.sharding import without_mesh
 from zerojax.user_values import positive_number
 from zerojax.weights import (
+    DTYPES,
     INDEX_NAME,
     DividedFile,
     Place,
     Tensor,
     WeightFile,
+    build_places,
     export_dtype,
     open_checkpoint,
     open_weights,
@@ -114,11 +116,16 @@ def export_hf(
         tensors = {
             n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in divided.parts
         }
+        others = _others(base, like, families)
         scale = None if lora is None else lora.scale
         writer = _Writer(saved, divided, like, leaves, sources, tensors, scale)
+
+        def pieces(name: str) -> Iterator[np.ndarray]:
+            return _copied(base, name) if name in others else writer.pieces(name)
+
         with explaining(f"writing {output}"):
             os.mkdir(output)
-            _write_shards(output, tensors, writer.pieces, shard_bytes)
+            _write_shards(output, tensors | others, pieces, shard_bytes)
             copy_beside(extra_files, output, dtype=kind)
 
 
@@ -278,6 +285,36 @@ class _Writer:
         (out_start, out_stop), (in_start, in_stop) = box
         assert self._scale is not None
         return (a[in_start:in_stop] @ b[:, out_start:out_stop]).T * np.float32(self._scale)
+
+
+def _others(
+    base: WeightFile, like: str | os.PathLike[str], families: Mapping[str, Family]
+) -> dict[str, Tensor]:
+    """Return the tensors of a folder that are not read, and that an export copies.
+
+    Raises:
+      CheckpointError: a tensor has a dtype that is not written.
+    """
+    family, config = read_family(like, families)
+    places = build_places(family.table(config))
+    others = {name: tensor for name, tensor in base.tensors.items() if not places(name)}
+    for name, tensor in others.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{base.path}: {name} of {tensor.dtype} cannot be copied: only floating dtypes are "
+                "written. Remove it from the files if the model does not need it"
+            )
+    return others
+
+
+def _copied(file: WeightFile, name: str) -> Iterator[np.ndarray]:
+    """Yield the rows of a tensor that is exported as it is in the folder."""
+    shape = file.tensors[name].shape
+    if not shape:
+        yield np.asarray(file.read(name, ()))
+        return
+    for rows in cut_rows(shape, PIECE_BYTES // 4):
+        yield np.ascontiguousarray(file.read(name, (rows, *((0, n) for n in shape[1:]))))
 
 
 def _write_shards(

@@ -12,22 +12,17 @@ model may come from a different `config.json`.
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
-from zerojax.hf.config import (
-    CONFIG,
-    DecoderConfig,
-    Family,
-    decoder_config,
-    find_family,
-    read_config,
-)
-from zerojax.hf.model import DECODER, config_of
+from zerojax.hf.config import CONFIG, DecoderConfig, Family
+from zerojax.hf.decoder import Options
+from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
 from zerojax.program import Program
@@ -135,7 +130,9 @@ def check_config_sizes(
     """
     names = map_names(folder, families, is_tiled=False)
     config_path = os.path.join(os.fspath(folder), CONFIG)
-    check_sizes(config_of(folder, families), names, file, config_path, is_whole=is_whole)
+    family, config = read_family(folder, families)
+    params = list_params(config, family.block)
+    check_sizes(config, params, names, file, config_path, is_whole=is_whole)
 
 
 def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, tuple[Place, ...]]) -> None:
@@ -181,13 +178,9 @@ def map_names(
     Raises:
       ValueError: the folder's model is not supported.
     """
-    raw = read_config(folder)
-    config_path = os.path.join(os.fspath(folder), CONFIG)
-    family = find_family(raw, families, config_path)
-    config = decoder_config(raw, family, config_path)
-    table = family.names(config) if callable(family.names) else family.names
+    family, config = read_family(folder, families)
     names: dict[str, tuple[Place, ...]] = {}
-    for tensor, value in table.items():
+    for tensor, value in family.table(config).items():
         places = read_places(value, tensor)
         # Some files hold a tied embedding twice; `import_hf` has checked that both are equal.
         if config.tied and any(place.name.startswith("head.lm_head.") for place in places):
@@ -228,8 +221,14 @@ STACK = "blocks."
 """Prefix of the names of parameters that exist once per layer."""
 
 
-def list_params(c: DecoderConfig) -> dict[str, Dims]:
-    """Return the dims, in one layer, of each parameter of a decoder without adapters, by name."""
+def list_params(c: DecoderConfig, block: Any = None) -> dict[str, Dims]:
+    """Return the dims, in one layer, of each parameter of a decoder without adapters, by name.
+
+    Args:
+      c: the decoder.
+      block: class of its layers, if it is a subclass of `zerojax.hf.Block`: its parameters are
+        listed with it, whatever the keys of `config.json` on which their sizes depend.
+    """
     vocab = Size(c.vocab, f"vocab_size={c.vocab}")
     hidden = Size(c.hidden, f"hidden_size={c.hidden}")
     width = Size(c.intermediate, f"intermediate_size={c.intermediate}")
@@ -245,33 +244,41 @@ def list_params(c: DecoderConfig) -> dict[str, Dims]:
         "mlp.up_proj": (hidden, width, c.mlp_bias),
         "mlp.down_proj": (width, hidden, c.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if c.post_norms:
-        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
-    if c.qk_norm:
-        norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
-    params: dict[str, Dims] = {
-        "embed.embed_tokens.embedding": (vocab, hidden),
-        "head.norm.scale": (hidden,),
-    }
+    if not c.gated:
+        del matrices["mlp.gate_proj"]
+    norms = {f"{STACK}{name}": hidden for name in c.norms}
+    norms["head.norm"] = hidden
+    rows = vocab
+    if c.extra_tokens:
+        rows = Size(c.vocab + c.extra_tokens, f"{vocab.keys} plus {c.extra_tokens}")
+    params: dict[str, Dims] = {"embed.embed_tokens.embedding": (rows, hidden)}
     if not c.tied:
         params["head.lm_head.embedding"] = vocab, hidden
     for name, (d_in, d_out, has_bias) in matrices.items():
         params[f"{STACK}{name}.kernel"] = d_in, d_out
         if has_bias:
             params[f"{STACK}{name}.bias"] = (d_out,)
-    return params | {f"{STACK}{name}.scale": (size,) for name, size in norms.items()}
+    for name, size in norms.items():
+        params[f"{name}.scale"] = (size,)
+        if c.norm_bias:
+            params[f"{name}.bias"] = (size,)
+    if c.qk_norm:
+        params[f"{STACK}self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
+        params[f"{STACK}self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
+    return params if block is None else _with_block(params, c, block)
 
 
-def count_members(places: Iterable[Place], name: str) -> tuple[int, ...]:
-    """Return the dims of a parameter that number its layers and experts: one more than the highest.
-
-    Args:
-      places: places of all tensors.
-      name: name of the parameter.
-    """
-    members = [place.index for place in places if place.name == name]
-    return tuple(1 + max(numbers) for numbers in zip(*members, strict=True))
+def _with_block(params: Mapping[str, Dims], c: DecoderConfig, block: Any) -> dict[str, Dims]:
+    """Return the dims of a decoder's parameters, given another class of its layers."""
+    shapes = jax.eval_shape(lambda: nnx.state(block(c, Options(), rngs=nnx.Rngs(0)), nnx.Param))
+    listed = {name: dims for name, dims in params.items() if not name.startswith(STACK)}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(shapes))[0]:
+        name = STACK + jax.tree_util.keystr(path, simple=True, separator=".")
+        dims = tuple(Size(n, f"{block.__name__}'s {name}") for n in leaf.shape)
+        known = params.get(name, ())
+        is_known = [size.number for size in known] == list(leaf.shape)
+        listed[name] = known if is_known else dims
+    return listed
 
 
 def count_layers(places: Mapping[str, Place]) -> int:
@@ -280,8 +287,18 @@ def count_layers(places: Mapping[str, Place]) -> int:
     return 1 + max(layers, default=-1)
 
 
+def count_experts(places: Mapping[str, Place]) -> dict[str, int]:
+    """Return one more than the highest number of an expert, by parameter with experts."""
+    counts: dict[str, int] = {}
+    for place in places.values():
+        if place.expert is not None:
+            counts[place.name] = max(counts.get(place.name, 0), place.expert + 1)
+    return counts
+
+
 def check_sizes(
     config: DecoderConfig,
+    params: Mapping[str, Dims],
     names: Mapping[str, tuple[Place, ...]],
     file: WeightFile,
     config_path: str,
@@ -292,6 +309,7 @@ def check_sizes(
 
     Args:
       config: decoder that the file describes.
+      params: its parameters, as `list_params` returns them.
       names: parameters for each tensor name, for a model with untiled MLPs.
       file: weights of the folder.
       config_path: path of `config.json`.
@@ -302,7 +320,6 @@ def check_sizes(
       CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
         is missing or superfluous (the error names it).
     """
-    params = list_params(config)
     divided = DividedFile(file, names)
     places = divided.places
     differences = _sizes_that_differ(places, params, divided)

@@ -28,7 +28,7 @@ from zerojax.checkpoint import (
     of_mlp,
     retiled,
 )
-from zerojax.hf.importing import ADAPTER, count_members
+from zerojax.hf.importing import ADAPTER, count_experts, count_layers
 from zerojax.weights import DTYPES, DividedFile, Place, Tensor, read_part, split_path
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
@@ -92,9 +92,8 @@ def map_sources(
     sources: dict[str, Source] = {}
     differences: list[str] = []
     frozen = saved.frozen
-    stacks = {
-        name: count_members(places.values(), name) for name in {p.name for p in places.values()}
-    }
+    num_layers = count_layers(places)
+    num_experts = count_experts(places)
     for name, place in places.items():
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:
@@ -102,7 +101,7 @@ def map_sources(
                 f"{name} of {tensor.dtype} in {like}, which is not a supported floating dtype"
             )
             continue
-        shape = _param_shape(tensor, place, stacks[place.name])
+        shape = _param_shape(tensor, place, num_layers, num_experts.get(place.name))
         if place.name not in leaves:
             differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")
             continue
@@ -129,12 +128,16 @@ def map_sources(
     return sources
 
 
-def _param_shape(tensor: Tensor, place: Place, members: tuple[int, ...]) -> tuple[int, ...]:
+def _param_shape(
+    tensor: Tensor, place: Place, num_layers: int, num_experts: int | None
+) -> tuple[int, ...]:
     """Return the shape of the parameter to which a tensor belongs."""
     shape = tensor.shape
     if place.axes is not None:
         shape = tuple(shape[axis] for axis in place.axes)
-    return (*members, *shape)
+    if num_experts is not None:
+        shape = (num_experts, *shape)
+    return shape if place.layer is None else (num_layers, *shape)
 
 
 def _encoded(saved: SavedState, source: Source) -> Source:
@@ -212,7 +215,7 @@ def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
 
 def build_layer_box(source: Source) -> Box:
     """Return the first entries of a parameter's box, its layer and its expert, if it has them."""
-    return tuple((number, number + 1) for number in source.place.index)
+    return tuple((number, number + 1) for number in source.place.member)
 
 
 def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:

@@ -124,10 +124,13 @@ class Cache:
       block: `block(p, x, cache, context, layer) -> (x, cache)`: applies the layer to x[B, T, ...],
         the next T tokens of each row, which also attend to the cached tokens. There is no random
         key. `context` and `layer` are the model's, or None.
+      max_length: largest number of tokens per row for which a cache gives the same results as
+        reading all tokens; None: any number.
     """
 
     init: Callable[[int, int, Any], Any]
     block: Callable[..., tuple[Any, Any]]
+    max_length: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

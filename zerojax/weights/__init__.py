@@ -11,6 +11,8 @@ from zerojax.weights.names import Tensor as Tensor
 from zerojax.weights.names import WeightFile as WeightFile
 from zerojax.weights.names import split_path as split_path
 from zerojax.weights.orbax import export_orbax as export_orbax
+from zerojax.weights.renamed import LAYER as LAYER
+from zerojax.weights.renamed import REST as REST
 from zerojax.weights.renamed import DividedFile as DividedFile
 from zerojax.weights.renamed import Part as Part
 from zerojax.weights.renamed import Place as Place

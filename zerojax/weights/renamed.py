@@ -36,7 +36,7 @@ LAYER = "{layer}"
 EXPERT = "{expert}"
 """Placeholder for the number of an expert in a pattern of names."""
 REST = "{rest}"
-"""Placeholder for any text, in patterns of tensors that are not read."""
+"""Placeholder for the end of a name, in patterns of tensors that are not read."""
 _PLACEHOLDERS = {LAYER: "(?P<layer>[0-9]+)", EXPERT: "(?P<expert>[0-9]+)", REST: ".+"}
 
 
@@ -91,7 +91,7 @@ class Place(NamedTuple):
     part: Part | None = None
 
     @property
-    def index(self) -> tuple[int, ...]:
+    def member(self) -> tuple[int, ...]:
         """Indices along the stacked dims of the parameter: its layer and its expert, if any."""
         return tuple(number for number in (self.layer, self.expert) if number is not None)
 
@@ -132,10 +132,10 @@ def build_places(rename: Rename) -> Callable[[str], tuple[Place, ...]]:
         for placeholder in _PLACEHOLDERS:
             if pattern.count(placeholder) > 1:
                 raise ValueError(f"rename has {pattern!r}: {placeholder} may occur only once")
-        if REST in pattern and targets:
+        if REST in pattern and (targets or not pattern.endswith(REST)):
             raise ValueError(
-                f"rename has {pattern!r}: {REST} is for tensors that are not read, whose value is "
-                "None"
+                f"rename has {pattern!r}: {REST} ends the names of tensors that are not read, "
+                "whose value is None"
             )
         expression = re.escape(pattern)
         for placeholder, group in _PLACEHOLDERS.items():
@@ -369,12 +369,12 @@ class RenamedFile:
             members = self._members.setdefault(place.name, {})
             kind = (place.layer is not None, place.expert is not None)
             is_other = kinds.setdefault(place.name, kind) != kind
-            if place.index in members or is_other:
-                rival = members.get(place.index, next(iter(members.values())))
+            if place.member in members or is_other:
+                rival = members.get(place.member, next(iter(members.values())))
                 raise CheckpointError(
                     f"{file.path}: {rival} and {tensor} both belong to {place.name}"
                 )
-            members[place.index] = tensor
+            members[place.member] = tensor
         self._has_layers = {name for name, kind in kinds.items() if kind[0]}
         self.tensors = {name: self._tensor(name) for name in self._members}
 
