@@ -223,7 +223,7 @@ def need(*modules: str) -> None:
 
 
 def write(
-    case: str,
+    case: str | tuple[str, dict[str, Any]],
     folder: pathlib.Path,
     *,
     dtype: str = "float32",
@@ -238,7 +238,7 @@ def write(
     import torch
     import transformers
 
-    name, options = CASES[case]
+    name, options = CASES[case] if isinstance(case, str) else case
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**{**SIZES, **options, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(

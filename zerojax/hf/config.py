@@ -16,6 +16,7 @@ from typing import Any
 
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, NUMBERS_OF_EXPERTS, check_keys, is_same
+from zerojax.hf.mixtures.config import Mixture, MixtureConfig, parse_mixture
 from zerojax.hf.rope import Rope, no_rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, number, read_kinds, read_object, values
 from zerojax.weights import LAYER, REST, read_places
@@ -83,6 +84,8 @@ class DecoderConfig:
       extra_tokens: rows of the embedding after the vocabulary, which have no logits (mllama).
       skipped: numbers of the layers in the files that are not part of the decoder: the cross
         attention to images of mllama. `layers` counts the other ones.
+      mixture: experts in place of the MLP, or None.
+      sinks: whether the softmax of each head has one more score, whose value is 0 (gpt-oss).
     """
 
     vocab: int
@@ -121,6 +124,8 @@ class DecoderConfig:
     query_growth: tuple[float, int] | None = None
     extra_tokens: int = 0
     skipped: tuple[int, ...] = ()
+    mixture: MixtureConfig | None = None
+    sinks: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -145,10 +150,16 @@ class DecoderConfig:
         f = self.intermediate
         inputs = 2 if self.gated else 1
         norm = h * (2 if self.norm_bias else 1)
-        block = h * (2 * q + 2 * kv + (inputs + 1) * f)
+        block = h * (2 * q + 2 * kv)
+        if self.mixture is None:
+            block += h * (inputs + 1) * f
+        else:
+            block += self.mixture.count_params(h)
         block += norm * len(self.norms)
         if self.qk_norm:
             block += q + kv if self.qk_norm_joint else 2 * self.head_dim
+        if self.sinks:
+            block += self.heads
         if self.qkv_bias:
             block += q + 2 * kv
         if self.output_bias:
@@ -196,6 +207,7 @@ class DecoderConfig:
             "ropes": ropes,
             **{name: _rounded(getattr(self, name)) for name in factors},
             "query_growth": self.query_growth,
+            "mixture": None if self.mixture is None else self.mixture.computes(),
         }
 
 
@@ -224,9 +236,10 @@ class Family:
       qkv_bias, output_bias, mlp_bias: whether these projections have a bias; None: as
         `attention_bias`, `attention_out_bias`, `mlp_bias` or `use_bias` of `config.json` says.
       qk_norm, qk_norm_joint, unit_norm, pre_norms, post_norms, layer_norm, norm_bias, parallel,
-        gated, adjacent_pairs, scales_embedding: options of the same names in a `DecoderConfig`.
+        gated, adjacent_pairs, scales_embedding, sinks: options of the same names in a `DecoderConfig`.
       windows: layers with a window: "none"; "all"; "pattern", all but every n-th (Gemma); "last",
-        the layers from `max_window_layers` on if `use_sliding_window` is true (Qwen); or
+        the layers from `max_window_layers` on if `use_sliding_window` is true (Qwen); "switched",
+        all layers if `use_sliding_window` is true (Qwen 3 with experts); or
         "unrotated", the layers without rotations if `use_sliding_window` is true (SmolLM3).
       rotates: layers with rotations: "all"; "listed", as `no_rope_layers` says (SmolLM3);
         "sliding", the layers with a window (Cohere 2); "hybrid", the same if there is a window,
@@ -249,6 +262,7 @@ class Family:
       skips: key of the layers that are not part of the decoder, or None.
       extra_tokens: option of the same name in a `DecoderConfig`.
       block: class of the layers, a subclass of `zerojax.hf.Block`; None: that class.
+      mixture: how `config.json` describes experts, for a family with experts in place of the MLP.
     """
 
     names: Mapping[str, Any] | Callable[[DecoderConfig], Mapping[str, Any]]
@@ -284,6 +298,8 @@ class Family:
     skips: str | None = None
     extra_tokens: int = 0
     block: Any = None
+    mixture: Mixture | None = None
+    sinks: bool = False
 
     def table(self, config: DecoderConfig) -> Mapping[str, Any]:
         """Return the parameter for each tensor name, for a model of these sizes."""
@@ -368,7 +384,8 @@ def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: s
         raise ValueError(
             f"{where}: {_about_others(kind, modalities, raw.get('text_config'), families)}"
         )
-    _check_formats(raw, where)
+    is_mixture = kind in families and families[kind].mixture is not None
+    _check_formats(raw, where, is_mixture=is_mixture)
     if kind in families:
         return families[kind]
     if kind in NOT_BUILT:
@@ -379,10 +396,10 @@ def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: s
     )
 
 
-def _check_formats(raw: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for mixtures of experts and for quantized weights."""
+def _check_formats(raw: Mapping[str, Any], where: str, *, is_mixture: bool = False) -> None:
+    """Raise ValueError for quantized weights, and for experts unless the family has them."""
     counts = [key for key in NUMBERS_OF_EXPERTS if key in raw]
-    has_none = bool(counts) and not any(raw[key] for key in counts)
+    has_none = is_mixture or (bool(counts) and not any(raw[key] for key in counts))
     experts = [] if has_none else [key for key in EXPERTS if raw.get(key)]
     if experts:
         value = reprlib.repr(raw[experts[0]])
@@ -514,6 +531,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     sizes = {family.eps, family.width}
     reads = (_READ | set(family.reads) | sizes) - family.needs.keys()
     reads -= {"rms_norm_eps", "intermediate_size"} - sizes
+    if family.mixture is not None:
+        reads |= family.mixture.reads
     compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
     check_keys(raw, reads | compared | family.needs.keys(), family.defaults, where)
     value = values(raw, family.defaults, reads)
@@ -548,6 +567,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     is_rotated = _rotated_layers(value, family, kinds, window, listed)
     width = len(ropes[0].frequencies)
     qkv_bias, output_bias, mlp_bias = _biases(value, family)
+    mixture = None
+    if family.mixture is not None:
+        mixture = parse_mixture(value, family.mixture, layers)
     return DecoderConfig(
         vocab=value["vocab_size"],
         hidden=hidden,
@@ -589,6 +611,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         extra_tokens=family.extra_tokens,
         skipped=skipped,
         pad_token=_pad_token(value["pad_token_id"], value["vocab_size"]),
+        mixture=mixture,
+        sinks=family.sinks,
     )
 
 
@@ -667,7 +691,9 @@ def _layer_kinds(
     `listed` are the layers that `no_rope_layers` lists as rotated.
     """
     window = value["sliding_window"]
-    is_unused = family.windows in ("last", "unrotated") and not value["use_sliding_window"]
+    is_unused = (
+        family.windows in ("last", "unrotated", "switched") and not value["use_sliding_window"]
+    )
     if is_unused:
         window = None
     kinds = value["layer_types"]
@@ -682,6 +708,7 @@ def _layer_kinds(
         of = {
             "none": lambda i: False,
             "all": lambda i: window is not None,
+            "switched": lambda i: window is not None,
             "pattern": lambda i: (
                 bool((i + 1) % pattern) and (window is not None or family.rotates != "hybrid")
             ),

@@ -133,6 +133,7 @@ class Attention(nnx.Module):
         self.k_proj = Projection("k_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
         self.v_proj = Projection("v_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
         self.o_proj = Projection("o_proj", q, c.hidden, c.output_bias, o.lora, rngs=rngs)
+        self.sinks: Any = nnx.data(nnx.Param(_INIT(rngs.params(), (c.heads,))) if c.sinks else None)
         widths = (q, kv) if c.qk_norm_joint else (c.head_dim, c.head_dim)
         self.q_norm: Any = nnx.data(Norm(widths[0], c, rngs=rngs) if c.qk_norm else None)
         self.k_norm: Any = nnx.data(Norm(widths[1], c, rngs=rngs) if c.qk_norm else None)
@@ -199,6 +200,7 @@ class Attention(nnx.Module):
             "scale": c.attention_scale,
             "cap": c.attention_cap,
             "window": layer.get("window", c.windows[0] or None),
+            "sinks": None if self.sinks is None else self.sinks[...],
         }
 
     def _output(self, a: jax.Array) -> jax.Array:

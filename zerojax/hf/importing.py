@@ -22,6 +22,7 @@ from flax import nnx
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
 from zerojax.hf.config import CONFIG, DecoderConfig, Family
 from zerojax.hf.decoder import Options
+from zerojax.hf.mixtures.config import MixtureConfig
 from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
@@ -246,6 +247,9 @@ def list_params(c: DecoderConfig, block: Any = None) -> dict[str, Dims]:
     }
     if not c.gated:
         del matrices["mlp.gate_proj"]
+    if c.mixture is not None:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            matrices.pop(f"mlp.{name}", None)
     norms = {f"{STACK}{name}": hidden for name in c.norms}
     norms["head.norm"] = hidden
     rows = vocab
@@ -262,6 +266,10 @@ def list_params(c: DecoderConfig, block: Any = None) -> dict[str, Dims]:
         params[f"{name}.scale"] = (size,)
         if c.norm_bias:
             params[f"{name}.bias"] = (size,)
+    if c.sinks:
+        params[f"{STACK}self_attn.sinks"] = (Size(c.heads, f"num_attention_heads={c.heads}"),)
+    if c.mixture is not None:
+        params |= list_expert_params(c.mixture, hidden)
     if c.qk_norm:
         params[f"{STACK}self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
         params[f"{STACK}self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
@@ -279,6 +287,30 @@ def _with_block(params: Mapping[str, Dims], c: DecoderConfig, block: Any) -> dic
         is_known = [size.number for size in known] == list(leaf.shape)
         listed[name] = known if is_known else dims
     return listed
+
+
+def list_expert_params(m: MixtureConfig, hidden: Size) -> dict[str, Dims]:
+    """Return the dims of the parameters of a layer's router and experts, by name.
+
+    Experts that are stored one by one have no dim of experts in the file.
+    """
+    experts = Size(m.experts, f"num_experts={m.experts}")
+    width = Size(m.intermediate, f"the width of an expert={m.intermediate}")
+    front = f"{STACK}mlp.experts."
+    params = {
+        f"{STACK}mlp.router.kernel": (hidden, experts),
+        f"{front}gate_proj": (experts, hidden, width),
+        f"{front}up_proj": (experts, hidden, width),
+        f"{front}down_proj": (experts, width, hidden),
+    }
+    if m.biases:
+        params |= {
+            f"{STACK}mlp.router.bias": (experts,),
+            f"{front}gate_bias": (experts, width),
+            f"{front}up_bias": (experts, width),
+            f"{front}down_bias": (experts, hidden),
+        }
+    return params
 
 
 def count_layers(places: Mapping[str, Place]) -> int:
@@ -349,6 +381,8 @@ def _sizes_that_differ(
         place = places[name]
         shape = file.tensors[name].shape
         dims = params[place.name]
+        if place.expert is not None:
+            dims = dims[1:]
         if len(shape) != len(dims):
             numbers = [size.number for size in dims]
             descriptions.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")

@@ -189,6 +189,8 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
         **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
+        "router_jitter_noise": (_ZERO, "noise of the router is not supported; set it to 0"),
+        "clip_qkv": (_OFF, "clipped queries, keys and values are not supported"),
         "is_causal": ((True,), "a decoder does not attend to later tokens"),
         "use_bidirectional_attention": (_OFF, "a decoder does not attend to later tokens"),
         "is_encoder_decoder": (_OFF, "encoders are not supported"),
@@ -336,7 +338,6 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "gemma3n_text": _GEMMA3N,
         "gemma4": _GEMMA4,
         "gemma4_text": _GEMMA4,
-        "gpt_oss": "mixtures of experts, and attention sinks",
         "llama4": _LLAMA4,
         "llama4_text": _LLAMA4,
         "qwen2_5_vl": _MROPE,

@@ -34,9 +34,10 @@ from zerojax.hf.config import (
     read_config,
     text_config,
 )
-from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Options
+from zerojax.hf.decoder import TENSOR, Batch, Cached, Embed, Head, Options
+from zerojax.hf.mixtures.block import choose_parts
 from zerojax.hf.names import FAMILIES, Lora
-from zerojax.models import LAST, Cache, LayeredModel, at_last, from_flax, with_specs
+from zerojax.models import LAST, Cache, LayeredModel, Loss, at_last, from_flax, with_specs
 from zerojax.weights import open_weights
 
 DECODER = "decoder"
@@ -84,24 +85,30 @@ def model_of(
 
     Raises:
       ValueError: the folder's model is not supported, or an option does not fit; the error names
-        it. Mixtures of experts, vision, quantized checkpoints, unknown kinds of rotary embeddings,
+        it. Vision, quantized checkpoints, unknown kinds of rotary embeddings,
         and unknown keys of `config.json` that may change what is computed are refused.
     """
     family, config = read_family(folder, families)
-    block = family.block or Block
     options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
-    _check_options(options)
+    _check_options(options, config)
     if trainable is None and lora is not None:
         trainable = nnx.LoRAParam
     # Longer rows rotate cached keys in another way than the keys that follow.
     max_length = min((rope.length for rope in config.ropes if rope.length), default=None)
+    parts = choose_parts(config)
+    block = family.block or parts.block
+
+    def loss(head: Head, embed: Embed, x: Any, batch: Batch) -> Loss:
+        loss = head.loss(embed, parts.hidden(x), batch, loss_tiles)
+        return parts.with_usage(loss, x, batch)
+
     model = from_flax(
-        embed=lambda rngs: Embed(config, rngs=rngs),
+        embed=lambda rngs: parts.embed(config, rngs=rngs),
         block=lambda rngs: block(config, options, rngs=rngs),
         head=lambda rngs: Head(config, rngs=rngs),
         num_layers=config.layers,
-        loss=lambda head, embed, x, batch: head.loss(embed, x, batch, loss_tiles),
-        predict=lambda head, embed, x, batch: head.logits(embed, at_last(x, batch)),
+        loss=loss,
+        predict=lambda head, embed, x, batch: head.logits(embed, at_last(parts.hidden(x), batch)),
         trainable=trainable,
         context=functools.partial(build_context, has_row_lengths=max_length is not None),
         per_layer=build_per_layer(config),
@@ -115,7 +122,7 @@ def model_of(
     )
 
 
-def _check_options(options: Options) -> None:
+def _check_options(options: Options, config: DecoderConfig) -> None:
     """Raise ValueError if an option is unknown, or two of them cannot be combined."""
     if options.attention not in IMPLEMENTATIONS:
         raise ValueError(
@@ -123,6 +130,15 @@ def _check_options(options: Options) -> None:
         )
     targets = () if options.lora is None else options.lora.targets
     adapted = {"gate_proj", "up_proj", "down_proj"} & set(targets)
+    if config.mixture is not None and adapted:
+        raise ValueError(
+            f"targets={targets!r} of a Lora: {', '.join(sorted(adapted))} are projections of "
+            "experts, which have no adapters: choose from q_proj, k_proj, v_proj and o_proj"
+        )
+    if config.mixture is not None and options.mlp_tiles:
+        raise ValueError(
+            f"mlp_tiles={options.mlp_tiles}: experts are not stored in tiles: use mlp_tiles=0"
+        )
     if options.mlp_tiles and adapted:
         raise ValueError(
             f"mlp_tiles={options.mlp_tiles} cannot be combined with adapters for "
@@ -244,6 +260,7 @@ def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
         rf"{columns}/(kernel|lora/lora_b)$": PartitionSpec(None, TENSOR),
         rf"{columns}/bias$": PartitionSpec(TENSOR),
         rf"{rows}/(kernel|lora/lora_a)$": PartitionSpec(TENSOR, None),
+        r"self_attn/sinks$": PartitionSpec(TENSOR),
         r"mlp/(gate|up)$": PartitionSpec(None, TENSOR),
         r"mlp/down$": PartitionSpec(TENSOR, None),
         r"(embed_tokens|lm_head)/embedding$": PartitionSpec(TENSOR, None),

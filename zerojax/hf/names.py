@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.hf.config import DecoderConfig, Family
+from zerojax.hf.mixtures.config import Mixture
+from zerojax.hf.mixtures.names import with_experts, with_fused_experts
 from zerojax.user_values import as_int_or_float, as_integer, as_number
 from zerojax.weights import Part, Place
 
@@ -536,6 +538,80 @@ FAMILIES: Mapping[str, Family] = {
         },
         inside=_IN_MODELS_OF_IMAGES,
         others=_OTHERS,
+    ),
+    "qwen3_moe": Family(
+        names=with_experts(table(*_TWO, *_ATTENTION_NORMS)),
+        defaults={
+            **_QWEN,
+            "num_key_value_heads": 4,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+        },
+        reads=(*_QWEN_READS, "attention_bias"),
+        qk_norm=True,
+        windows="switched",
+        mixture=Mixture(),
+    ),
+    "mixtral": Family(
+        names=with_experts(table(*_TWO), "block_sparse_moe", ("w1", "w3", "w2")),
+        defaults={
+            **_MISTRAL,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "router_aux_loss_coef": 0.001,
+        },
+        reads=("sliding_window",),
+        qkv_bias=False,
+        output_bias=False,
+        windows="all",
+        mixture=Mixture(width="intermediate_size", normalizes=True),
+    ),
+    "gpt_oss": Family(
+        names=with_fused_experts(
+            table(*_TWO) | {"model.layers.{layer}.self_attn.sinks": "blocks.self_attn.sinks"}
+        ),
+        defaults={
+            **_COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+            "router_aux_loss_coef": 0.001,
+        },
+        reads=("attention_bias", *_READS_WINDOWS),
+        windows="pattern",
+        sinks=True,
+        # as in the first released files, which repeat other keys by these names
+        ignores=("initial_context_length", "experts_per_token"),
+        mixture=Mixture(width="intermediate_size", normalizes=True, biases=True, is_clamped=True),
+    ),
+    "olmoe": Family(
+        names=with_experts(table(*_TWO, *_ATTENTION_NORMS)),
+        defaults={
+            **_COMMON,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+            "pad_token_id": 1,
+        },
+        reads=("attention_bias",),
+        qk_norm=True,
+        qk_norm_joint=True,
+        mixture=Mixture(width="intermediate_size"),
     ),
     "mistral3": Family(
         names={},

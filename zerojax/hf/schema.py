@@ -153,6 +153,7 @@ _CAP = Key(number(above=0, most=1e6), null="off")
 _MULTIPLIER = Key(number(above=0, most=1e6), null="none")
 _EPS = Key(number(above=0, below=1))
 _FLAG = Key(flag, null="off")
+_COUNT = Key(integer(1, 2**20), null="none")
 KEYS: Mapping[str, Key] = {
     "vocab_size": Key(integer(1, 2**31 - 1), is_needed=True),  # tokens are int32
     "hidden_size": Key(integer(1, 2**20), is_needed=True),
@@ -196,6 +197,17 @@ KEYS: Mapping[str, Key] = {
     "logits_scaling": _MULTIPLIER,
     "logit_scale": _MULTIPLIER,
     "shared_intermediate_size": Key(integer(1, 2**24)),
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _COUNT),
+    "num_experts_per_tok": _COUNT,
+    "moe_intermediate_size": Key(integer(1, 2**24), null="none"),
+    "norm_topk_prob": _FLAG,
+    "output_router_logits": _FLAG,
+    "router_aux_loss_coef": Key(number(least=0, most=1e6), null="off"),
+    "swiglu_limit": Key(number(above=0, most=1e6)),
+    "swiglu_alpha": Key(number(above=0, most=1e6)),
+    "decoder_sparse_step": Key(integer(1, MOST_LAYERS), null="none"),
+    "mlp_only_layers": Key(read_layers, null="none"),
     "position_embedding_type": Key(one_option("rope", "nope"), null="none"),
 }
 """Allowed values by key. Each family reads some of these keys."""

@@ -1,0 +1,62 @@
+"""Names of the tensors of routers and experts in the families' files."""
+
+from typing import Any
+
+from zerojax.weights import Part, Place
+
+_LAYER = "model.layers.{layer}"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def with_experts(
+    names: dict[str, Any],
+    module: str = "mlp",
+    projections: tuple[str, str, str] = PROJECTIONS,
+) -> dict[str, Any]:
+    """Return a table with the tensors of experts, one tensor per expert, in place of an MLP's.
+
+        model.layers.{layer}.mlp.gate.weight [E, H]
+        model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight [F, H]
+
+    Args:
+      names: table of a decoder, as `zerojax.hf.table` returns it.
+      module: name of the module that holds router and experts.
+      projections: the file's names of an expert's gate, up and down.
+    """
+    table = {name: entry for name, entry in names.items() if ".mlp." not in name}
+    table[f"{_LAYER}.{module}.gate.weight"] = ("blocks.mlp.router.kernel", (1, 0))
+    for name, projection in zip(PROJECTIONS, projections, strict=True):
+        tensor = f"{_LAYER}.{module}.experts.{{expert}}.{projection}.weight"
+        table[tensor] = (f"blocks.mlp.experts.{name}", (1, 0))
+    return table
+
+
+def with_fused_experts(names: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with the tensors of gpt-oss, one tensor for all experts, in place of an MLP's.
+
+    Gate and up alternate along the last dim.
+
+        model.layers.{layer}.mlp.router.weight [E, H]
+        model.layers.{layer}.mlp.experts.gate_up_proj [E, H, 2 F]
+        model.layers.{layer}.mlp.experts.down_proj [E, F, H]
+
+    Args:
+      names: table of a decoder, as `zerojax.hf.table` returns it.
+    """
+    experts = f"{_LAYER}.mlp.experts"
+    return {name: entry for name, entry in names.items() if ".mlp." not in name} | {
+        f"{_LAYER}.mlp.router.weight": ("blocks.mlp.router.kernel", (1, 0)),
+        f"{_LAYER}.mlp.router.bias": "blocks.mlp.router.bias",
+        f"{experts}.gate_up_proj": _alternating("_proj", 2),
+        f"{experts}.gate_up_proj_bias": _alternating("_bias", 1),
+        f"{experts}.down_proj": "blocks.mlp.experts.down_proj",
+        f"{experts}.down_proj_bias": "blocks.mlp.experts.down_bias",
+    }
+
+
+def _alternating(suffix: str, dim: int) -> list[Place]:
+    """Return the places of gate and up in a tensor whose `dim` they share alternately."""
+    return [
+        Place(f"blocks.mlp.experts.{name}{suffix}", part=Part(dim, start, start + 1, 2))
+        for start, name in enumerate(("gate", "up"))
+    ]
