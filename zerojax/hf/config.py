@@ -236,7 +236,8 @@ class Family:
       qkv_bias, output_bias, mlp_bias: whether these projections have a bias; None: as
         `attention_bias`, `attention_out_bias`, `mlp_bias` or `use_bias` of `config.json` says.
       qk_norm, qk_norm_joint, unit_norm, pre_norms, post_norms, layer_norm, norm_bias, parallel,
-        gated, adjacent_pairs, scales_embedding, sinks: options of the same names in a `DecoderConfig`.
+        gated, adjacent_pairs, scales_embedding, sinks: options of the same names in a
+        `DecoderConfig`.
       windows: layers with a window: "none"; "all"; "pattern", all but every n-th (Gemma); "last",
         the layers from `max_window_layers` on if `use_sliding_window` is true (Qwen); "switched",
         all layers if `use_sliding_window` is true (Qwen 3 with experts); or
