@@ -69,9 +69,11 @@ def batch_of(seed: int = 0) -> dict[str, np.ndarray]:
     return hf_models.batch_of(seed, rows=ROWS, length=10)
 
 
-def program_of(model: zj.LayeredModel, place: str, folder: pathlib.Path, **fields: Any) -> Any:
+def program_of(
+    model: zj.LayeredModel, place: str, folder: pathlib.Path, has_experts: bool = True, **fields: Any
+) -> Any:
     """Return a program on fsdp 2 x expert 2 whose state is in a tier, or "alone" on fsdp 2."""
-    axes = {"fsdp": 2} if place == "alone" else {"fsdp": 2, "expert": 2}
+    axes = {"fsdp": 2, "expert": 2} if has_experts and place != "alone" else {"fsdp": 2}
     mesh = zj.make_mesh(**axes, devices=jax.devices()[: 2 ** len(axes)])
     if place in ("pinned_host", "nvme"):
         fields = {"params": place, "grads": place, "opt_state": place, **fields}
