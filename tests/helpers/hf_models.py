@@ -247,6 +247,9 @@ def write(
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms are initialized to constants
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     if dtype == "float32":
         model.save_pretrained(folder, max_shard_size=shard)
         return model.eval()

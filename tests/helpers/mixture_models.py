@@ -14,6 +14,10 @@ _QWEN3 = {
     "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
 }  # fmt: skip
 _OLMOE = {"num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4, "eos_token_id": 1}
+_GLM4_MOE = {
+    "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 _GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "eos_token_id": 1,
     "rope_parameters": {
@@ -38,6 +42,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {**_OLMOE, **_BALANCE}),
     "olmoe-normalized": ("OlmoeConfig", {**_OLMOE, "norm_topk_prob": True}),
     "olmoe-grouped": ("OlmoeConfig", {**_OLMOE, "num_key_value_heads": 2, "num_experts_per_tok": 1}),
+    "glm4_moe": ("Glm4MoeConfig", _GLM4_MOE),
+    "glm4_moe-norms": (
+        "Glm4MoeConfig",
+        {**_GLM4_MOE, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2, "routed_scaling_factor": 2.5},
+    ),
+    "glm4_moe-groups": (
+        "Glm4MoeConfig",
+        {**_GLM4_MOE, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 2},
+    ),
     "gpt_oss": ("GptOssConfig", {**_GPT_OSS, **_BALANCE}),
     "gpt_oss-120b": (
         "GptOssConfig",
@@ -70,7 +83,11 @@ def batch_of(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def program_of(
-    model: zj.LayeredModel, place: str, folder: pathlib.Path, has_experts: bool = True, **fields: Any
+    model: zj.LayeredModel,
+    place: str,
+    folder: pathlib.Path,
+    has_experts: bool = True,
+    **fields: Any,
 ) -> Any:
     """Return a program on fsdp 2 x expert 2 whose state is in a tier, or "alone" on fsdp 2."""
     axes = {"fsdp": 2, "expert": 2} if has_experts and place != "alone" else {"fsdp": 2}

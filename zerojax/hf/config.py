@@ -17,6 +17,7 @@ from typing import Any
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, NUMBERS_OF_EXPERTS, check_keys, is_same
 from zerojax.hf.mixtures.config import Mixture, MixtureConfig, parse_mixture
+from zerojax.hf.mixtures.stacks import Run, list_runs, name_by_stack
 from zerojax.hf.rope import Rope, no_rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, number, read_kinds, read_object, values
 from zerojax.weights import LAYER, REST, read_places
@@ -151,10 +152,6 @@ class DecoderConfig:
         inputs = 2 if self.gated else 1
         norm = h * (2 if self.norm_bias else 1)
         block = h * (2 * q + 2 * kv)
-        if self.mixture is None:
-            block += h * (inputs + 1) * f
-        else:
-            block += self.mixture.count_params(h)
         block += norm * len(self.norms)
         if self.qk_norm:
             block += q + kv if self.qk_norm_joint else 2 * self.head_dim
@@ -164,10 +161,19 @@ class DecoderConfig:
             block += q + 2 * kv
         if self.output_bias:
             block += h
-        if self.mlp_bias:
-            block += inputs * f + h
+        mlp = h * (inputs + 1) * f + (inputs * f + h if self.mlp_bias else 0)
+        mlps = self.layers * mlp
+        if self.mixture is not None:
+            sparse = sum(self.mixture.sparse)
+            mlps = (self.layers - sparse) * mlp + sparse * self.mixture.count_params(h)
         rows = self.vocab * (1 if self.tied else 2) + self.extra_tokens
-        return self.layers * block + rows * h + norm
+        return self.layers * block + mlps + rows * h + norm
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Runs of layers with experts or without, each of which is a stack."""
+        sparse = (False,) * self.layers if self.mixture is None else self.mixture.sparse
+        return list_runs(sparse)
 
     def computes(self) -> dict[str, Any]:
         """Return the options that affect the computation but not the weights' shapes, for JSON.
@@ -237,7 +243,7 @@ class Family:
         `attention_bias`, `attention_out_bias`, `mlp_bias` or `use_bias` of `config.json` says.
       qk_norm, qk_norm_joint, unit_norm, pre_norms, post_norms, layer_norm, norm_bias, parallel,
         gated, adjacent_pairs, scales_embedding, sinks: options of the same names in a
-        `DecoderConfig`.
+        `DecoderConfig`; qk_norm is None if `use_qk_norm` of `config.json` says it.
       windows: layers with a window: "none"; "all"; "pattern", all but every n-th (Gemma); "last",
         the layers from `max_window_layers` on if `use_sliding_window` is true (Qwen); "switched",
         all layers if `use_sliding_window` is true (Qwen 3 with experts); or
@@ -272,7 +278,7 @@ class Family:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     qk_norm_joint: bool = False
     unit_norm: bool = False
     pre_norms: bool = True
@@ -307,6 +313,7 @@ class Family:
         names = self.names(config) if callable(self.names) else self.names
         if config.skipped:
             names = _renumbered(names, config)
+        names = name_by_stack(names, config.runs)
         return {**names, **{f"{prefix}{REST}": None for prefix in self.others}}
 
 
@@ -594,7 +601,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=value["use_qk_norm"] if family.qk_norm is None else family.qk_norm,
         qk_norm_joint=family.qk_norm_joint,
         unit_norm=family.unit_norm,
         pre_norms=family.pre_norms,

@@ -463,7 +463,9 @@ def _peft_matrices(
             if leaf is None:
                 continue
             pattern = f"{module}.lora_{matrix.upper()}.weight"
-            for layer in range(saved.leaves[leaf].shape[0]):
+            only = places[0].layer
+            layers = range(saved.leaves[leaf].shape[0]) if only is None else [only]
+            for layer in layers:
                 matrices[pattern.replace("{layer}", str(layer))] = (leaf, layer)
     return matrices
 

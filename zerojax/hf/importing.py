@@ -22,7 +22,7 @@ from flax import nnx
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
 from zerojax.hf.config import CONFIG, DecoderConfig, Family
 from zerojax.hf.decoder import Options
-from zerojax.hf.mixtures.config import MixtureConfig
+from zerojax.hf.mixtures.block import choose_parts
 from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
@@ -232,9 +232,31 @@ def list_params(c: DecoderConfig, block: Any = None) -> dict[str, Dims]:
     """
     vocab = Size(c.vocab, f"vocab_size={c.vocab}")
     hidden = Size(c.hidden, f"hidden_size={c.hidden}")
+    rows = vocab
+    if c.extra_tokens:
+        rows = Size(c.vocab + c.extra_tokens, f"{vocab.keys} plus {c.extra_tokens}")
+    params: dict[str, Dims] = {"embed.embed_tokens.embedding": (rows, hidden)}
+    if not c.tied:
+        params["head.lm_head.embedding"] = vocab, hidden
+    params["head.norm.scale"] = (hidden,)
+    if c.norm_bias:
+        params["head.norm.bias"] = (hidden,)
+    known = list_block_params(c)
+    parts = choose_parts(c)
+    for run in c.runs:
+        run_block = block or (parts.blocks[run.has_experts] if c.mixture is not None else None)
+        of_run = known if run_block is None else _params_of(run_block, c, known)
+        params |= {f"{run.prefix}{name}": dims for name, dims in of_run.items()}
+    return params
+
+
+def list_block_params(c: DecoderConfig) -> dict[str, Dims]:
+    """Return the dims of the parameters of a layer with and without experts, by name."""
+    hidden = Size(c.hidden, f"hidden_size={c.hidden}")
     width = Size(c.intermediate, f"intermediate_size={c.intermediate}")
     head = Size(c.head_dim, f"head_dim={c.head_dim}")
-    q = Size(c.heads * c.head_dim, f"num_attention_heads={c.heads} times {head.keys}")
+    heads = Size(c.heads, f"num_attention_heads={c.heads}")
+    q = Size(c.heads * c.head_dim, f"{heads.keys} times {head.keys}")
     kv = Size(c.kv_heads * c.head_dim, f"num_key_value_heads={c.kv_heads} times {head.keys}")
     matrices = {
         "self_attn.q_proj": (hidden, q, c.qkv_bias),
@@ -247,70 +269,42 @@ def list_params(c: DecoderConfig, block: Any = None) -> dict[str, Dims]:
     }
     if not c.gated:
         del matrices["mlp.gate_proj"]
-    if c.mixture is not None:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            matrices.pop(f"mlp.{name}", None)
-    norms = {f"{STACK}{name}": hidden for name in c.norms}
-    norms["head.norm"] = hidden
-    rows = vocab
-    if c.extra_tokens:
-        rows = Size(c.vocab + c.extra_tokens, f"{vocab.keys} plus {c.extra_tokens}")
-    params: dict[str, Dims] = {"embed.embed_tokens.embedding": (rows, hidden)}
-    if not c.tied:
-        params["head.lm_head.embedding"] = vocab, hidden
+    params: dict[str, Dims] = {}
     for name, (d_in, d_out, has_bias) in matrices.items():
-        params[f"{STACK}{name}.kernel"] = d_in, d_out
+        params[f"{name}.kernel"] = d_in, d_out
         if has_bias:
-            params[f"{STACK}{name}.bias"] = (d_out,)
-    for name, size in norms.items():
-        params[f"{name}.scale"] = (size,)
+            params[f"{name}.bias"] = (d_out,)
+    for name in c.norms:
+        params[f"{name}.scale"] = (hidden,)
         if c.norm_bias:
-            params[f"{name}.bias"] = (size,)
-    if c.sinks:
-        params[f"{STACK}self_attn.sinks"] = (Size(c.heads, f"num_attention_heads={c.heads}"),)
-    if c.mixture is not None:
-        params |= list_expert_params(c.mixture, hidden)
+            params[f"{name}.bias"] = (hidden,)
     if c.qk_norm:
-        params[f"{STACK}self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
-        params[f"{STACK}self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
-    return params if block is None else _with_block(params, c, block)
-
-
-def _with_block(params: Mapping[str, Dims], c: DecoderConfig, block: Any) -> dict[str, Dims]:
-    """Return the dims of a decoder's parameters, given another class of its layers."""
-    shapes = jax.eval_shape(lambda: nnx.state(block(c, Options(), rngs=nnx.Rngs(0)), nnx.Param))
-    listed = {name: dims for name, dims in params.items() if not name.startswith(STACK)}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(shapes))[0]:
-        name = STACK + jax.tree_util.keystr(path, simple=True, separator=".")
-        dims = tuple(Size(n, f"{block.__name__}'s {name}") for n in leaf.shape)
-        known = params.get(name, ())
-        is_known = [size.number for size in known] == list(leaf.shape)
-        listed[name] = known if is_known else dims
-    return listed
-
-
-def list_expert_params(m: MixtureConfig, hidden: Size) -> dict[str, Dims]:
-    """Return the dims of the parameters of a layer's router and experts, by name.
-
-    Experts that are stored one by one have no dim of experts in the file.
-    """
-    experts = Size(m.experts, f"num_experts={m.experts}")
-    width = Size(m.intermediate, f"the width of an expert={m.intermediate}")
-    front = f"{STACK}mlp.experts."
-    params = {
-        f"{STACK}mlp.router.kernel": (hidden, experts),
-        f"{front}gate_proj": (experts, hidden, width),
-        f"{front}up_proj": (experts, hidden, width),
-        f"{front}down_proj": (experts, width, hidden),
-    }
-    if m.biases:
+        params["self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
+        params["self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
+    params["self_attn.sinks"] = (heads,)
+    if c.mixture is not None:
+        experts = Size(c.mixture.experts, f"the number of experts={c.mixture.experts}")
+        width = Size(c.mixture.intermediate, f"the width of an expert={c.mixture.intermediate}")
         params |= {
-            f"{STACK}mlp.router.bias": (experts,),
-            f"{front}gate_bias": (experts, width),
-            f"{front}up_bias": (experts, width),
-            f"{front}down_bias": (experts, hidden),
+            "mlp.router.kernel": (hidden, experts),
+            "mlp.experts.gate_proj": (experts, hidden, width),
+            "mlp.experts.up_proj": (experts, hidden, width),
+            "mlp.experts.down_proj": (experts, width, hidden),
         }
     return params
+
+
+def _params_of(block: Any, c: DecoderConfig, known: Mapping[str, Dims]) -> dict[str, Dims]:
+    """Return the dims of the parameters of a class of layers, with their keys where known."""
+    shapes = jax.eval_shape(lambda: nnx.state(block(c, Options(), rngs=nnx.Rngs(0)), nnx.Param))
+    listed: dict[str, Dims] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(shapes))[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        dims = known.get(name, ())
+        is_known = [size.number for size in dims] == list(leaf.shape)
+        unknown = tuple(Size(n, f"{block.__name__}'s {name}") for n in leaf.shape)
+        listed[name] = dims if is_known else unknown
+    return listed
 
 
 def count_layers(places: Mapping[str, Place]) -> int:
@@ -355,18 +349,27 @@ def check_sizes(
     divided = DividedFile(file, names)
     places = divided.places
     differences = _sizes_that_differ(places, params, divided)
-    layers = count_layers(places)
+    layers = _count_all_layers(places, config)
     if layers not in (0, config.layers):
         differences.append(
             f"num_hidden_layers={config.layers}, but the tensors have {layers} layers"
         )
     elif is_whole:
-        differences += _presence(places, params, names, config.layers)
+        differences += _presence(places, params, names, config)
     if differences:
         raise CheckpointError(
             f"{config_path} does not describe the weights next to it: {first_few(differences)}. "
             "Use the config.json that belongs to them"
         )
+
+
+def _count_all_layers(places: Mapping[str, Place], config: DecoderConfig) -> int:
+    """Return the number of layers in all stacks, each one more than its highest layer number."""
+    count = 0
+    for run in config.runs:
+        of_run = {n: place for n, place in places.items() if place.name.startswith(run.prefix)}
+        count += count_layers(of_run)
+    return count
 
 
 def _sizes_that_differ(
@@ -400,20 +403,22 @@ def _presence(
     places: Mapping[str, Place],
     params: Mapping[str, Dims],
     names: Mapping[str, tuple[Place, ...]],
-    layers: int,
+    config: DecoderConfig,
 ) -> list[str]:
     """Return descriptions of the missing and the superfluous tensors."""
     have = {(place.name, place.layer) for place in places.values()}
-    patterns: dict[str, str] = {}
+    patterns: dict[tuple[str, int | None], str] = {}
     for pattern, entries in names.items():
         for place in entries:
-            patterns[place.name] = pattern
+            patterns[place.name, place.layer] = pattern
     missing = []
     for name in params:
-        numbers = range(layers) if name.startswith(STACK) else [None]
-        absent = [layer for layer in numbers if (name, layer) not in have]
-        pattern = patterns.get(name, name)
-        missing += [f"no {pattern.replace('{layer}', str(layer))}" for layer in absent]
+        runs = [run for run in config.runs if name.startswith(run.prefix)]
+        numbers = range(runs[0].count) if runs else [None]
+        for layer in numbers:
+            if (name, layer) not in have:
+                pattern = patterns.get((name, layer), patterns.get((name, None), name))
+                missing.append(f"no {pattern.replace('{layer}', str(layer))}")
     extra = [
         f"{name}, which the model does not have"
         for name, place in places.items()

@@ -189,6 +189,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
         **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
+        "moe_layer_freq": (_ONE, "experts in every n-th layer only are not supported"),
         "router_jitter_noise": (_ZERO, "noise of the router is not supported; set it to 0"),
         "clip_qkv": (_OFF, "clipped queries, keys and values are not supported"),
         "is_causal": ((True,), "a decoder does not attend to later tokens"),

@@ -35,9 +35,19 @@ from zerojax.hf.config import (
     text_config,
 )
 from zerojax.hf.decoder import TENSOR, Batch, Cached, Embed, Head, Options
-from zerojax.hf.mixtures.block import choose_parts
+from zerojax.hf.mixtures.block import Untrained, choose_parts
+from zerojax.hf.mixtures.stacks import Run, join_stacks
 from zerojax.hf.names import FAMILIES, Lora
-from zerojax.models import LAST, Cache, LayeredModel, Loss, at_last, from_flax, with_specs
+from zerojax.models import (
+    LAST,
+    Cache,
+    LayeredModel,
+    Loss,
+    at_last,
+    from_flax,
+    list_stacks,
+    with_specs,
+)
 from zerojax.weights import open_weights
 
 DECODER = "decoder"
@@ -93,27 +103,39 @@ def model_of(
     _check_options(options, config)
     if trainable is None and lora is not None:
         trainable = nnx.LoRAParam
+    if config.mixture is not None and config.mixture.correction:
+        trainable = nnx.All(... if trainable is None else trainable, nnx.Not(Untrained))
     # Longer rows rotate cached keys in another way than the keys that follow.
     max_length = min((rope.length for rope in config.ropes if rope.length), default=None)
     parts = choose_parts(config)
-    block = family.block or parts.block
 
     def loss(head: Head, embed: Embed, x: Any, batch: Batch) -> Loss:
         loss = head.loss(embed, parts.hidden(x), batch, loss_tiles)
         return parts.with_usage(loss, x, batch)
 
-    model = from_flax(
-        embed=lambda rngs: parts.embed(config, rngs=rngs),
-        block=lambda rngs: block(config, options, rngs=rngs),
-        head=lambda rngs: Head(config, rngs=rngs),
-        num_layers=config.layers,
-        loss=loss,
-        predict=lambda head, embed, x, batch: head.logits(embed, at_last(parts.hidden(x), batch)),
-        trainable=trainable,
-        context=functools.partial(build_context, has_row_lengths=max_length is not None),
-        per_layer=build_per_layer(config),
-        cache=Cache(build_cache_init(config), lambda block, *args: block.cached(*args), max_length),
-    )
+    per_layer = build_per_layer(config)
+
+    def build(run: Run) -> LayeredModel:
+        block = family.block or parts.blocks[run.has_experts]
+        layers = slice(run.first, run.first + run.count)
+        return from_flax(
+            embed=lambda rngs: parts.embed(config, rngs=rngs),
+            block=lambda rngs: block(config, options, rngs=rngs),
+            head=lambda rngs: Head(config, rngs=rngs),
+            num_layers=run.count,
+            loss=loss,
+            predict=lambda head, embed, x, batch: head.logits(
+                embed, at_last(parts.hidden(x), batch)
+            ),
+            trainable=trainable,
+            context=functools.partial(build_context, has_row_lengths=max_length is not None),
+            per_layer={name: a[layers] for name, a in per_layer.items()},
+            cache=Cache(
+                build_cache_init(config), lambda block, *args: block.cached(*args), max_length
+            ),
+        )
+
+    model = join_stacks(config.runs, map(build, config.runs))
     about: dict[str, Any] = {DECODER: config.computes()}
     if lora is not None:
         about["lora"] = dataclasses.asdict(lora)
@@ -266,7 +288,9 @@ def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
         r"(embed_tokens|lm_head)/embedding$": PartitionSpec(TENSOR, None),
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
-    trees = {"embed": model.init_embed, "block": model.init_block, "head": model.init_head}
+    trees = {"embed": model.init_embed, "head": model.init_head}
+    for stack in list_stacks(model):
+        trees[f"block/{stack.name}"] = stack.model.init_block
     shapes = {name: jax.eval_shape(init, key) for name, init in trees.items()}
     flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]

@@ -22,7 +22,7 @@ from typing import Any
 
 from zerojax.hf.config import DecoderConfig, Family
 from zerojax.hf.mixtures.config import Mixture
-from zerojax.hf.mixtures.names import with_experts, with_fused_experts
+from zerojax.hf.mixtures.names import with_experts, with_first_layers, with_fused_experts
 from zerojax.user_values import as_int_or_float, as_integer, as_number
 from zerojax.weights import Part, Place
 
@@ -257,6 +257,32 @@ _MINISTRAL3 = {
         "llama_4_scaling_beta": 0.1,
     },
 }
+
+
+_OF_DEEPSEEK_V3 = Mixture(
+    score="sigmoid",
+    has_balance=False,
+    has_shared=True,
+    has_first=True,
+    has_groups=True,
+    method="noaux_tc",
+    of_group=2,
+    correction=True,
+)
+# Layers that predict further tokens, and losses of the original training.
+_IGNORED_OF_DEEPSEEK = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
+)
+
+
+def _glm4_moe_names(c: DecoderConfig) -> dict[str, Any]:
+    return with_first_layers(table(*_TWO, *_ATTENTION_NORMS), c.layers)
 
 
 def _phi3_names(c: DecoderConfig) -> dict[str, Any]:
@@ -596,6 +622,30 @@ FAMILIES: Mapping[str, Family] = {
         # as in the first released files, which repeat other keys by these names
         ignores=("initial_context_length", "experts_per_token"),
         mixture=Mixture(width="intermediate_size", normalizes=True, biases=True, is_clamped=True),
+    ),
+    "glm4_moe": Family(
+        names=_glm4_moe_names,
+        defaults={
+            **_COMMON,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        reads=("attention_bias", "partial_rotary_factor", "use_qk_norm"),
+        output_bias=False,
+        qk_norm=None,
+        ignores=_IGNORED_OF_DEEPSEEK,
+        mixture=_OF_DEEPSEEK_V3,
     ),
     "olmoe": Family(
         names=with_experts(table(*_TWO, *_ATTENTION_NORMS)),

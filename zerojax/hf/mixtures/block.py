@@ -11,7 +11,8 @@ add its own part to the loss. It adds its layer's sums to the activations, which
 {"hidden": x, "usage": f32[B, 2, E]}; without a balance loss they are x.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from flax import nnx
 from zerojax.experts import DOWN_AXES, UP_AXES, Experts, count_choices, mix, score_tokens
 from zerojax.hf.batches import Batch
 from zerojax.hf.config import DecoderConfig
-from zerojax.hf.decoder import ACTIVATIONS, Block, Cached, Embed, Options
+from zerojax.hf.decoder import ACTIVATIONS, MLP, Block, Cached, Embed, Options
 from zerojax.hf.mixtures.config import MixtureConfig
 from zerojax.models import Loss
 from zerojax.sharding import EXPERT, TENSOR
@@ -33,18 +34,29 @@ USAGE = "usage"
 _INIT = nnx.initializers.normal(0.02)
 
 
+class Untrained(nnx.Param[jax.Array]):
+    """A parameter that no optimizer changes, as a correction of ranks."""
+
+
 class Router(nnx.Module):
     """The router: x[B, T, H] -> scores of the experts."""
 
     def __init__(self, hidden: int, m: MixtureConfig, *, rngs: nnx.Rngs) -> None:
-        """Create the weight [H, E], and the bias [E] if any."""
+        """Create the weight [H, E], and the bias and the correction [E] if any."""
         self.routing = m.routing
         self.kernel = nnx.Param(_INIT(rngs.params(), (hidden, m.experts)))
         self.bias: Any = nnx.data(nnx.Param(jnp.zeros(m.experts)) if m.biases else None)
+        self.correction: Any = nnx.data(Untrained(jnp.zeros(m.experts)) if m.correction else None)
 
     def __call__(self, x: jax.Array) -> Any:
         """Return the scores of the experts in float32."""
-        return score_tokens(x, self.kernel[...], self.routing, bias=_array(self.bias))
+        return score_tokens(
+            x,
+            self.kernel[...],
+            self.routing,
+            bias=_array(self.bias),
+            correction=_array(self.correction),
+        )
 
 
 class ExpertWeights(nnx.Module):
@@ -115,12 +127,14 @@ def build_combine(c: DecoderConfig) -> Callable[[jax.Array, Any], jax.Array]:
 class RoutedMLP(nnx.Module):
     """A mixture of experts: x[B, T, H] -> [B, T, H]."""
 
-    def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        """Create router and experts."""
+    def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        """Create router and experts, and the shared experts if any."""
         assert c.mixture is not None
         self.m = c.mixture
         self.router = Router(c.hidden, c.mixture, rngs=rngs)
         self.experts = ExpertWeights(c.hidden, c.mixture, build_combine(c), rngs=rngs)
+        shared = dataclasses.replace(c, intermediate=c.mixture.shared)
+        self.shared_experts: Any = nnx.data(MLP(shared, o, rngs=rngs) if c.mixture.shared else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the weighted sum of each token's experts.
@@ -134,7 +148,7 @@ class RoutedMLP(nnx.Module):
             counts = count_choices(mixed.chosen, self.m.experts)
             usage = jnp.stack([counts, jnp.sum(scores.probabilities, 1)], 1)
             self.sow(nnx.Intermediate, USAGE, usage, reduce_fn=lambda _, new: new)
-        return mixed.y
+        return mixed.y if self.shared_experts is None else mixed.y + self.shared_experts(x)
 
 
 class MixtureBlock(Block):
@@ -142,22 +156,36 @@ class MixtureBlock(Block):
 
     def build_mlp(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
         """Return the mixture of experts."""
-        del o
-        return RoutedMLP(c, rngs=rngs)
+        return RoutedMLP(c, o, rngs=rngs)
 
     def __call__(self, x: Any, context: Context, layer: Any) -> Any:
         """Return the output of the layer."""
-        if not self.mlp.m.balance:
+        if not self.c.mixture.balance:
             return super().__call__(x, context, layer)
         hidden = super().__call__(x[HIDDEN], context, layer)
-        return {HIDDEN: hidden, USAGE: x[USAGE] + self.mlp.usage[...]}
+        return {HIDDEN: hidden, USAGE: x[USAGE] + self._usage()}
+
+    def _usage(self) -> Any:
+        """Return the usage of this layer's experts in the last call."""
+        return self.mlp.usage[...]
 
     def cached(self, x: Any, cache: Cached, context: Context, layer: Any) -> tuple[Any, Cached]:
         """Return the layer's output for the next tokens of each row, and the updated cache."""
-        if not self.mlp.m.balance:
+        if not self.c.mixture.balance:
             return super().cached(x, cache, context, layer)
         hidden, cache = super().cached(x[HIDDEN], cache, context, layer)
         return {**x, HIDDEN: hidden}, cache
+
+
+class DenseBlock(MixtureBlock):
+    """One layer without experts, between layers with experts: its usage is 0."""
+
+    def build_mlp(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
+        """Return the MLP."""
+        return Block.build_mlp(self, c, o, rngs=rngs)
+
+    def _usage(self) -> Any:
+        return 0.0
 
 
 class CountingEmbed(Embed):
@@ -180,13 +208,13 @@ class Parts(NamedTuple):
 
     Attributes:
       embed: class of the embedding.
-      block: class of a block.
+      blocks: class of a layer, by whether it has experts.
       hidden: function from activations to hidden states.
       with_usage: function of the loss, activations and batch that returns the full loss.
     """
 
     embed: type[Embed]
-    block: type[Block]
+    blocks: Mapping[bool, type[Block]]
     hidden: Callable[[Any], jax.Array] = lambda x: x
     with_usage: Callable[[Loss, Any, Batch], Loss] = lambda loss, x, batch: loss
 
@@ -194,12 +222,13 @@ class Parts(NamedTuple):
 def choose_parts(c: DecoderConfig) -> Parts:
     """Return the modules of a decoder."""
     if c.mixture is None:
-        return Parts(Embed, Block)
+        return Parts(Embed, {False: Block})
+    blocks = {True: MixtureBlock, False: DenseBlock}
     if not c.mixture.balance:
-        return Parts(Embed, MixtureBlock)
+        return Parts(Embed, blocks)
     return Parts(
         CountingEmbed,
-        MixtureBlock,
+        blocks,
         lambda x: x[HIDDEN],
         lambda loss, x, batch: add_balance(loss, x[USAGE], batch, c),
     )
@@ -215,7 +244,7 @@ def add_balance(loss: Loss, usage: jax.Array, batch: Batch, c: DecoderConfig) ->
       c: decoder with experts.
     """
     assert c.mixture is not None
-    num_tokens = batch["tokens"].size * c.layers
+    num_tokens = batch["tokens"].size * sum(c.mixture.sparse)
     shares, probabilities = jnp.sum(usage, 0) / num_tokens  # [E]
     balance = c.mixture.experts * jnp.sum(shares * probabilities)
     total = loss.total + c.mixture.balance * balance * loss.weight

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zerojax.weights import Part, Place
+from zerojax.weights import REST, Part, Place
 
 _LAYER = "model.layers.{layer}"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -51,6 +51,32 @@ def with_fused_experts(names: dict[str, Any]) -> dict[str, Any]:
         f"{experts}.gate_up_proj_bias": _alternating("_bias", 1),
         f"{experts}.down_proj": "blocks.mlp.experts.down_proj",
         f"{experts}.down_proj_bias": "blocks.mlp.experts.down_bias",
+    }
+
+
+def with_first_layers(names: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return a table for first layers with an MLP, and then layers with experts and shared ones.
+
+    The files may have one more layer, which predicts further tokens and is not read.
+
+    Args:
+      names: table of a decoder, as `zerojax.hf.table` returns it.
+      num_layers: number of layers.
+    """
+    shared: dict[str, Any] = {
+        name.replace(".mlp.", ".mlp.shared_experts."): (
+            (entry[0].replace(".mlp.", ".mlp.shared_experts."), *entry[1:])
+        )
+        for name, entry in names.items()
+        if ".mlp." in name and isinstance(entry, tuple)
+    }
+    correction = f"{_LAYER}.mlp.gate.e_score_correction_bias"
+    return {
+        **names,
+        **with_experts(names),
+        **shared,
+        correction: "blocks.mlp.router.correction",
+        f"model.layers.{num_layers}.{REST}": None,
     }
 
 
