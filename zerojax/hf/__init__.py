@@ -7,7 +7,6 @@ from zerojax.hf.beside import files_beside as files_beside
 from zerojax.hf.config import DecoderConfig as DecoderConfig
 from zerojax.hf.config import Family as Family
 from zerojax.hf.decoder import Block as Block
-from zerojax.hf.decoder import Norm as Norm
 from zerojax.hf.decoder import Options as Options
 from zerojax.hf.decoder import Projection as Projection
 from zerojax.hf.exporting import export_hf as export_hf

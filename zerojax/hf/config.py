@@ -309,7 +309,11 @@ class Family:
     sinks: bool = False
 
     def table(self, config: DecoderConfig) -> Mapping[str, Any]:
-        """Return the parameter for each tensor name, for a model of these sizes."""
+        """Return the parameter for each tensor name.
+
+        Args:
+          config: decoder, on whose sizes the table may depend.
+        """
         names = self.names(config) if callable(self.names) else self.names
         if config.skipped:
             names = _renumbered(names, config)

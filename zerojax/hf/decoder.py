@@ -269,7 +269,13 @@ class Block(nnx.Module):
         self.mlp: Any = self.build_mlp(c, o, rngs=rngs)
 
     def build_mlp(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the MLP: x[B, T, H] -> [B, T, H]."""
+        """Return the MLP, a module that maps x[B, T, H] to [B, T, H].
+
+        Args:
+          c: sizes and options of the decoder.
+          o: options of `zerojax.hf.model_of`, such as adapters.
+          rngs: random numbers of its initial values.
+        """
         if not o.mlp_tiles:
             return MLP(c, o, rngs=rngs)
         return TiledMLP(
@@ -294,7 +300,11 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cached]:
         """Return the layer's output for the next tokens of each row, and the updated cache.
 
-        These tokens attend to the tokens in the cache.
+        Args:
+          x: [B, T, H], the next tokens, which also attend to the tokens in the cache.
+          cache: keys and values of earlier tokens.
+          context: arrays of the batch that all layers read, such as positions.
+          layer: arrays of this layer, such as the frequencies of its rotations.
         """
         z = self._normed(self.input_layernorm, x)
         a, cache = self.self_attn.cached(z, cache, context, layer)

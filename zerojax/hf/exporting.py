@@ -42,6 +42,7 @@ from zerojax.user_values import positive_number
 from zerojax.weights import (
     DTYPES,
     INDEX_NAME,
+    LAYER,
     DividedFile,
     Place,
     Tensor,
@@ -378,8 +379,9 @@ def export_peft(
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, or
-        weights other than adapters were trained.
+      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, it
+        holds several adapted projections in one matrix, or weights other than adapters were
+        trained.
       CheckpointError: there is no checkpoint, it has no adapters, they were trained on another base
         than `like`, or the `config.json` of `like` has other sizes than its weights (the error
         names the key).
@@ -396,7 +398,8 @@ def export_peft(
         # Transposed, and without the dim of layers.
         shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in matrices.items()}
         base = open_weights(like)
-        _check_beside(shapes, base, like, saved)
+        divided = DividedFile(base, table)
+        _check_beside(shapes, matrices, adapters, divided, saved, like)
         check_config_sizes(like, base, families, is_whole=True)
         if leaves.keys() - adapters.keys():
             divided = _divided(saved, base, leaves, like, families)
@@ -449,41 +452,66 @@ def _peft_matrices(
     Args:
       saved: checkpoint.
       adapters: leaves of its adapters, by name.
-      table: parameter for each tensor name of the base, as `map_names` returns it.
+      table: parameter for each tensor name of the base, as `map_names` returns it. If a parameter
+        has several names, the first is its name in transformers' module.
+
+    Raises:
+      ValueError: the base holds several projections in one matrix, for which PEFT has one adapter.
     """
     matrices: dict[str, tuple[str, int]] = {}
+    named: set[tuple[str, int | None]] = set()
     for tensor, places in table.items():
-        # Only kernels have adapters, and they are transposed.
-        if not places or places[0].axes is None:
+        stems = [place.name.removesuffix(".kernel") for place in places]
+        adapted = [stem for stem in stems if f"{stem}{ADAPTER}a" in adapters]
+        if not adapted or (places[0].name, places[0].layer) in named:
             continue
-        stem = places[0].name.removesuffix(".kernel")
+        if len(places) > 1:
+            names = ", ".join(stem.rpartition(".")[2] for stem in adapted)
+            raise ValueError(
+                f"the base holds {names} in one matrix, {tensor}, for which PEFT has one adapter: "
+                "merge the adapters by zerojax.export_hf(merge_lora=True)"
+            )
+        named.add((places[0].name, places[0].layer))
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         for matrix in "ab":
-            leaf = adapters.get(f"{stem}{ADAPTER}{matrix}")
-            if leaf is None:
-                continue
+            leaf = adapters[f"{stems[0]}{ADAPTER}{matrix}"]
             pattern = f"{module}.lora_{matrix.upper()}.weight"
-            only = places[0].layer
-            layers = range(saved.leaves[leaf].shape[0]) if only is None else [only]
-            for layer in layers:
-                matrices[pattern.replace("{layer}", str(layer))] = (leaf, layer)
+            layers = range(saved.leaves[leaf].shape[0])
+            for layer in layers if places[0].layer is None else [places[0].layer]:
+                matrices[pattern.replace(LAYER, str(layer))] = (leaf, layer)
     return matrices
 
 
 def _check_beside(
     shapes: Mapping[str, tuple[int, ...]],
-    file: WeightFile,
-    like: str | os.PathLike[str],
+    matrices: Mapping[str, tuple[str, int]],
+    adapters: Mapping[str, str],
+    base: DividedFile,
     saved: SavedState,
+    like: str | os.PathLike[str],
 ) -> None:
-    """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in]."""
-    base = file.tensors
+    """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in].
+
+    Args:
+      shapes: shapes of PEFT's tensors, by name.
+      matrices: leaf and layer of each.
+      adapters: leaves of the adapters, by name.
+      base: weights of the folder.
+      saved: checkpoint.
+      like: path of the folder.
+    """
+    base_shapes = {
+        (place.name.removesuffix(".kernel"), place.layer): base.tensors[name].shape
+        for name, place in base.places.items()
+    }
+    stems = {leaf: name.partition(ADAPTER)[0] for name, leaf in adapters.items()}
     wrong = []
     for name, shape in shapes.items():
         module, _, letter = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         )
-        base_shape = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
+        leaf, layer = matrices[name]
+        base_shape = base_shapes.get((stems[leaf], layer), ())
         if len(base_shape) != 2 or shape[letter == "A"] != base_shape[letter == "A"]:
             wrong.append(
                 f"lora_{letter} {list(shape)} for {module}.weight "

@@ -23,6 +23,7 @@ from zerojax.checkpoint import CheckpointError, about_difference, first_few
 from zerojax.hf.config import CONFIG, DecoderConfig, Family
 from zerojax.hf.decoder import Options
 from zerojax.hf.mixtures.block import choose_parts
+from zerojax.hf.mixtures.stacks import stack_of
 from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
@@ -307,10 +308,14 @@ def _params_of(block: Any, c: DecoderConfig, known: Mapping[str, Dims]) -> dict[
     return listed
 
 
-def count_layers(places: Mapping[str, Place]) -> int:
-    """Return one more than the highest layer number; 0 if there are no layers."""
-    layers = [place.layer for place in places.values() if place.layer is not None]
-    return 1 + max(layers, default=-1)
+def count_layers(places: Mapping[str, Place]) -> dict[str, int]:
+    """Return one more than the highest layer number, by stack."""
+    counts: dict[str, int] = {}
+    for place in places.values():
+        if place.layer is not None:
+            stack = stack_of(place.name)
+            counts[stack] = max(counts.get(stack, 0), place.layer + 1)
+    return counts
 
 
 def count_experts(places: Mapping[str, Place]) -> dict[str, int]:
@@ -349,7 +354,7 @@ def check_sizes(
     divided = DividedFile(file, names)
     places = divided.places
     differences = _sizes_that_differ(places, params, divided)
-    layers = _count_all_layers(places, config)
+    layers = sum(count_layers(places).values())
     if layers not in (0, config.layers):
         differences.append(
             f"num_hidden_layers={config.layers}, but the tensors have {layers} layers"
@@ -361,15 +366,6 @@ def check_sizes(
             f"{config_path} does not describe the weights next to it: {first_few(differences)}. "
             "Use the config.json that belongs to them"
         )
-
-
-def _count_all_layers(places: Mapping[str, Place], config: DecoderConfig) -> int:
-    """Return the number of layers in all stacks, each one more than its highest layer number."""
-    count = 0
-    for run in config.runs:
-        of_run = {n: place for n, place in places.items() if place.name.startswith(run.prefix)}
-        count += count_layers(of_run)
-    return count
 
 
 def _sizes_that_differ(

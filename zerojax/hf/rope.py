@@ -30,7 +30,6 @@ import numpy as np
 from host_offload.fields import Field
 from zerojax.hf.keys import is_same
 from zerojax.hf.schema import (
-    PART,
     THETA,
     Key,
     flag,
@@ -38,6 +37,7 @@ from zerojax.hf.schema import (
     number,
     numbers,
     parse_value,
+    read_number,
     read_object,
 )
 
@@ -189,7 +189,7 @@ def _rotated_dim(given: object, part: float | None, head_dim: int, where: str) -
             )
         return head_dim
     if given is not None:
-        part = PART.read(Field(given, f"{where}.partial_rotary_factor"))
+        part = read_number(Field(given, f"{where}.partial_rotary_factor"), above=0, most=1)
     dim = int(head_dim * part)
     if dim % 2 or not dim:
         raise ValueError(

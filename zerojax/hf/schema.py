@@ -147,8 +147,7 @@ def flag(field: Field) -> bool:
 
 THETA = Key(number(above=1, most=1e30), is_needed=True)
 """Base of the rotations' frequencies."""
-PART = Key(number(above=0, most=1), null="default")
-"""Part of each head that is rotated."""
+_PART = Key(number(above=0, most=1), null="default")
 _CAP = Key(number(above=0, most=1e6), null="off")
 _MULTIPLIER = Key(number(above=0, most=1e6), null="none")
 _EPS = Key(number(above=0, below=1))
@@ -186,7 +185,7 @@ KEYS: Mapping[str, Key] = {
     "pad_token_id": Key(integer(-(2**31), 2**31 - 1), null="none"),
     "use_bias": _FLAG,
     "attention_out_bias": _FLAG,
-    "partial_rotary_factor": PART,
+    "partial_rotary_factor": _PART,
     "original_max_position_embeddings": Key(integer(1, 2**53), null="none"),
     "no_rope_layers": Key(read_flags, null="none"),
     "no_rope_layer_interval": Key(integer(1, MOST_LAYERS)),

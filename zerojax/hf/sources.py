@@ -29,6 +29,7 @@ from zerojax.checkpoint import (
     retiled,
 )
 from zerojax.hf.importing import ADAPTER, count_experts, count_layers
+from zerojax.hf.mixtures.stacks import stack_of
 from zerojax.weights import DTYPES, DividedFile, Place, Tensor, read_part, split_path
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
@@ -101,7 +102,8 @@ def map_sources(
                 f"{name} of {tensor.dtype} in {like}, which is not a supported floating dtype"
             )
             continue
-        shape = _param_shape(tensor, place, num_layers, num_experts.get(place.name))
+        layers = num_layers.get(stack_of(place.name), 0)
+        shape = _param_shape(tensor, place, layers, num_experts.get(place.name))
         if place.name not in leaves:
             differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")
             continue

@@ -8,6 +8,7 @@ A decoder whose layers are all equal has a single stack, without a name.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from zerojax.weights import LAYER, read_places
 
 BLOCKS = "blocks."
 """Prefix of the names of layers' parameters."""
+
+_STACK = re.compile(r"blocks\.((?:dense|experts)_[0-9]+)\.")
 
 
 class Run(NamedTuple):
@@ -51,6 +54,12 @@ def list_runs(sparse: Sequence[bool]) -> tuple[Run, ...]:
         runs.append(Run(name, first, count, has_experts))
         first += count
     return tuple(runs)
+
+
+def stack_of(name: str) -> str:
+    """Return the stack in the name of a layer's parameter; "" for the only stack."""
+    match = _STACK.match(name)
+    return "" if match is None else match[1]
 
 
 def name_by_stack(names: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
