@@ -18,6 +18,15 @@ _GLM4_MOE = {
     "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_MSCALE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 _GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "eos_token_id": 1,
     "rope_parameters": {
@@ -50,6 +59,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-groups": (
         "Glm4MoeConfig",
         {**_GLM4_MOE, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 2},
+    ),
+    "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v2-groups": (
+        "DeepseekV2Config",
+        {
+            **_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 16.0, "rope_parameters": _MSCALE,
+        },
+    ),
+    "deepseek_v2-wide": (
+        "DeepseekV2Config", {**_DEEPSEEK, "v_head_dim": 20, "first_k_dense_replace": 0, "attention_bias": True},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": _MSCALE}),
+    "deepseek_v3-ungrouped": (
+        "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3-halves": (
+        "DeepseekV3Config",
+        {**_DEEPSEEK, "rope_interleave": False, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
     ),
     "gpt_oss": ("GptOssConfig", {**_GPT_OSS, **_BALANCE}),
     "gpt_oss-120b": (

@@ -17,6 +17,9 @@ from typing import Any
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, NUMBERS_OF_EXPERTS, check_keys, is_same
 from zerojax.hf.mixtures.config import Mixture, MixtureConfig, parse_mixture
+from zerojax.hf.mixtures.latent_config import IGNORED as IGNORED_WITH_LATENT
+from zerojax.hf.mixtures.latent_config import READS as LATENT_READS
+from zerojax.hf.mixtures.latent_config import LatentConfig, parse_latent, scale_scores
 from zerojax.hf.mixtures.stacks import Run, list_runs, name_by_stack
 from zerojax.hf.rope import Rope, no_rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, number, read_kinds, read_object, values
@@ -86,6 +89,7 @@ class DecoderConfig:
       skipped: numbers of the layers in the files that are not part of the decoder: the cross
         attention to images of mllama. `layers` counts the other ones.
       mixture: experts in place of the MLP, or None.
+      latent: sizes of latent attention, or None. `head_dim` is then the width of queries and keys.
       sinks: whether the softmax of each head has one more score, whose value is 0 (gpt-oss).
     """
 
@@ -126,6 +130,7 @@ class DecoderConfig:
     extra_tokens: int = 0
     skipped: tuple[int, ...] = ()
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None
     sinks: bool = False
 
     @property
@@ -151,14 +156,14 @@ class DecoderConfig:
         f = self.intermediate
         inputs = 2 if self.gated else 1
         norm = h * (2 if self.norm_bias else 1)
-        block = h * (2 * q + 2 * kv)
+        block = h * (2 * q + 2 * kv) + (q + 2 * kv if self.qkv_bias else 0)
+        if self.latent is not None:
+            block = self.latent.count_params(h, self.heads, self.qkv_bias)
         block += norm * len(self.norms)
         if self.qk_norm:
             block += q + kv if self.qk_norm_joint else 2 * self.head_dim
         if self.sinks:
             block += self.heads
-        if self.qkv_bias:
-            block += q + 2 * kv
         if self.output_bias:
             block += h
         mlp = h * (inputs + 1) * f + (inputs * f + h if self.mlp_bias else 0)
@@ -270,6 +275,7 @@ class Family:
       extra_tokens: option of the same name in a `DecoderConfig`.
       block: class of the layers, a subclass of `zerojax.hf.Block`; None: that class.
       mixture: how `config.json` describes experts, for a family with experts in place of the MLP.
+      latent: whether attention is latent, and the family is a mixture.
     """
 
     names: Mapping[str, Any] | Callable[[DecoderConfig], Mapping[str, Any]]
@@ -306,6 +312,7 @@ class Family:
     extra_tokens: int = 0
     block: Any = None
     mixture: Mixture | None = None
+    latent: bool = False
     sinks: bool = False
 
     def table(self, config: DecoderConfig) -> Mapping[str, Any]:
@@ -521,10 +528,11 @@ def decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decode
 
 
 def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
+    repeated = IGNORED_WITH_LATENT if family.latent else ()
     raw = {
         key: value
         for key, value in text_config(raw, family).items()
-        if key in family.needs or not key.startswith(family.ignores)
+        if key in family.needs or not (key.startswith(family.ignores) or key in repeated)
     }
     for key, needed in family.needs.items():
         if not is_same(raw.get(key), needed):
@@ -545,6 +553,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     reads -= {"rms_norm_eps", "intermediate_size"} - sizes
     if family.mixture is not None:
         reads |= family.mixture.reads
+    if family.latent:
+        reads |= set(LATENT_READS)
     compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
     check_keys(raw, reads | compared | family.needs.keys(), family.defaults, where)
     value = values(raw, family.defaults, reads)
@@ -561,6 +571,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
             f"num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
         )
     head_dim = value["head_dim"] or hidden // heads
+    latent = parse_latent(value) if family.latent else None
+    if latent is not None:
+        head_dim = latent.rope_dim
     if head_dim % 2 or not head_dim:
         raise ValueError(
             f"head_dim={head_dim} (by default hidden_size={hidden} // "
@@ -579,6 +592,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     is_rotated = _rotated_layers(value, family, kinds, window, listed)
     width = len(ropes[0].frequencies)
     qkv_bias, output_bias, mlp_bias = _biases(value, family)
+    scale = value["attention_multiplier"] or (value["query_pre_attn_scalar"] or head_dim) ** -0.5
+    if latent is not None:
+        scale = scale_scores(latent, value)
     mixture = None
     if family.mixture is not None:
         mixture = parse_mixture(value, family.mixture, layers)
@@ -589,7 +605,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim if latent is None else latent.key_dim,
         norm_eps=value[family.eps],
         activation=family.activations.get(activation, activation),
         tied=value["tie_word_embeddings"],
@@ -598,8 +614,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
             rope if rotated else no_rope(width)
             for rope, rotated in zip(ropes, is_rotated, strict=True)
         ),
-        attention_scale=value["attention_multiplier"]
-        or (value["query_pre_attn_scalar"] or head_dim) ** -0.5,
+        attention_scale=scale,
         attention_cap=value["attn_logit_softcapping"],
         logits_cap=value["final_logit_softcapping"],
         qkv_bias=qkv_bias,
@@ -614,7 +629,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         norm_bias=family.norm_bias,
         parallel=family.parallel,
         gated=family.gated,
-        adjacent_pairs=family.adjacent_pairs,
+        adjacent_pairs=family.adjacent_pairs or value["rope_interleave"],
         scales_embedding=family.scales_embedding,
         embedding_factor=value["embedding_multiplier"] or 1.0,
         residual_factor=value["residual_multiplier"] or 1.0,
@@ -624,6 +639,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         skipped=skipped,
         pad_token=_pad_token(value["pad_token_id"], value["vocab_size"]),
         mixture=mixture,
+        latent=latent,
         sinks=family.sinks,
     )
 

@@ -171,7 +171,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q[B, T, heads, D], and k and v[B, T, kv_heads, D]."""
         c = self.c
-        _check_heads(c, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1))
+        check_heads(c, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1))
         heads = (*x.shape[:2], -1, c.head_dim)
         q, k, v = (
             checkpoint_name(project(x), "qkv")
@@ -209,7 +209,7 @@ class Attention(nnx.Module):
         )
 
 
-def _check_heads(c: DecoderConfig, tensor: int) -> None:
+def check_heads(c: DecoderConfig, tensor: int) -> None:
     """Raise ValueError unless each of the `tensor` devices has complete heads.
 
     Otherwise XLA would communicate scores.
@@ -262,11 +262,15 @@ class Block(nnx.Module):
 
         self.c = c
         self.input_layernorm = norm("input_layernorm")
-        self.self_attn = Attention(c, o, rngs=rngs)
+        self.self_attn: Any = self.build_attention(c, o, rngs=rngs)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         self.mlp: Any = self.build_mlp(c, o, rngs=rngs)
+
+    def build_attention(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
+        """Return attention: x[B, T, H] -> [B, T, H]."""
+        return Attention(c, o, rngs=rngs)
 
     def build_mlp(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
         """Return the MLP, a module that maps x[B, T, H] to [B, T, H].

@@ -189,6 +189,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
         **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
+        "norm_topk_prob": (_OFF, "weights that add up to 1 are not supported for this model_type"),
         "moe_layer_freq": (_ONE, "experts in every n-th layer only are not supported"),
         "router_jitter_noise": (_ZERO, "noise of the router is not supported; set it to 0"),
         "clip_qkv": (_OFF, "clipped queries, keys and values are not supported"),
@@ -329,12 +330,9 @@ _GEMMA4 = (
 _QWEN3_5 = "linear attention layers, gated attention outputs, and rotations of a part of each head"
 _LLAMA4 = "mixtures of experts, chunked attention, and layers without rotations"
 _MROPE = "rotations over three axes (mrope)"
-_DEEPSEEK = "latent attention and mixtures of experts"
 
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "deepseek_v2": _DEEPSEEK,
-        "deepseek_v3": _DEEPSEEK,
         "gemma3n": _GEMMA3N,
         "gemma3n_text": _GEMMA3N,
         "gemma4": _GEMMA4,

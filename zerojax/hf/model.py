@@ -246,6 +246,9 @@ def build_cache_init(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
     """Return a function that creates the empty cache of one layer."""
 
     def init(rows: int, length: int, dtype: Any) -> Cached:
+        if c.latent is not None:
+            widths = {"latent": c.latent.rank, "rotated": c.latent.rope_dim}
+            return {name: jnp.zeros((rows, length, n), dtype) for name, n in widths.items()}
         return {
             name: jnp.zeros((rows, length, c.kv_heads, c.head_dim), dtype) for name in ("k", "v")
         }
@@ -281,6 +284,7 @@ def _specs(model: LayeredModel) -> dict[str, PartitionSpec]:
     rules = {
         rf"{columns}/(kernel|lora/lora_b)$": PartitionSpec(None, TENSOR),
         rf"{columns}/bias$": PartitionSpec(TENSOR),
+        r"self_attn/(q_b_proj|kv_b_proj)/kernel$": PartitionSpec(None, TENSOR),
         rf"{rows}/(kernel|lora/lora_a)$": PartitionSpec(TENSOR, None),
         r"self_attn/sinks$": PartitionSpec(TENSOR),
         r"mlp/(gate|up)$": PartitionSpec(None, TENSOR),

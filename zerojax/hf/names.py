@@ -22,7 +22,12 @@ from typing import Any
 
 from zerojax.hf.config import DecoderConfig, Family
 from zerojax.hf.mixtures.config import Mixture
-from zerojax.hf.mixtures.names import with_experts, with_first_layers, with_fused_experts
+from zerojax.hf.mixtures.names import (
+    with_experts,
+    with_first_layers,
+    with_fused_experts,
+    with_latents,
+)
 from zerojax.user_values import as_int_or_float, as_integer, as_number
 from zerojax.weights import Part, Place
 
@@ -279,6 +284,21 @@ _IGNORED_OF_DEEPSEEK = (
     "seq_aux",
     "ep_size",
 )
+
+
+_DEEPSEEK = {
+    **_COMMON,
+    "max_position_embeddings": 4096,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def _deepseek_names(c: DecoderConfig) -> dict[str, Any]:
+    return with_first_layers(with_latents(table(*_TWO)), c.layers)
 
 
 def _glm4_moe_names(c: DecoderConfig) -> dict[str, Any]:
@@ -646,6 +666,49 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=None,
         ignores=_IGNORED_OF_DEEPSEEK,
         mixture=_OF_DEEPSEEK_V3,
+    ),
+    "deepseek_v2": Family(
+        names=_deepseek_names,
+        defaults={
+            **_DEEPSEEK,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 0,
+        },
+        reads=("attention_bias", "mlp_bias"),
+        adjacent_pairs=True,
+        ignores=_IGNORED_OF_DEEPSEEK,
+        mixture=Mixture(
+            normalizes=False,
+            has_balance=False,
+            has_shared=True,
+            has_first=True,
+            has_groups=True,
+            method="group_limited_greedy",
+        ),
+        latent=True,
+    ),
+    "deepseek_v3": Family(
+        names=_deepseek_names,
+        defaults={
+            **_DEEPSEEK,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        reads=("attention_bias",),
+        ignores=_IGNORED_OF_DEEPSEEK,
+        mixture=_OF_DEEPSEEK_V3,
+        latent=True,
     ),
     "olmoe": Family(
         names=with_experts(table(*_TWO, *_ATTENTION_NORMS)),

@@ -213,6 +213,13 @@ KEYS: Mapping[str, Key] = {
     "scoring_func": Key(one_option("softmax", "sigmoid"), null="none"),
     "topk_method": Key(one_option("greedy", "group_limited_greedy", "noaux_tc"), null="none"),
     "use_qk_norm": _FLAG,
+    # latent attention
+    "q_lora_rank": _COUNT,
+    "kv_lora_rank": _COUNT,
+    "qk_nope_head_dim": _COUNT,
+    "qk_rope_head_dim": _COUNT,
+    "v_head_dim": _COUNT,
+    "rope_interleave": _FLAG,
     "decoder_sparse_step": Key(integer(1, MOST_LAYERS), null="none"),
     "mlp_only_layers": Key(read_layers, null="none"),
     "position_embedding_type": Key(one_option("rope", "nope"), null="none"),

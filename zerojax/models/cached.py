@@ -74,7 +74,7 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
     def run(p_head: Params, p_embed: Params, x: Any, batch: Batch) -> Any:
         return predict(p_head, p_embed, x["x"], without_cache(batch)), x[CACHE]
 
-    model = dataclasses.replace(
+    cached = dataclasses.replace(
         model,
         embed=embed,
         predict=run,
@@ -83,7 +83,7 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
     )
     if not model.stacks:
         return dataclasses.replace(
-            model,
+            cached,
             block=_build_block(cache.block),
             per_layer={"number": np.arange(model.num_layers), "given": model.per_layer},
         )
@@ -94,7 +94,7 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
         stacks.append(dataclasses.replace(stack, block=_build_block(cache.block[part.name])))
         numbers = np.arange(part.first, part.first + stack.num_layers)
         per_layer[part.name] = {"number": numbers, "given": part.model.per_layer}
-    return dataclasses.replace(model, stacks=stacks, per_layer=per_layer)
+    return dataclasses.replace(cached, stacks=stacks, per_layer=per_layer)
 
 
 def _build_block(cache_block: Any) -> Callable[..., Any]:

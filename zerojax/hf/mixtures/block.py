@@ -24,6 +24,7 @@ from zerojax.hf.batches import Batch
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.decoder import ACTIVATIONS, MLP, Block, Cached, Embed, Options
 from zerojax.hf.mixtures.config import MixtureConfig
+from zerojax.hf.mixtures.latent import LatentAttention
 from zerojax.models import Loss
 from zerojax.sharding import EXPERT, TENSOR
 from zerojax.trees import Context
@@ -153,6 +154,12 @@ class RoutedMLP(nnx.Module):
 
 class MixtureBlock(Block):
     """One layer with experts: x -> x, or {"hidden": x, "usage": ..} -> the same."""
+
+    def build_attention(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
+        """Return attention, latent or not."""
+        if c.latent is not None:
+            return LatentAttention(c, o, rngs=rngs)
+        return super().build_attention(c, o, rngs=rngs)
 
     def build_mlp(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
         """Return the mixture of experts."""

@@ -80,6 +80,27 @@ def with_first_layers(names: dict[str, Any], num_layers: int) -> dict[str, Any]:
     }
 
 
+def with_latents(names: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with the tensors of latent attention in place of keys and values.
+
+    Args:
+      names: table of a decoder, as `zerojax.hf.table` returns it.
+    """
+    replaced = (".k_proj.", ".v_proj.")
+    table = {
+        name: entry
+        for name, entry in names.items()
+        if not any(projection in name for projection in replaced)
+    }
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"):
+        tensor = f"{_LAYER}.self_attn.{name}"
+        table[f"{tensor}.weight"] = (f"blocks.self_attn.{name}.kernel", (1, 0))
+        table[f"{tensor}.bias"] = f"blocks.self_attn.{name}.bias"
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        table[f"{_LAYER}.self_attn.{name}.weight"] = f"blocks.self_attn.{name}.scale"
+    return table
+
+
 def _alternating(suffix: str, dim: int) -> list[Place]:
     """Return the places of gate and up in a tensor whose `dim` they share alternately."""
     return [
