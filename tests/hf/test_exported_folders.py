@@ -6,28 +6,25 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hf_models import FAMILIES, adamw, batch_of, losses_of, need, program_of, torch_logits, write
+from hf_models import (
+    DENSE,
+    FAMILIES,
+    adamw,
+    batch_of,
+    bits,
+    losses_of,
+    need,
+    program_of,
+    torch_logits,
+    write,
+)
 from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
 from zerojax import cli
 from zerojax.hf import model_of
-from zerojax.weights import open_weights
 
 need("torch", "transformers")
-
-
-def bits(folder):
-    """Return the bytes of all tensors of a folder, by name, with dtype and shape."""
-    file = open_weights(folder)
-    return {
-        name: (
-            t.dtype,
-            t.shape,
-            np.asarray(file.read(name, tuple((0, n) for n in t.shape))).tobytes(),
-        )
-        for name, t in file.tensors.items()
-    }
 
 
 def test_a_head_that_is_said_to_be_tied_and_is_another_is_refused(tmp_path):
@@ -72,9 +69,16 @@ def exported_logits(folder):
     return torch_logits(loaded(folder), batch_of()).detach().numpy()
 
 
-@pytest.mark.by_default("gemma3-nvme")
-@pytest.mark.parametrize("tier", ["device", "nvme"])
-@pytest.mark.parametrize("case", [*FAMILIES, "llama-biases", "qwen2-tied"])
+UNTOUCHED = [
+    *((case, tier) for case in (*FAMILIES, "llama-biases", "qwen2-tied") for tier in ("device", "nvme")),
+    *((case, "device") for case in DENSE),
+    ("phi4-mini", "nvme"),
+    ("glm4", "nvme"),
+]  # fmt: skip
+
+
+@pytest.mark.by_default("gemma3-nvme", "phi4-mini-nvme")
+@pytest.mark.parametrize(("case", "tier"), UNTOUCHED, ids=map("-".join, UNTOUCHED))
 def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
     like = tmp_path / "model"
     write(case, like, dtype="bfloat16")
@@ -110,7 +114,7 @@ def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
 
 @pytest.mark.by_default("gemma2-1")
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", [*FAMILIES, *DENSE])
 def test_trained_weights_have_the_same_logits_in_transformers(tmp_path, case, tensor):
     like = tmp_path / "model"
     write(case, like)

@@ -6,7 +6,7 @@ They are generated with a cache on the device, and without one from disk.
 import jax
 import numpy as np
 import pytest
-from hf_models import CASES, need, program_of, write
+from hf_models import CASES, DENSE, need, program_of, write
 
 import zerojax as zj
 from zerojax.hf import model_of
@@ -36,9 +36,17 @@ def theirs(model):
     return found
 
 
+TIERS = ("device", "pinned_host", "nvme")
+GENERATED = [
+    *((tier, case) for tier in TIERS for case in CASES if case not in DENSE),
+    *(("device", case) for case in DENSE),
+    ("nvme", "phi3.5"),
+    ("nvme", "llama-dynamic"),
+]
+
+
 @pytest.mark.by_default("nvme-gemma3")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
+@pytest.mark.parametrize(("tier", "case"), GENERATED, ids=map("-".join, GENERATED))
 def test_greedy_tokens_are_those_of_transformers(tmp_path, case, tier):
     # Large weights and an untied head: otherwise a random model repeats the same token.
     sizes = {"initializer_range": 0.3} | (

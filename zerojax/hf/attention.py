@@ -2,11 +2,12 @@
 
     score[t, s] = q[t] . k[s] scale,    s <= t,  t - s < window,  segment[t] = segment[s]
     cap         : score -> cap tanh(score / cap)          Gemma 2
+    sinks       : the softmax has one more score per head, whose value is 0        gpt-oss
 
-This is `jax.nn.dot_product_attention`, implemented by cuDNN if supported. Only capped scores, which
-that function lacks, are computed here. A window that is the same in all layers is static, so cuDNN
-can skip what it hides. A window that differs between layers is an array and becomes a mask, as
-segments do.
+This is `jax.nn.dot_product_attention`, implemented by cuDNN if supported. Only capped scores and
+sinks, which that function lacks, are computed here. A window that is the same in all layers is
+static, so cuDNN can skip what it hides. A window that differs between layers is an array and
+becomes a mask, as segments do.
 
 JAX knows which dtypes and head dims cuDNN supports. Whether the installed cuDNN has a kernel for a
 given combination with a mask only shows when it is compiled, and an error then aborts the full
@@ -49,6 +50,7 @@ class Kind:
       window: number of latest tokens that a token attends to, including itself; None: all.
       has_mask: whether there is a mask in addition to causality and the window.
       has_cap: whether scores are capped.
+      has_sinks: whether the softmax has one more score per head.
     """
 
     dtype: Any
@@ -59,6 +61,7 @@ class Kind:
     window: int | None = None
     has_mask: bool = False
     has_cap: bool = False
+    has_sinks: bool = False
 
 
 def attend(
@@ -70,6 +73,7 @@ def attend(
     cap: float | None = None,
     window: int | jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Return attention's outputs [B, T, heads, D].
@@ -83,15 +87,20 @@ def attend(
       window: number of latest tokens that a token attends to, including itself; None: all. As an
         array i32[], 0 means all.
       segment_ids: integers [B, T]; tokens attend only to tokens with the same number. None: to all.
+      sinks: one more score for each head's softmax [heads], or None.
       implementation: "xla", "cudnn", or "auto": cuDNN if supported. The choice is logged. On a mesh
         with `context`, "auto" is "xla".
 
     Raises:
       ValueError: `implementation` is "cudnn", but cuDNN does not support this attention; or tokens
         do not divide by `context`.
-      NotImplementedError: the same for cuDNN on a mesh with `context`.
+      NotImplementedError: the same for cuDNN on a mesh with `context`; or that mesh and sinks.
     """
     if _splits_tokens():
+        if sinks is not None:
+            raise NotImplementedError(
+                "attention with sinks is not built for a mesh with `context`: use context=1"
+            )
         return attention(
             q,
             k,
@@ -113,16 +122,18 @@ def attend(
         window=static_window,
         has_mask=mask is not None,
         has_cap=cap is not None,
+        has_sinks=sinks is not None,
     )
     uses_cudnn = implementation != "xla" and takes_cudnn(
         kind, find_target(q), implementation == "cudnn"
     )
-    if cap is not None:
+    if cap is not None or sinks is not None:
         indices = jnp.arange(q.shape[1])
         visible = (indices[:, None] >= indices)[None, None]
         if static_window is not None:
             visible &= indices[:, None] - indices < static_window
-        return _capped(q, k, v, scale, cap, visible if mask is None else visible & mask)
+        visible = visible if mask is None else visible & mask
+        return _with_scores(q, k, v, scale, cap, visible, sinks)
     local = None if static_window is None else (static_window - 1, 0)
     options: dict[str, Any] = {
         "mask": mask,
@@ -145,6 +156,7 @@ def attend_to_cache(
     scale: float,
     cap: float | None = None,
     window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention's outputs [B, T, heads, D] over cached keys and values.
 
@@ -158,14 +170,15 @@ def attend_to_cache(
       scale: factor of the scores.
       cap: soft cap of the scores, or None.
       window: number of latest tokens that a token attends to, including itself; 0 or None: all.
+      sinks: one more score for each head's softmax [heads], or None.
     """
     behind = positions[:, None, :, None] - jnp.arange(k.shape[1])  # [B, 1, T, S]
     visible = behind >= 0
     if window is not None:
         visible &= (window == 0) | (behind < window)
-    if cap is None:
+    if cap is None and sinks is None:
         return _by_xla(q, k, v, mask=visible, scale=scale)
-    return _capped(q, k, v, scale, cap, visible)
+    return _with_scores(q, k, v, scale, cap, visible, sinks)
 
 
 def _splits_tokens() -> bool:
@@ -200,10 +213,16 @@ def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) 
     return mask
 
 
-def _capped(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, seen: jax.Array
+def _with_scores(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    cap: float | None,
+    seen: jax.Array,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Return attention with capped scores.
+    """Return attention with capped scores, sinks, or both.
 
     Scores and softmax are float32, as in `jax.nn.dot_product_attention`. `seen` is
     bool[B or 1, 1, T, S].
@@ -213,10 +232,15 @@ def _capped(
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
-        scores = cap * jnp.tanh(scores / cap)
-        weights = jax.nn.softmax(
-            jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max), axis=-1
-        )
+        if cap is not None:
+            scores = cap * jnp.tanh(scores / cap)
+        scores = jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max)
+        if sinks is None:
+            weights = jax.nn.softmax(scores, axis=-1)
+        else:
+            of_heads = sinks.astype(jnp.float32).reshape(k.shape[2], -1, 1, 1)  # [K, G, 1, 1]
+            more = jnp.broadcast_to(of_heads, (*scores.shape[:-1], 1))
+            weights = jax.nn.softmax(jnp.concatenate([scores, more], -1), axis=-1)[..., :-1]
         return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
     if q.dtype == jnp.float16:
@@ -251,6 +275,8 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
 
 def _unsupported(kind: Kind, target: Target) -> str | None:
     """Return why cuDNN's attention does not support such arguments on a device, or None."""
+    if kind.has_sinks:
+        return "it has no sinks"
     return find_fault(kind.dtype, kind.width, kind.has_cap, target)
 
 

@@ -387,6 +387,7 @@ class _LayeredFlax:
             return None
 
         def block(p: Params, *args: Any) -> Any:
+            assert callable(cache.block)
             with self.calls.run(False):
                 return without_variables(cache.block(self.block.bind(p, None), *args))
 

@@ -273,10 +273,12 @@ def import_params(
       rename: mapping from the file's names to the model's. Either a table by name, in which
         `{layer}` stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel",
         (1, 0)), "wte": "embed.table"}`: a value is a name; or a pair of a name and the order of the
-        file's dims, as for `numpy.transpose`; or None for a tensor that is not read. Names that are
-        not in the table stay the same. Or a function from one name to such a value, or to a
-        `zerojax.weights.Place` if layers are stacked. The tensors of layers are stacked as they are
-        read.
+        file's dims, as for `numpy.transpose`; or a `zerojax.weights.Place`; or a list of places,
+        each with a `zerojax.weights.Part`, for a tensor that holds several parameters; or None for
+        a tensor that is not read. `{expert}` stands for the number of an expert: experts are
+        stacked too, after the layers. `{rest}` stands for any end of a name, if the value is None.
+        Names that are not in the table stay the same. Or a function from one name to such a value.
+        The tensors of layers and experts are stacked as they are read.
       missing: "error" requires all weights in the file. "init" takes missing weights, such as
         adapters, from `program.init(key)`. A function of a name returns whether that weight may be
         missing.
