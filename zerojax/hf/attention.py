@@ -14,13 +14,15 @@ given combination with a mask only shows when it is compiled, and an error then 
 program. So on a GPU, a small attention of the same kind is compiled once beforehand, and if cuDNN
 refuses it, the XLA implementation is used.
 
-On a mesh with `context`, which splits the tokens of a row, it is `zerojax.attention`.
+On a mesh with `context`, which splits the tokens of a row, it is `zerojax.attention`, which never
+holds the scores [T, T] in full. For long rows it is that on other meshes too ("blocks").
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import logging
+import math
 from typing import Any, Literal
 
 import jax
@@ -30,8 +32,10 @@ from pallas_kernels.dispatch import Target, find_target
 from zerojax.context import attention, find_fault
 from zerojax.sharding import CONTEXT, context_size
 
-Implementation = Literal["auto", "xla", "cudnn"]
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+Implementation = Literal["auto", "xla", "cudnn", "blocks"]
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blocks")
+_MOST_SCORES = 2**30
+"""Maximum size in bytes of a device's scores, or of a mask, that "auto" holds in full."""
 _PROBE_LENGTH = 128
 """Maximum number of tokens of the small attention that is compiled to probe cuDNN."""
 logger = logging.getLogger("zerojax")
@@ -88,31 +92,36 @@ def attend(
         array i32[], 0 means all.
       segment_ids: integers [B, T]; tokens attend only to tokens with the same number. None: to all.
       sinks: one more score for each head's softmax [heads], or None.
-      implementation: "xla", "cudnn", or "auto": cuDNN if supported. The choice is logged. On a mesh
-        with `context`, "auto" is "xla".
+      implementation: "xla", "cudnn", "blocks", or "auto": cuDNN if supported, else "xla" unless
+        scores would take more than 1 GiB of a device, else "blocks". The choice is logged. On a
+        mesh with `context`, "auto" and "xla" are "blocks".
 
     Raises:
       ValueError: `implementation` is "cudnn", but cuDNN does not support this attention; or tokens
         do not divide by `context`.
-      NotImplementedError: the same for cuDNN on a mesh with `context`; or that mesh and sinks.
+      NotImplementedError: the same for cuDNN on a mesh with `context`; or sinks with that mesh or
+        with "blocks".
     """
-    if _splits_tokens():
+    kernel: Literal["cudnn", "xla"] = "cudnn" if implementation == "cudnn" else "xla"
+    in_blocks = functools.partial(
+        attention,
+        q,
+        k,
+        v,
+        segment_ids=segment_ids,
+        scale=scale,
+        window=window,
+        cap=cap,
+        implementation=kernel,
+    )
+    if _splits_tokens() or implementation == "blocks":
         if sinks is not None:
             raise NotImplementedError(
-                "attention with sinks is not built for a mesh with `context`: use context=1"
+                "attention with sinks is not built in blocks: use attention='auto' and context=1"
             )
-        return attention(
-            q,
-            k,
-            v,
-            segment_ids=segment_ids,
-            scale=scale,
-            window=window,
-            cap=cap,
-            implementation="cudnn" if implementation == "cudnn" else "xla",
-        )
-    mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
+        return in_blocks()
     static_window = window if isinstance(window, int) else None
+    is_masked = segment_ids is not None or isinstance(window, jax.Array)
     kind = Kind(
         dtype=q.dtype,
         length=q.shape[1],
@@ -120,13 +129,17 @@ def attend(
         kv_heads=k.shape[2],
         width=q.shape[3],
         window=static_window,
-        has_mask=mask is not None,
+        has_mask=is_masked,
         has_cap=cap is not None,
         has_sinks=sinks is not None,
     )
     uses_cudnn = implementation != "xla" and takes_cudnn(
         kind, find_target(q), implementation == "cudnn"
     )
+    if implementation == "auto" and sinks is None and _is_long(q, uses_cudnn, is_masked):
+        _log_blocks(q.shape[1])
+        return in_blocks()
+    mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
     if cap is not None or sinks is not None:
         indices = jnp.arange(q.shape[1])
         visible = (indices[:, None] >= indices)[None, None]
@@ -185,6 +198,21 @@ def _splits_tokens() -> bool:
     """Return whether the mesh in scope splits tokens, outside of a shard_map that already did."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and context_size(mesh) > 1 and CONTEXT not in mesh.manual_axes
+
+
+def _is_long(q: jax.Array, uses_cudnn: bool, is_masked: bool) -> bool:
+    """Return whether a device would hold too many scores, or with cuDNN too large a mask."""
+    batch, length, heads, _ = q.shape
+    num_bytes = batch * length**2 * (is_masked if uses_cudnn else 4 * heads)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = getattr(mesh, "manual_axes", ())
+    devices = math.prod(size for axis, size in mesh.shape.items() if axis not in manual)
+    return num_bytes > devices * _MOST_SCORES
+
+
+@functools.cache  # logs each length once
+def _log_blocks(length: int) -> None:
+    logger.info("attention runs in blocks: rows have %d tokens", length)
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

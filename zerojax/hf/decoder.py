@@ -30,7 +30,7 @@ from zerojax.hf.config import DecoderConfig
 from zerojax.hf.names import Lora
 from zerojax.hf.rope import find_frequencies, rotate
 from zerojax.models import Loss
-from zerojax.tiling import TiledMLP, linear_cross_entropy
+from zerojax.tiling import TiledMLP, linear_cross_entropy, over_tokens
 from zerojax.trees import Context
 
 Batch = dict[str, jax.Array]
@@ -54,15 +54,17 @@ class Options:
 
     Attributes:
       lora: adapters, or None.
-      attention: "auto", "xla" or "cudnn" (`zerojax.hf.attention`).
+      attention: "auto", "xla", "cudnn" or "blocks" (`zerojax.hf.attention`).
       mlp_tiles: number of tiles in which the weights of an MLP are stored and used, one at a time;
         0: untiled.
+      seq_tiles: number of tiles of a row's tokens in which MLPs are computed, one after another.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
     """
 
     lora: Lora | None = None
     attention: Implementation = "auto"
     mlp_tiles: int = 0
+    seq_tiles: int = 1
     loss_tiles: int | None = None
 
 
@@ -261,6 +263,7 @@ class Block(nnx.Module):
             return nnx.data(Norm(c.hidden, c, rngs=rngs) if name in c.norms else None)
 
         self.c = c
+        self.seq_tiles = o.seq_tiles
         self.input_layernorm = norm("input_layernorm")
         self.self_attn: Any = self.build_attention(c, o, rngs=rngs)
         self.post_attention_layernorm = norm("post_attention_layernorm")
@@ -297,7 +300,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> jax.Array:
         """Return the output of the layer."""
         z = self._normed(self.input_layernorm, x)
-        return self._added(x, z, self.self_attn(z, context, layer))
+        return self._added(x, z, self.self_attn(z, context, layer), self.seq_tiles)
 
     def cached(
         self, x: jax.Array, cache: Cached, context: Context, layer: Any
@@ -312,19 +315,20 @@ class Block(nnx.Module):
         """
         z = self._normed(self.input_layernorm, x)
         a, cache = self.self_attn.cached(z, cache, context, layer)
-        return self._added(x, z, a), cache
+        return self._added(x, z, a, 1), cache
 
-    def _added(self, x: jax.Array, z: jax.Array, a: jax.Array) -> jax.Array:
+    def _added(self, x: jax.Array, z: jax.Array, a: jax.Array, tiles: int) -> jax.Array:
         """Return x plus the outputs of attention and of the MLP.
 
         Args:
           x: input of the layer.
           z: input of attention.
           a: output of attention.
+          tiles: number of tiles of the tokens in which the MLP is computed.
         """
         c = self.c
         if c.parallel:
-            m = checkpoint_name(self.mlp(z), "mlp")
+            m = checkpoint_name(over_tokens(self.mlp, z, num_tiles=tiles), "mlp")
             return x + self._scaled(a) + self._scaled(m)
         # With norms before only, this name is the norm of the MLP's input, as in the files.
         before = self.pre_feedforward_layernorm
@@ -333,7 +337,8 @@ class Block(nnx.Module):
         else:
             before = self.post_attention_layernorm
         x = x + self._scaled(a)
-        m = checkpoint_name(self.mlp(self._normed(before, x)), "mlp")
+        m = over_tokens(lambda x: self.mlp(self._normed(before, x)), x, num_tiles=tiles)
+        m = checkpoint_name(m, "mlp")
         return x + self._scaled(self._normed(self.post_feedforward_layernorm, m))
 
     def _normed(self, norm: Norm | None, x: jax.Array) -> jax.Array:

@@ -48,6 +48,7 @@ from zerojax.models import (
     list_stacks,
     with_specs,
 )
+from zerojax.user_values import whole_number
 from zerojax.weights import open_weights
 
 DECODER = "decoder"
@@ -61,6 +62,7 @@ def model_of(
     trainable: Any = None,
     attention: Implementation = "auto",
     mlp_tiles: int = 0,
+    seq_tiles: int = 1,
     loss_tiles: int | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
@@ -81,11 +83,15 @@ def model_of(
       lora: adapters for some projections; all other parameters are frozen.
       trainable: filter that selects the trainable parameters, as in `zerojax.from_flax`. None: the
         adapters if there are any, else all parameters.
-      attention: "xla", "cudnn", or "auto": cuDNN's attention if it supports the model. The choice
-        is logged.
+      attention: "xla"; "cudnn"; "blocks", which never holds the scores in full (`zj.attention`); or
+        "auto": cuDNN's attention if it supports the model, and blocks if XLA's would hold more
+        than 1 GiB of scores. The choice is logged.
       mlp_tiles: number of tiles in which the weights of each MLP are stored and used, one tile at a
         time (`zerojax.TiledMLP`), for matrices too large for a device; 0: untiled. Import and
         export support both.
+      seq_tiles: number of tiles of a row's tokens in which each MLP is computed, one after another
+        (`zerojax.over_tokens`), so that its hidden activations exist for one tile only; 1: for all
+        tokens at once. The tokens of a row divide by it.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
         added.
@@ -99,7 +105,13 @@ def model_of(
         and unknown keys of `config.json` that may change what is computed are refused.
     """
     family, config = read_family(folder, families)
-    options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
+    options = Options(
+        lora=lora,
+        attention=attention,
+        mlp_tiles=mlp_tiles,
+        seq_tiles=whole_number("seq_tiles", seq_tiles, 1),
+        loss_tiles=loss_tiles,
+    )
     _check_options(options, config)
     if trainable is None and lora is not None:
         trainable = nnx.LoRAParam
@@ -161,10 +173,29 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
         raise ValueError(
             f"mlp_tiles={options.mlp_tiles}: experts are not stored in tiles: use mlp_tiles=0"
         )
+    if options.seq_tiles > 1:
+        _check_seq_tiles(options, config, bool(adapted))
     if options.mlp_tiles and adapted:
         raise ValueError(
             f"mlp_tiles={options.mlp_tiles} cannot be combined with adapters for "
             f"{', '.join(sorted(adapted))}: use mlp_tiles=0, or other targets"
+        )
+
+
+def _check_seq_tiles(options: Options, config: DecoderConfig, is_adapted: bool) -> None:
+    """Raise ValueError unless MLPs can be computed over tiles of the tokens."""
+    where = f"seq_tiles={options.seq_tiles}"
+    if config.mixture is not None:
+        raise ValueError(f"{where}: experts are not computed over tiles of tokens: use seq_tiles=1")
+    if options.mlp_tiles:
+        raise ValueError(
+            f"{where} cannot be combined with mlp_tiles={options.mlp_tiles}, which tiles weights: "
+            "use seq_tiles=1 or mlp_tiles=0"
+        )
+    if options.lora is not None and options.lora.dropout and is_adapted:
+        raise ValueError(
+            f"{where}: the dropout of adapters would be the same in all tiles: use dropout=0, or "
+            "targets outside of the MLP, such as 'q_proj'"
         )
 
 
