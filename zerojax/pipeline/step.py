@@ -269,7 +269,7 @@ class PipelineStep:
             tracer=self.tracer,
             residuals=residuals,
             stacks=self.plan.pick(self.plan.weight_stacks(params[BLOCKS]), self.stack.layer),
-            inputs=LayerInputs(keys, context, per_layer_arrays(self.model)),
+            inputs=LayerInputs(keys, context, per_layer_arrays(self.tracer.model)),
             d_added=scale if residuals.block.adds else None,
         )
         ticks = StepTicks(
@@ -377,7 +377,7 @@ class PipelineStep:
             tracer=self.tracer,
             residuals=self.tracer.plan_residuals(x, inputs, 1),
             stacks=self.plan.pick(self.plan.weight_stacks(params[BLOCKS]), self.stack.layer),
-            inputs=LayerInputs(None, context, per_layer_arrays(self.model)),
+            inputs=LayerInputs(None, context, per_layer_arrays(self.tracer.model)),
         )
         entering, _ = self.eval_embed_head.embed(unstacked, batch, None, None)
         stages = self.stages
