@@ -224,16 +224,21 @@ def _check_microbatches(p: int, num_microbatches: int, v: int) -> None:
             f"microbatches in groups of {p}. Use num_microbatches={nearest}, or pipe_chunks=1"
         )
     if num_microbatches < p:
+        # There are no chunks: otherwise, microbatches would divide by p.
+        ticks = num_microbatches + p - 1
         logger.warning(
-            "num_microbatches=%d is less than pipe=%d, so some stages are idle in every tick: the "
-            "bubble is (pipe - 1)/(pipe_chunks x num_microbatches) = %d/%d = %.0f %% of the "
-            "computation's time. Use at least %d microbatches",
+            "num_microbatches=%d for pipe=%d: each stage has work in %d of %d ticks and is idle "
+            "for %.0f %% of a step. It is idle for %.0f %% with num_microbatches=%d, and for %.0f "
+            "%% with %d",
             num_microbatches,
             p,
-            p - 1,
-            v * num_microbatches,
-            100 * (p - 1) / (v * num_microbatches),
+            num_microbatches,
+            ticks,
+            100 * (p - 1) / ticks,
+            100 * (p - 1) / (2 * p - 1),
             p,
+            100 * (p - 1) / (5 * p - 1),
+            4 * p,
         )
 
 
