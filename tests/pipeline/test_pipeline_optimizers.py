@@ -174,8 +174,10 @@ def test_each_layer_is_updated_as_on_one_device(
         # Rounding may turn the sign of a small gradient, which these optimizers scale up.
         return
     for name, b in wanted.items():
-        largest = np.max(np.abs(b), initial=0)
-        np.testing.assert_allclose(saved[name], b, rtol=0, atol=1e-5 * largest, err_msg=name)
+        # Moments show the rounding of single gradients.
+        share = 1e-5 if name.startswith("weights") or ".ema_params" in name else 1e-4
+        atol = share * np.max(np.abs(b), initial=0)
+        np.testing.assert_allclose(saved[name], b, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.exhaustive
