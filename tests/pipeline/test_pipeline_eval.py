@@ -29,6 +29,7 @@ def outputs(params: Any, batch: Any) -> Any:
     return x @ params["head"]["out"]
 
 
+@pytest.mark.by_default("microbatches")
 @pytest.mark.parametrize(
     ("rows", "num_ticks"),
     [(toys.BATCH, CHUNKS * MICROBATCHES + 1), (12, 2 * CHUNKS)],
