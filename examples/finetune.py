@@ -38,11 +38,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 import train_loop
 import tyro
 from jax.experimental import multihost_utils
+from optimizers import (
+    Optimizer,
+    Schedule,
+    build_optimizer,
+    build_schedule,
+    check_optimizer,
+    named_schedule,
+)
 from run_record import RunRecord
+from selection import METRIC, Selection
 from train_loop import (
     LoopOptions,
     build_program,
@@ -50,6 +58,7 @@ from train_loop import (
     open_checkpoints,
     open_run,
     print_sizes,
+    restore,
     start,
     swap_trace,
 )
@@ -98,8 +107,18 @@ class Options(LoopOptions):
       seq: tokens per row; a row may hold several examples.
       epochs: number of passes over the rows.
       steps: number of train steps; replaces epochs.
-      learning_rate: peak learning rate, reached after a thirtieth of the steps; it then decays to a
-        tenth along a cosine. By default 2e-4 for adapters and 1e-5 for all weights.
+      learning_rate: learning rate after the warmup. By default 2e-4 for adapters and 1e-5 for all
+        weights.
+      optimizer: adamw, adafactor, muon (the embedding, the head and vectors by AdamW), or
+        schedule_free, AdamW with averaged weights in place of a decaying rate.
+      schedule: course of the learning rate after the warmup: cosine, linear or constant. By default
+        a cosine; constant for schedule_free.
+      warmup_steps: number of steps in which the learning rate rises; by default a thirtieth.
+      final_rate: learning rate at the end, as a fraction of its peak; by default 0.1.
+      keep_best: keep the checkpoints with the lowest validation loss, and the newest one; sample
+        from the best one and export it.
+      patience: number of validations without a new lowest loss after which the run stops; by
+        default it does not stop early.
       lora_rank: rank of the adapters; 0 trains all weights.
       lora_alpha: alpha; alpha / rank scales the adapters. By default twice the rank.
       lora_targets: names of adapted projections, such as q_proj v_proj; by default all seven.
@@ -137,6 +156,12 @@ class Options(LoopOptions):
     epochs: float = 1.0
     steps: int | None = None
     learning_rate: float | None = None
+    optimizer: Optimizer = "adamw"
+    schedule: Schedule | None = None
+    warmup_steps: int | None = None
+    final_rate: float | None = None
+    keep_best: bool = False
+    patience: int | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ("all",)
@@ -201,6 +226,14 @@ def check(options: Options) -> None:
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate}: a positive number is needed")
+    check_optimizer(
+        options.optimizer,
+        options.schedule,
+        options.warmup_steps,
+        options.final_rate,
+        options.zero,
+    )
+    check_selection(options)
     if options.zero.frozen_dtype is not None and not options.lora_rank:
         raise ValueError(
             f"--frozen-dtype {options.zero.frozen_dtype} needs a frozen base: give --lora-rank, too"
@@ -258,6 +291,24 @@ def check(options: Options) -> None:
             files_beside(options.model)
         except (ValueError, zj.CheckpointError) as error:
             raise ValueError(f"--export {options.export}: {error}") from error
+
+
+def check_selection(options: Options) -> None:
+    """Check the options that select checkpoints by validation.
+
+    Raises:
+      ValueError: one is out of range, or nothing is validated, or there are no checkpoints.
+    """
+    if options.patience is not None and options.patience < 1:
+        raise ValueError(f"--patience {options.patience}: at least 1 is needed")
+    if options.keep_best and options.checkpoint_dir is None:
+        raise ValueError("--keep-best True keeps checkpoints: give --checkpoint-dir, too")
+    is_validated = options.held_out or options.validation_data or options.validation_split
+    if not is_validated and (options.keep_best or options.patience is not None):
+        raise ValueError(
+            "--keep-best and --patience compare validation losses, but --held-out 0 holds nothing "
+            "out: give --validation-data, too"
+        )
 
 
 def template_options(options: Options) -> dict[str, Any]:
@@ -383,13 +434,14 @@ def build(
         mlp_tiles=options.mlp_tiles,
         loss_tiles=options.loss_tiles,
     )
-    peak, warmup = peak_rate(options), max(1, steps // 30)
-    # The first step's rate is not zero. The decay must be longer than the warmup, even in a run of
-    # one step.
-    rate = optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10
+    rate = build_schedule(
+        named_schedule(options.optimizer, options.schedule),
+        peak_rate(options),
+        steps,
+        options.warmup_steps,
+        options.final_rate,
     )
-    tx = optax.adamw(rate, weight_decay=options.weight_decay)
+    tx = build_optimizer(options.optimizer, rate, options.weight_decay)
     return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
 
 
@@ -457,6 +509,10 @@ def open_record(
         "lora_targets": None if lora is None else list(lora.targets),
         "frozen_dtype": zero.frozen_dtype,
         "learning_rate": peak_rate(options),
+        "optimizer": options.optimizer,
+        "schedule": named_schedule(options.optimizer, options.schedule),
+        "warmup_steps": options.warmup_steps,
+        "final_rate": options.final_rate,
         "weight_decay": options.weight_decay,
         "clip_norm": zero.clip_norm,
         "batch_size": options.batch_size,
@@ -497,7 +553,7 @@ def main() -> None:
         options = parse()
         check(options)
         mesh = start(options)
-        ckpt = open_checkpoints(options)
+        ckpt = open_checkpoints(options, METRIC if options.keep_best else None)
         record = open_record(options, mesh, ckpt)
         with bars():
             inputs = prepare(options)
@@ -526,6 +582,9 @@ def run(
     memory = program.memory(abstract_batch(options))
     with train_loop.errors_without_traceback("finetune.py", Options):
         trace = swap_trace(options, program)
+        selection = None
+        if options.keep_best or options.patience is not None:
+            selection = Selection(options.checkpoint_dir, options.patience)
         part, num_parts = program.batch_part
         train_loop.local_batch_size(options, num_parts)
         data = batches(
@@ -553,7 +612,7 @@ def run(
             part=part,
             num_parts=num_parts,
         )
-        return zj.perplexity(program, state, held_out).loss
+        return zj.perplexity(program, evaluated(options, program, state), held_out).loss
 
     with report:
         for line in [*([] if plan is None else [str(plan)]), *notes]:
@@ -588,13 +647,25 @@ def run(
             report,
             trace,
             validate if inputs.held_out is not None else None,
+            selection,
         )
         if not is_over:
+            best = ckpt.best_step() if options.keep_best and ckpt is not None else None
             with train_loop.errors_without_traceback("finetune.py", Options):
-                export(options, report)
+                export(options, report, best)
             if options.sample_tokens:
-                sample(options, program, state, inputs, report)
+                if ckpt is not None and best not in (None, int(state.step)):
+                    del state  # its memory holds the restored state
+                    state = restore(ckpt, program, data, Batches.go_to, best)
+                sample(options, program, evaluated(options, program, state), inputs, report)
     return is_over
+
+
+def evaluated(options: Options, program: zj.Program, state: zj.TrainState) -> zj.TrainState:
+    """Return the state to evaluate: after schedule-free steps, the one with averaged weights."""
+    if options.optimizer != "schedule_free":
+        return state
+    return dataclasses.replace(state, params=program.ema_params(state))
 
 
 def described(rows: Rows) -> str:
@@ -652,22 +723,33 @@ def first_prompt(examples: Examples) -> list[int]:
     return tokens[: first if first > 1 else 8].tolist()
 
 
-def export(options: Options, report: zj.Run) -> None:
-    """Write the last checkpoint as a folder in the first process; the other processes wait."""
+def export(options: Options, report: zj.Run, step: int | None = None) -> None:
+    """Write a checkpoint as a folder in the first process; the other processes wait.
+
+    Args:
+      options: options of the run.
+      report: run that displays the folder.
+      step: step of the checkpoint; None: the last one.
+    """
     if options.export is None:
         return
     if jax.process_index() == 0:
         assert options.checkpoint_dir is not None
+        folder = options.checkpoint_dir
+        if step is not None:
+            folder = os.path.join(folder, str(step))
+        is_averaged = options.optimizer == "schedule_free"
         try:
             if options.lora_rank and not options.merge_lora:
-                zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
+                zj.export_peft(folder, options.export, like=options.model, ema=is_averaged)
                 report.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
             else:
                 zj.export_hf(
-                    options.checkpoint_dir,
+                    folder,
                     options.export,
                     like=options.model,
                     merge_lora=options.merge_lora,
+                    ema=is_averaged,
                 )
                 report.print(
                     f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained"
