@@ -67,6 +67,7 @@ import zerojax as zj
 from zerojax.data import (
     Batches,
     Examples,
+    Form,
     Rows,
     batches,
     batches_once,
@@ -96,8 +97,8 @@ class Options(LoopOptions):
         of the data.
       held_out: one in `held_out` examples is held out if there is no other validation data; 0:
         none, and no validation.
-      form: form of the examples: messages, prompt or text; needed if they have the keys of several
-        forms.
+      form: form of the examples: messages, prompt, text, sharegpt or alpaca; needed if they have
+        the keys of several forms.
       each_answer: make one example of each answer in a conversation.
       chat_template: file with a Jinja template for conversations that replaces the model's; an
         export includes it.
@@ -147,7 +148,7 @@ class Options(LoopOptions):
     validation_data: str | None = None
     validation_split: str | None = None
     held_out: int = 20
-    form: Literal["messages", "prompt", "text"] | None = None
+    form: Form | None = None
     each_answer: bool = False
     chat_template: str | None = None
     template_options: str = "{}"

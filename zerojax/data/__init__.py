@@ -4,6 +4,7 @@ from zerojax.data.batches import Batches as Batches
 from zerojax.data.batches import batches as batches
 from zerojax.data.batches import batches_once as batches_once
 from zerojax.data.chat import prompt_tokens as prompt_tokens
+from zerojax.data.encoding import Form as Form
 from zerojax.data.examples import Examples as Examples
 from zerojax.data.examples import tokenize as tokenize
 from zerojax.data.packing import Rows as Rows

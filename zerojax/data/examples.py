@@ -110,13 +110,15 @@ def tokenize(
 
     A record holds `messages`, a conversation in the form of OpenAI and transformers; or `prompt`
     and `completion`, two texts or two lists of messages; or `text`. A record with messages may also
-    have `tools`, which are passed to the template.
+    have `tools`, which are passed to the template. The columns of ShareGPT (`conversations`) and of
+    Alpaca (`instruction`, `input`, `output`) are read, too.
 
     Args:
       path: path of a JSONL file, or of a folder that `datasets` saved (`save_to_disk`).
       tokenizer: tokenizer of transformers, as `load_tokenizer(folder)` returns it.
       split: name of the data set to read, such as "train", if the folder holds several.
-      form: "messages", "prompt" or "text"; needed if records have the keys of several forms.
+      form: "messages", "prompt", "text", "sharegpt" or "alpaca"; needed if records have the keys of
+        several forms.
       each_answer: whether to make one example per answer of a conversation, with the preceding
         messages as its context. Use it for templates that render an earlier turn differently from
         the last one, such as Qwen 3's, which removes the thinking from earlier turns.

@@ -63,7 +63,7 @@ class Folder:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Yield each record, without the nulls that `datasets` added."""
         fixed: list[str] = []
-        for name in ("messages", "prompt", "completion", "tools"):
+        for name in ("messages", "prompt", "completion", "conversations", "tools"):
             fixed += self._fixed(name)
         if fixed:
             logger.warning(
