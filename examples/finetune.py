@@ -14,9 +14,9 @@
     python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
 
 `--model` is a folder with config.json, weights and a tokenizer, as written by `save_pretrained` in
-transformers. `--data` is a JSONL file or a folder of `datasets` (docs/fine_tuning_data.md). Nothing
-is downloaded. Examples are packed into rows of `--seq` tokens, and one in 20 is held out for
-validation.
+transformers. `--data` names JSONL files or folders of `datasets` (docs/fine_tuning_data.md), in
+memory or streamed (`corpus`). Nothing is downloaded. Examples are packed into rows of `--seq`
+tokens, and one in 20 is held out for validation.
 
 Every field of `zerojax.ZeroConfig` is an option. `report.html` in `--logdir` shows the run on one
 page. With a checkpoint directory, SIGTERM and Ctrl-C save and end the run. The same command with
@@ -34,12 +34,13 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import train_loop
 import tyro
+from corpus import DataOptions, check_corpus, describe_rows, read_corpus
 from jax.experimental import multihost_utils
 from optimizers import (
     Optimizer,
@@ -52,7 +53,6 @@ from optimizers import (
 from run_record import RunRecord
 from selection import METRIC, Selection
 from train_loop import (
-    LoopOptions,
     build_program,
     first_state,
     open_checkpoints,
@@ -67,15 +67,15 @@ import zerojax as zj
 from zerojax.data import (
     Batches,
     Examples,
-    Form,
+    Mixture,
     Rows,
+    Stream,
+    StreamedBatches,
     batches,
     batches_once,
     load_tokenizer,
-    pack,
     prompt_tokens,
     read_template,
-    tokenize,
 )
 from zerojax.hf import config_of, files_beside, fingerprint, model_of
 from zerojax.hf import end_tokens as read_end_tokens
@@ -85,29 +85,15 @@ from zerojax.weights import open_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(LoopOptions):
+class Options(DataOptions):
     """Fine-tune a pretrained model.
 
     Attributes:
       model: folder of the model, with config.json, weights and a tokenizer.
-      data: JSONL file, or folder of `datasets`, with messages, prompt and completion, or text.
-      split: name of the data set in a folder with several.
-      validation_data: file or folder of held-out examples; by default a part of the data.
-      validation_split: name of the data set in that folder; without validation_data, in the folder
-        of the data.
-      held_out: one in `held_out` examples is held out if there is no other validation data; 0:
-        none, and no validation.
-      form: form of the examples: messages, prompt, text, sharegpt or alpaca; needed if they have
-        the keys of several forms.
-      each_answer: make one example of each answer in a conversation.
       chat_template: file with a Jinja template for conversations that replaces the model's; an
         export includes it.
       template_options: arguments of the chat template as a JSON object, such as
         '{"enable_thinking": false}'.
-      too_long: what to do with an example longer than a row: refuse, truncate or drop.
-      seq: tokens per row; a row may hold several examples.
-      epochs: number of passes over the rows.
-      steps: number of train steps; replaces epochs.
       learning_rate: learning rate after the warmup. By default 2e-4 for adapters and 1e-5 for all
         weights.
       optimizer: adamw, adafactor, muon (the embedding, the head and vectors by AdamW), or
@@ -143,19 +129,8 @@ class Options(LoopOptions):
         )
     )
     model: str
-    data: str
-    split: str | None = None
-    validation_data: str | None = None
-    validation_split: str | None = None
-    held_out: int = 20
-    form: Form | None = None
-    each_answer: bool = False
     chat_template: str | None = None
     template_options: str = "{}"
-    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
-    seq: int = 1024
-    epochs: float = 1.0
-    steps: int | None = None
     learning_rate: float | None = None
     optimizer: Optimizer = "adamw"
     schedule: Schedule | None = None
@@ -188,9 +163,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """
     options = train_loop.parse(Options, arguments)
     # A shell does not expand the ~ in `--model=~/llama`.
-    paths = {
-        name: getattr(options, name) for name in ("model", "data", "validation_data", "export")
-    }
+    paths = {name: getattr(options, name) for name in ("model", "validation_data", "export")}
     expanded = {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     return dataclasses.replace(options, **expanded)
 
@@ -235,6 +208,7 @@ def check(options: Options) -> None:
         options.zero,
     )
     check_selection(options)
+    check_corpus(options)
     if options.zero.frozen_dtype is not None and not options.lora_rank:
         raise ValueError(
             f"--frozen-dtype {options.zero.frozen_dtype} needs a frozen base: give --lora-rank, too"
@@ -346,8 +320,8 @@ class Inputs:
     """
 
     tokenizer: Any
-    rows: Rows
-    held_out: Rows | None
+    rows: Rows | Mixture | Stream
+    held_out: Rows | Mixture | None
     prompts: list[list[int]]
 
 
@@ -364,33 +338,8 @@ def prepare(options: Options) -> Inputs:
         raise ValueError(f"--model {error}") from error
     arguments = template_options(options)
 
-    def read(path: str, split: str | None, validation: str = "") -> Examples:
-        try:
-            return tokenize(
-                path,
-                tokenizer,
-                split=split,
-                form=options.form,
-                each_answer=options.each_answer,
-                template_options=arguments,
-            )
-        except ValueError as error:
-            words = str(error).replace("split=", f"--{validation}split ")
-            words = words.replace("set tokenizer.chat_template to one", "give a --chat-template")
-            words = words.replace("or set tokenizer.chat_template", "or give a --chat-template")
-            raise ValueError(f"--{validation}data: {words}") from error
-
-    train, held_out = read(options.data, options.split), None
-    if options.validation_data is not None or options.validation_split is not None:
-        held_out = read(
-            options.validation_data or options.data, options.validation_split, "validation-"
-        )
-    elif options.held_out:
-        try:
-            train, held_out = train.hold_out(options.held_out)
-        except ValueError as error:
-            raise ValueError(f"--held-out {options.held_out}: {error}") from error
-    both = [train] if held_out is None else [train, held_out]
+    corpus = read_corpus(options, tokenizer, arguments)
+    both = corpus.examples
     vocab = config_of(options.model).vocab
     prompts = [encode_prompt(tokenizer, text, arguments) for text in options.prompt] or [
         first_prompt(both[-1])
@@ -406,17 +355,15 @@ def prepare(options: Options) -> Inputs:
             f"--model {options.model}: its tokenizer returned token {largest}, but the model "
             f"has {vocab} tokens, numbered from 0"
         )
-    rows = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
-    return Inputs(tokenizer, rows[0], rows[1] if len(rows) > 1 else None, prompts)
+    return Inputs(tokenizer, corpus.rows, corpus.held_out, prompts)
 
 
-def num_steps(options: Options, rows: Rows) -> int:
+def num_steps(options: Options, rows: Rows | Mixture | Stream) -> int:
     """Return the number of steps in the run."""
-    return (
-        options.steps
-        if options.steps is not None
-        else math.ceil(options.epochs * len(rows) / options.batch_size)
-    )
+    if options.steps is not None:
+        return options.steps
+    assert not isinstance(rows, Stream)  # `check_corpus`
+    return math.ceil(options.epochs * len(rows) / options.batch_size)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -488,7 +435,7 @@ def model_flops_per_token(options: Options) -> float:
 
 ROWS = (
     "the rows of --data (which --split, --form, --each-answer, --chat-template, "
-    "--template-options, --held-out, --too-long and --seq also change):"
+    "--template-options, --held-out, --too-long, --seq and --stream also change):"
 )
 
 
@@ -530,7 +477,7 @@ def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
     Raises:
       ValueError: the rows changed, or are too few for a batch.
     """
-    if len(inputs.rows) < options.batch_size:
+    if not isinstance(inputs.rows, Stream) and len(inputs.rows) < options.batch_size:
         raise ValueError(
             f"--batch-size {options.batch_size}: there are only {len(inputs.rows)} rows of "
             f"--seq {options.seq}"
@@ -618,9 +565,10 @@ def run(
     with report:
         for line in [*([] if plan is None else [str(plan)]), *notes]:
             report.print(line)
-        report.print(f"train: {described(inputs.rows)}")
+        for line in describe_rows(inputs.rows):
+            report.print(f"train: {line}")
         if inputs.held_out is not None:
-            report.print(f"held out: {described(inputs.held_out)}")
+            report.print(f"held out: {describe_rows(inputs.held_out)[0]}")
         lora = build_lora(options)
         trained = (
             "all of them trained"
@@ -630,7 +578,7 @@ def run(
         report.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
         print_sizes(program, memory, report)
         with train_loop.errors_without_traceback("finetune.py", Options):
-            state = first_state(ckpt, program, make, data, Batches.go_to)
+            state = first_state(ckpt, program, make, data, go_to)
             if record is not None:  # only now, so a run that cannot resume changes nothing
                 record.keep()
         report.begin(int(state.step) + 1)
@@ -657,7 +605,7 @@ def run(
             if options.sample_tokens:
                 if ckpt is not None and best not in (None, int(state.step)):
                     del state  # its memory holds the restored state
-                    state = restore(ckpt, program, data, Batches.go_to, best)
+                    state = restore(ckpt, program, data, go_to, best)
                 sample(options, program, evaluated(options, program, state), inputs, report)
     return is_over
 
@@ -669,19 +617,9 @@ def evaluated(options: Options, program: zj.Program, state: zj.TrainState) -> zj
     return dataclasses.replace(state, params=program.ema_params(state))
 
 
-def described(rows: Rows) -> str:
-    """Return a summary of the rows in words."""
-    c = rows.counts
-    text = (
-        f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, "
-        f"{100 * c.positions / (c.rows * rows.seq):.0f} % full"
-    )
-    text += f"; {c.counted:,} tokens count in the loss"
-    return (
-        text
-        + f"; {c.truncated:,} cut" * bool(c.truncated)
-        + f"; {c.dropped:,} left out" * bool(c.dropped)
-    )
+def go_to(data: Batches | StreamedBatches, step: int) -> None:
+    """Continue with the batch of a step."""
+    data.go_to(step)
 
 
 def sample(

@@ -196,6 +196,30 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
     )
 
 
+@pytest.mark.exhaustive  # by default the positions of streams are compared without a run
+def test_a_stopped_run_over_streams_goes_on_bit_for_bit(tmp_path, monkeypatch, inputs, here):
+    data = [f"{inputs[3]}:3", f"{inputs[3]}:1", "--stream", "30", "--held-out", "0"]
+    for folder in ("uncut", "stopped"):
+        arguments = [*inputs[:3], *data, *options_of(tmp_path / folder), *ADAPTERS]
+        arguments += saving(tmp_path / folder)
+        if folder == "stopped":
+            step = zj.Run.step
+
+            def stopping(self: zj.Run, number: int, metrics: Any, step: Any = step) -> None:
+                step(self, number, metrics)
+                if number == STOPPED:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            monkeypatch.setattr(zj.Run, "step", stopping)
+            assert here(*arguments)[1]
+            monkeypatch.undo()
+            arguments += ["--resume", "True"]
+        printed, is_over = here(*arguments)
+        assert not is_over
+        assert "train: rows of 128, read in windows of 30 records" in printed
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "uncut")
+
+
 SLOWLY = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT / "examples")!r})

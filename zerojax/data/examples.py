@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax.data.chat import RENDER_SECONDS, checked_options
 from zerojax.data.cpu_limit import CpuLimit
-from zerojax.data.encoding import Encoded, Encoder, Form
+from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
 from zerojax.progress import working
 from zerojax.user_values import whole_number
@@ -137,14 +137,14 @@ def tokenize(
     """
     records = source(path, split)
     options = checked_options(template_options)
-    builder = _Builder()
+    builder = ExampleBuilder()
     with working("tokenize", records.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
         encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
         for number, record in records.records():
             encoder.notices.number = number
             try:
                 for example in encoder.encode(record):
-                    builder.add(example, number)
+                    builder.add(example.tokens, example.counted, number)
             except Exception as error:  # templates raise errors of their own
                 raise ValueError(f"{records.place(number)}: {error}") from error
             advance(1)
@@ -160,7 +160,7 @@ def tokenize(
     return examples
 
 
-class _Builder:
+class ExampleBuilder:
     """Collects examples in contiguous buffers, without a Python object for each."""
 
     def __init__(self) -> None:
@@ -170,10 +170,10 @@ class _Builder:
         self._starts = array.array("q", [0])
         self._numbers = array.array("q")
 
-    def add(self, example: Encoded, number: int) -> None:
-        """Append an example of record `number`."""
-        self._tokens.frombytes(example.tokens.tobytes())
-        self._counted += example.counted.tobytes()
+    def add(self, tokens: np.ndarray, counted: np.ndarray, number: int) -> None:
+        """Append an example of record `number`: tokens i32[n], and which of them count, bool[n]."""
+        self._tokens.frombytes(tokens.tobytes())
+        self._counted += counted.tobytes()
         self._starts.append(len(self._tokens))
         self._numbers.append(number)
 
