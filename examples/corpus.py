@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from train_loop import LoopOptions
 
-from zerojax.data import Examples, Form, Mixture, Rows, Stream, mix, pack, stream, tokenize
+from zerojax.data import Examples, Mixture, Rows, Stream, mix, pack, stream, tokenize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class DataOptions(LoopOptions):
     validation_data: str | None = None
     validation_split: str | None = None
     held_out: int = 20
-    form: Form | None = None
+    form: Literal["messages", "prompt", "text", "sharegpt", "alpaca"] | None = None
     each_answer: bool = False
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     seq: int = 1024

@@ -1,6 +1,6 @@
 """Optimizers and schedules by name: their rates, and programs that take them."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,8 @@ def test_all_names_decay_weights_at_the_same_rate_and_move_adapters_from_zero():
 
 
 def test_schedule_free_is_that_of_optax():
-    ours = zj.schedule_free_adamw(0.1, weight_decay=0.1)
-    theirs = optax.contrib.schedule_free_adamw(0.1, weight_decay=0.1)
+    ours: Any = zj.schedule_free_adamw(0.1, weight_decay=0.1)
+    theirs: Any = optax.contrib.schedule_free_adamw(0.1, weight_decay=0.1)
     params = other = {"w": jnp.linspace(-1, 1, 8)}
     state, other_state = ours.init(params), theirs.init(other)
     for k in range(10):

@@ -9,7 +9,6 @@ from zerojax.data.corpora.mixing import Mixture as Mixture
 from zerojax.data.corpora.mixing import mix as mix
 from zerojax.data.corpora.streaming import Stream as Stream
 from zerojax.data.corpora.streaming import stream as stream
-from zerojax.data.encoding import Form as Form
 from zerojax.data.examples import Examples as Examples
 from zerojax.data.examples import tokenize as tokenize
 from zerojax.data.packing import Rows as Rows

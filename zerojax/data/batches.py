@@ -116,7 +116,18 @@ class StreamedBatches:
     """
 
     def __init__(self, rows: Stream, batch_size: int, seed: int, part: int, num_parts: int) -> None:
-        """Start at step 0; the arguments are the same as for `Batches`."""
+        """Start at step 0.
+
+        Args:
+          rows: rows of a stream, as `zerojax.data.stream` returns them.
+          batch_size: number of rows per batch, over all processes together.
+          seed: seed of the shuffled order.
+          part: index of the part of each batch that this process reads.
+          num_parts: number of parts that each batch is divided into.
+
+        Raises:
+          ValueError: `batch_size` is not divisible by `num_parts`.
+        """
         local = _part_size(batch_size, part, num_parts)
         self._identity = f"{rows.identity()}, batch_size {batch_size}, seed {seed}"
         self._rows = StreamedRows(rows, seed)
@@ -183,21 +194,20 @@ class _Weighted:
         """Return the number of rows, which has no end."""
         return sys.maxsize
 
-    def __getitem__(self, k: int) -> Batch:
-        """Return row k."""
-        file, index = self._pattern[k]
-        return self._orders[file][index]
+    def __getitem__(self, index: int) -> Batch:
+        """Return a row."""
+        file, row = self._pattern[index]
+        return self._orders[file][row]
 
 
 def _endless(rows: Rows | Mixture, seed: int) -> Any:
     """Return the endless sequence of rows, as a dataset of grain."""
     import grain
 
-    pattern = rows.pattern if isinstance(rows, Mixture) else None
-    if pattern is None:
+    if not isinstance(rows, Mixture) or rows.pattern is None:
         return grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
     orders = [grain.MapDataset.source(file).seed(seed).shuffle().repeat() for file in rows.files]
-    return grain.MapDataset.source(_Weighted(orders, pattern))
+    return grain.MapDataset.source(_Weighted(orders, rows.pattern))
 
 
 def batches(

@@ -124,11 +124,11 @@ class _ScheduleFreeState(NamedTuple):
     """State of `schedule_free_adamw` besides Adam's second moment and the average.
 
     Attributes:
-      count: i32[], number of updates so far.
+      step: i32[], number of updates so far.
       weight_sum: f32[], sum of the squared learning rates so far.
     """
 
-    count: jax.Array
+    step: jax.Array
     weight_sum: jax.Array
 
 
@@ -172,31 +172,31 @@ def schedule_free_adamw(
         average = EmaState(jax.tree.map(jnp.copy, params), None)
         return adam.init(params), state, average
 
-    def update(grads: Any, state: Any, params: Params = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Params = None, **extra: Any) -> tuple[Any, Any]:
         del extra
         if params is None:
             raise ValueError(
                 "schedule_free_adamw was called without params: call tx.update(grads, state, "
                 "params)"
             )
-        adam_state, (count, weight_sum), average = state
-        directions, adam_state = adam.update(grads, adam_state, params)
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        adam_state, (step, weight_sum), average = state
+        directions, adam_state = adam.update(updates, adam_state, params)
+        rate = learning_rate(step) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
         weight_sum = weight_sum + rate**2
         share = jnp.where(weight_sum > 0, rate**2 / weight_sum, 0.0)  # c: 1 in the first step
-        step = 1 - b1 + b1 * share  # a
+        factor = 1 - b1 + b1 * share  # a
         pull = b1 * share / (1 - b1)
         updates = jax.tree.map(
-            lambda u, y, x: pull * (y - x) - step * rate * u,
+            lambda u, y, x: pull * (y - x) - factor * rate * u,
             directions,
             params,
             average.ema_params,
         )
         after = optax.apply_updates(params, updates)
-        x = jax.tree.map(lambda x, y: x + (share / step) * (y - x), average.ema_params, after)
-        count = optax.safe_increment(count)
-        return updates, (adam_state, _ScheduleFreeState(count, weight_sum), EmaState(x, None))
+        x = jax.tree.map(lambda x, y: x + (share / factor) * (y - x), average.ema_params, after)
+        counted = _ScheduleFreeState(step + 1, weight_sum)
+        return updates, (adam_state, counted, EmaState(x, None))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -13,7 +13,7 @@ still goes on. Everything follows from k, so a position is still the number of t
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -120,7 +120,7 @@ class Mixture:
         """Return the number of rows in all files."""
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return row `index`, counted through the files one after the other."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}: rows are counted from 0")

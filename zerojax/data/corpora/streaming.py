@@ -149,7 +149,12 @@ class Stream:
     """
 
     def __init__(self, files: Sequence[StreamedFile], pattern: Pattern | None) -> None:
-        """Take the files of `stream`."""
+        """Take files, as `stream` opens them.
+
+        Args:
+          files: the files.
+          pattern: pattern in which batches draw from them; None for a single one.
+        """
         self.files = tuple(files)
         self.pattern = pattern
 
