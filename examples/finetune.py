@@ -200,13 +200,7 @@ def check(options: Options) -> None:
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate}: a positive number is needed")
-    check_optimizer(
-        options.optimizer,
-        options.schedule,
-        options.warmup_steps,
-        options.final_rate,
-        options.zero,
-    )
+    check_optimizer_options(options, options.zero)
     check_selection(options)
     check_corpus(options)
     if options.zero.frozen_dtype is not None and not options.lora_rank:
@@ -266,6 +260,17 @@ def check(options: Options) -> None:
             files_beside(options.model)
         except (ValueError, zj.CheckpointError) as error:
             raise ValueError(f"--export {options.export}: {error}") from error
+
+
+def check_optimizer_options(options: Options, zero: zj.ZeroConfig) -> None:
+    """Check the options of the optimizer with a config.
+
+    Raises:
+      ValueError: an option is out of range, or contradicts another.
+    """
+    check_optimizer(
+        options.optimizer, options.schedule, options.warmup_steps, options.final_rate, zero
+    )
 
 
 def check_selection(options: Options) -> None:
@@ -390,7 +395,9 @@ def build(
         options.final_rate,
     )
     tx = build_optimizer(options.optimizer, rate, options.weight_decay)
-    return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+    program, plan = build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+    check_optimizer_options(options, program.config)  # which may be planned
+    return program, plan
 
 
 def peak_rate(options: Options) -> float:

@@ -354,7 +354,7 @@ def test_files_with_weights_and_streams_are_read(tmp_path, inputs):
     chats = tmp_path / "more.jsonl"
     write(chats, [conversation(f"{i}?", "Yes.") for i in range(60)])
     common = [*inputs[:3], inputs[3], str(chats), "--seq", "128", "--batch-size", "4"]
-    found = finetune.prepare(finetune.parse(common))
+    found: Any = finetune.prepare(finetune.parse(common))
     assert found.rows.counts.examples == 190 + 57
     assert found.held_out.counts.examples == 10 + 3
     weighted = [*common[:3], f"{inputs[3]}:3", f"{chats}:1", *common[5:]]
@@ -384,7 +384,7 @@ def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_
         "--prompt",
         "Why?",
     ]
-    found = finetune.prepare(
+    found: Any = finetune.prepare(
         finetune.parse([*inputs, *given, "--template-options", '{"enable_thinking": false}'])
     )
     first = found.tokenizer.decode(found.rows.examples.tokens[: found.rows.examples.starts[1]])
@@ -455,7 +455,7 @@ def test_code_of_a_model_is_not_asked_for(tmp_path, inputs, monkeypatch):
 
 
 def test_nothing_is_held_out_where_that_is_asked_for(inputs):
-    found = finetune.prepare(finetune.parse([*inputs, "--held-out", "0", "--seq", "128"]))
+    found: Any = finetune.prepare(finetune.parse([*inputs, "--held-out", "0", "--seq", "128"]))
     assert found.held_out is None
     assert found.rows.counts.examples == 200
     assert found.prompts[0][0] == found.rows.examples.tokens[0]

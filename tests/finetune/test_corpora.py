@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,6 +154,8 @@ def test_a_stream_that_changed_before_its_position_is_refused_and_repaired_after
 def test_streams_are_drawn_by_weight_and_resume(tmp_path):
     paths = [texts(tmp_path / f"{c}.jsonl", n, c) for c, n in (("a", 60), ("b", 20))]
     read = streamed(paths, 5, weights=[4, 1], seq=12)
+    state: Any = None
+    batch: Any = None
     for _ in range(9):
         state = read.get_state()
         batch = next(read)
@@ -172,6 +175,8 @@ def test_a_folder_is_streamed_like_its_lines(tmp_path):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     datasets.Dataset.from_list(records).save_to_disk(tmp_path / "folder")
     read, folder = streamed(path), streamed(tmp_path / "folder")
+    state: Any = None
+    expected: Any = None
     for _ in range(12):
         state = folder.get_state()
         expected = next(read)["tokens"]
