@@ -77,7 +77,14 @@ from zerojax.data import (
     prompt_tokens,
     read_template,
 )
-from zerojax.hf import config_of, files_beside, fingerprint, model_of
+from zerojax.hf import (
+    check_gguf,
+    config_of,
+    export_gguf,
+    files_beside,
+    fingerprint,
+    model_of,
+)
 from zerojax.hf import end_tokens as read_end_tokens
 from zerojax.planner import flops_per_token
 from zerojax.reporting import bars
@@ -121,6 +128,7 @@ class Options(DataOptions):
       export: folder to write at the end from the last checkpoint: weights for transformers, or
         adapters for PEFT.
       merge_lora: export the base with the adapters merged into it.
+      export_gguf: GGUF file to write at the end from the exported weights, for llama.cpp.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
@@ -148,11 +156,16 @@ class Options(DataOptions):
     sample_tokens: int = 32
     export: str | None = None
     merge_lora: bool = False
+    export_gguf: str | None = None
     # Options of all scripts, with other defaults:
     batch_size: int = 8
     weight_decay: float = 0.0
     eval_batches: int = 16
     runs: ClassVar[str] = "runs/finetune"
+
+
+PATHS = ("model", "validation_data", "export", "export_gguf")
+"""Options that are paths."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
@@ -163,7 +176,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """
     options = train_loop.parse(Options, arguments)
     # A shell does not expand the ~ in `--model=~/llama`.
-    paths = {name: getattr(options, name) for name in ("model", "validation_data", "export")}
+    paths = {name: getattr(options, name) for name in PATHS}
     expanded = {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     return dataclasses.replace(options, **expanded)
 
@@ -255,6 +268,7 @@ def check(options: Options) -> None:
         read_end_tokens(options.model)
     except ValueError as error:
         raise ValueError(f"--model {options.model}: {error}") from error
+    check_gguf_option(options)
     if options.export is not None and (not options.lora_rank or options.merge_lora):
         try:
             files_beside(options.model)
@@ -271,6 +285,29 @@ def check_optimizer_options(options: Options, zero: zj.ZeroConfig) -> None:
     check_optimizer(
         options.optimizer, options.schedule, options.warmup_steps, options.final_rate, zero
     )
+
+
+def check_gguf_option(options: Options) -> None:
+    """Check that a GGUF file can be written at the end.
+
+    Raises:
+      ValueError: it cannot, or nothing is exported that it could be written from.
+      ModuleNotFoundError: gguf is not installed.
+    """
+    path = options.export_gguf
+    if path is None:
+        return
+    if options.export is None or (options.lora_rank and not options.merge_lora):
+        raise ValueError(
+            "--export-gguf converts exported weights: give --export, and with adapters "
+            "--merge-lora True"
+        )
+    if os.path.lexists(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ValueError(f"--export-gguf {path}: a new file in an existing folder is needed")
+    try:
+        check_gguf(options.model)
+    except ValueError as error:
+        raise ValueError(f"--export-gguf: {error}") from error
 
 
 def check_selection(options: Options) -> None:
@@ -702,6 +739,9 @@ def export(options: Options, report: zj.Run, step: int | None = None) -> None:
                 )
             if options.chat_template is not None:
                 write_template(options.chat_template, options.export)
+            if options.export_gguf is not None:
+                export_gguf(options.export, options.export_gguf)
+                report.print(f"{options.export_gguf} holds the weights, for llama.cpp")
         except (OSError, ValueError, zj.CheckpointError) as error:
             message = str(error).replace("as `like`", "as --model")
             raise ValueError(

@@ -291,6 +291,7 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
             "give weights, as in a:1",
         ),
         (["--patience", "0"], "--patience 0"),
+        (["--export-gguf", "out.gguf"], "give --export, and with adapters --merge-lora True"),
         (["--keep-best", "True"], "give --checkpoint-dir"),
         (["--patience", "1", "--held-out", "0"], "give --validation-data"),
         (["--optimizer", "schedule_free", "--schedule", "linear"], "use --schedule constant"),
