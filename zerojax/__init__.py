@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zerojax.models import from_flax as from_flax
     from zerojax.models import with_specs as with_specs
     from zerojax.optim import Ema as Ema
+    from zerojax.optim import schedule_free_adamw as schedule_free_adamw
     from zerojax.planner import Machine as Machine
     from zerojax.planner import Plan as Plan
     from zerojax.planner import PlanError as PlanError
@@ -114,6 +115,7 @@ _HOME = {
     "perplexity": "zerojax.inference",
     "plan": "zerojax.planner",
     "probe": "zerojax.planner",
+    "schedule_free_adamw": "zerojax.optim",
     "with_specs": "zerojax.models",
 }
 """The module of each public name.
@@ -174,6 +176,7 @@ __all__ = [
     "perplexity",
     "plan",
     "probe",
+    "schedule_free_adamw",
     "with_specs",
 ]
 

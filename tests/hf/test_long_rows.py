@@ -99,5 +99,7 @@ def test_tokens_that_do_not_divide_are_refused(tmp_path):
     write("llama", tmp_path)
     program = program_of(model_of(tmp_path, seq_tiles=5), "device", tmp_path)
     state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"12 tokens do not divide by num_tiles=5: .* to 15 tokens"):
+    with pytest.raises(
+        ValueError, match=r"12 tokens do not divide by num_tiles=5: .* to 15 tokens"
+    ):
         program.step(state, batch_of())

@@ -1,9 +1,14 @@
 """Data for fine-tuning: conversations, prompts or texts, tokenized, packed and batched."""
 
 from zerojax.data.batches import Batches as Batches
+from zerojax.data.batches import StreamedBatches as StreamedBatches
 from zerojax.data.batches import batches as batches
 from zerojax.data.batches import batches_once as batches_once
 from zerojax.data.chat import prompt_tokens as prompt_tokens
+from zerojax.data.corpora.mixing import Mixture as Mixture
+from zerojax.data.corpora.mixing import mix as mix
+from zerojax.data.corpora.streaming import Stream as Stream
+from zerojax.data.corpora.streaming import stream as stream
 from zerojax.data.examples import Examples as Examples
 from zerojax.data.examples import tokenize as tokenize
 from zerojax.data.packing import Rows as Rows

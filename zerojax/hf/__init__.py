@@ -11,6 +11,8 @@ from zerojax.hf.decoder import Options as Options
 from zerojax.hf.decoder import Projection as Projection
 from zerojax.hf.exporting import export_hf as export_hf
 from zerojax.hf.exporting import export_peft as export_peft
+from zerojax.hf.gguf_files.export import check_gguf as check_gguf
+from zerojax.hf.gguf_files.export import export_gguf as export_gguf
 from zerojax.hf.importing import import_hf as import_hf
 from zerojax.hf.model import config_of as config_of
 from zerojax.hf.model import model_of as model_of

@@ -68,6 +68,7 @@ def export_hf(
     dtype: Any = None,
     shard_bytes: float = 5e9,
     merge_lora: bool = False,
+    ema: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
     """Write a checkpoint's weights as a folder for `AutoModelForCausalLM.from_pretrained`.
@@ -90,6 +91,8 @@ def export_hf(
       shard_bytes: maximum bytes per file, exceeded only by a single larger tensor.
       merge_lora: whether to add adapters to the weights that they adapt. A checkpoint with adapters
         needs this, or `export_peft`.
+      ema: whether to write the averages of `zerojax.Ema` or of `zerojax.schedule_free_adamw` in
+        place of the trained weights.
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
@@ -110,7 +113,7 @@ def export_hf(
     extra_files = files_beside(like)
     end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = map_leaves(saved)
+        leaves = map_leaves(saved, ema)
         lora = _lora_to_merge(saved, leaves, merge_lora)
         divided = _divided(saved, base, leaves, like, families)
         sources = _sources(saved, base, divided, leaves, like, families)
@@ -362,6 +365,7 @@ def export_peft(
     *,
     like: str | os.PathLike[str],
     dtype: Any = None,
+    ema: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
     """Write the adapters of a checkpoint as a folder for `peft.PeftModel.from_pretrained`.
@@ -376,6 +380,8 @@ def export_peft(
       out: path of the folder to write; it must not exist.
       like: path of the base's folder, which determines the adapters' names.
       dtype: dtype of the adapters; None: float32.
+      ema: whether to write the averages of `zerojax.Ema` or of `zerojax.schedule_free_adamw` in
+        place of the adapters.
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
@@ -391,7 +397,7 @@ def export_peft(
     like = os.path.expanduser(os.fspath(like))
     table = map_names(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = map_leaves(saved)
+        leaves = map_leaves(saved, ema)
         adapters = _only_adapters(saved, leaves)
         lora = read_lora(saved)
         matrices = _peft_matrices(saved, adapters, table)

@@ -30,7 +30,15 @@ from zerojax.checkpoint import (
 )
 from zerojax.hf.importing import ADAPTER, count_experts, count_layers
 from zerojax.hf.mixtures.stacks import stack_of
-from zerojax.weights import DTYPES, DividedFile, Place, Tensor, read_part, split_path
+from zerojax.weights import (
+    DTYPES,
+    DividedFile,
+    Place,
+    Tensor,
+    find_average,
+    read_part,
+    split_path,
+)
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
 """Pattern of an array's name after the weight's name and `ENCODED`."""
@@ -58,16 +66,25 @@ class Source:
     layout: storage.Layout | None = None
 
 
-def map_leaves(saved: SavedState) -> dict[str, tuple[str, bool]]:
+def map_leaves(saved: SavedState, ema: bool = False) -> dict[str, tuple[str, bool]]:
     """Return a checkpoint's weights by the names used in files.
 
     The values are the name in the checkpoint, and whether the weight is quantized.
+
+    Args:
+      saved: checkpoint.
+      ema: whether to name the averages of the trained weights in place of the weights.
+
+    Raises:
+      CheckpointError: a trained weight does not have exactly one average.
     """
+    frozen = saved.frozen
     leaves: dict[str, tuple[str, bool]] = {}
     for name in saved.leaves:
         if name.startswith("weights"):
             leaf, mark, _ = name.partition(ENCODED)
-            leaves[".".join(split_path(leaf))] = (leaf, bool(mark))
+            source = find_average(name, saved) if ema and name not in frozen else leaf
+            leaves[".".join(split_path(leaf))] = (source, bool(mark))
     return leaves
 
 

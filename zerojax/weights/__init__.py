@@ -9,6 +9,7 @@ from zerojax.weights.importing import open_weights as open_weights
 from zerojax.weights.names import DTYPES as DTYPES
 from zerojax.weights.names import Tensor as Tensor
 from zerojax.weights.names import WeightFile as WeightFile
+from zerojax.weights.names import find_average as find_average
 from zerojax.weights.names import split_path as split_path
 from zerojax.weights.orbax import export_orbax as export_orbax
 from zerojax.weights.renamed import LAYER as LAYER
