@@ -21,9 +21,10 @@ from zerojax.hf.mixtures.latent_config import IGNORED as IGNORED_WITH_LATENT
 from zerojax.hf.mixtures.latent_config import READS as LATENT_READS
 from zerojax.hf.mixtures.latent_config import LatentConfig, parse_latent, scale_scores
 from zerojax.hf.mixtures.stacks import Run, list_runs, name_by_stack
+from zerojax.hf.quantized.folder import QUANTIZATION, is_decoded, open_decoded, quant_method
 from zerojax.hf.rope import Rope, no_rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, number, read_kinds, read_object, values
-from zerojax.weights import LAYER, REST, read_places
+from zerojax.weights import LAYER, REST, WeightFile, read_places
 
 CONFIG = "config.json"
 _MOST_BYTES = 64 * 2**20
@@ -378,6 +379,19 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return raw
 
 
+def open_folder(folder: str | os.PathLike[str]) -> WeightFile:
+    """Open a folder's weights, decoded if they are quantized.
+
+    Args:
+      folder: path of a folder that holds `config.json`.
+
+    Raises:
+      ValueError: `config.json` cannot be read.
+      CheckpointError: the folder holds no weights.
+    """
+    return open_decoded(folder, read_config(folder))
+
+
 def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
     """Return the family of a config by its `model_type`.
 
@@ -426,17 +440,13 @@ def _check_formats(raw: Mapping[str, Any], where: str, *, is_mixture: bool = Fal
             f"{where}: model_type {raw['model_type']!r} has {experts[0]}={value}: mixtures of "
             "experts are not supported"
         )
-    for key in ("quantization_config", "quantization"):
-        quantization = raw.get(key)
-        if quantization:
-            method = quantization
-            if isinstance(quantization, Mapping):
-                method = quantization.get("quant_method", "unknown")
-            raise ValueError(
-                f"{where}: its weights are quantized ({reprlib.repr(method)} in {key}): use the "
-                "original checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or "
-                "'int8') for a small frozen base"
-            )
+    method = quant_method(raw)
+    if method is not None and not is_decoded(raw):
+        raise ValueError(
+            f"{where}: its weights are quantized ({method!r} in {QUANTIZATION}): use the original "
+            "checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small "
+            "frozen base. Only weights that bitsandbytes quantized are decoded"
+        )
 
 
 def _inner_family(
@@ -534,6 +544,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         for key, value in text_config(raw, family).items()
         if key in family.needs or not (key.startswith(family.ignores) or key in repeated)
     }
+    if is_decoded(raw):
+        del raw[QUANTIZATION]
     for key, needed in family.needs.items():
         if not is_same(raw.get(key), needed):
             raise ValueError(
