@@ -2,6 +2,7 @@
 
     quant_method       weights
     "bitsandbytes"     decoded as they are read (`zerojax.hf.quantized.bitsandbytes`)
+    "mxfp4"            decoded as they are read (`zerojax.hf.quantized.mxfp4`)
     any other one      refused by name
 
 Decoded weights are weights in 16 or 32 bits like any others: an export writes them so, without
@@ -14,11 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.hf.quantized.bitsandbytes import BitsAndBytesFile
+from zerojax.hf.quantized.mxfp4 import Mxfp4File
 from zerojax.weights import DTYPES, WeightFile, open_weights
 
 QUANTIZATION = "quantization_config"
 """Key of `config.json` that describes quantized weights."""
 _BITSANDBYTES = "bitsandbytes"
+_MXFP4 = "mxfp4"
 
 
 def quant_method(raw: Mapping[str, Any]) -> str | None:
@@ -48,7 +51,7 @@ def is_decoded(raw: Mapping[str, Any]) -> bool:
     Args:
       raw: object in `config.json`.
     """
-    return quant_method(raw) == _BITSANDBYTES
+    return quant_method(raw) in (_BITSANDBYTES, _MXFP4)
 
 
 def open_decoded(folder: str | os.PathLike[str], raw: Mapping[str, Any]) -> WeightFile:
@@ -64,5 +67,7 @@ def open_decoded(folder: str | os.PathLike[str], raw: Mapping[str, Any]) -> Weig
     file = open_weights(folder)
     if not is_decoded(raw):
         return file
+    if quant_method(raw) == _MXFP4:
+        return Mxfp4File(file)
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     return BitsAndBytesFile(file, dtype if dtype in DTYPES else "float16")
