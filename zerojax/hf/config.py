@@ -16,6 +16,8 @@ from typing import Any
 
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, NUMBERS_OF_EXPERTS, check_keys, is_same
+from zerojax.hf.mixtures.chunked_config import READS as CHUNKED_READS
+from zerojax.hf.mixtures.chunked_config import ChunkedConfig, parse_chunked
 from zerojax.hf.mixtures.config import Mixture, MixtureConfig, parse_mixture
 from zerojax.hf.mixtures.latent_config import IGNORED as IGNORED_WITH_LATENT
 from zerojax.hf.mixtures.latent_config import READS as LATENT_READS
@@ -91,6 +93,7 @@ class DecoderConfig:
         attention to images of mllama. `layers` counts the other ones.
       mixture: experts in place of the MLP, or None.
       latent: sizes of latent attention, or None. `head_dim` is then the width of queries and keys.
+      chunked: options of attention in chunks (Llama 4), or None.
       sinks: whether the softmax of each head has one more score, whose value is 0 (gpt-oss).
     """
 
@@ -132,6 +135,7 @@ class DecoderConfig:
     skipped: tuple[int, ...] = ()
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    chunked: ChunkedConfig | None = None
     sinks: bool = False
 
     @property
@@ -219,6 +223,7 @@ class DecoderConfig:
             "ropes": ropes,
             **{name: _rounded(getattr(self, name)) for name in factors},
             "query_growth": self.query_growth,
+            "chunked": None if self.chunked is None else dataclasses.asdict(self.chunked),
             "mixture": None if self.mixture is None else self.mixture.computes(),
         }
 
@@ -277,6 +282,7 @@ class Family:
       block: class of the layers, a subclass of `zerojax.hf.Block`; None: that class.
       mixture: how `config.json` describes experts, for a family with experts in place of the MLP.
       latent: whether attention is latent, and the family is a mixture.
+      chunked: whether attention is in chunks (Llama 4), and the family is a mixture.
     """
 
     names: Mapping[str, Any] | Callable[[DecoderConfig], Mapping[str, Any]]
@@ -314,6 +320,7 @@ class Family:
     block: Any = None
     mixture: Mixture | None = None
     latent: bool = False
+    chunked: bool = False
     sinks: bool = False
 
     def table(self, config: DecoderConfig) -> Mapping[str, Any]:
@@ -567,6 +574,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         reads |= family.mixture.reads
     if family.latent:
         reads |= set(LATENT_READS)
+    listed_kinds = raw.pop("layer_types", None) if family.chunked else None
+    if family.chunked:
+        reads |= set(CHUNKED_READS)
     compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
     check_keys(raw, reads | compared | family.needs.keys(), family.defaults, where)
     value = values(raw, family.defaults, reads)
@@ -602,6 +612,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         _check_kinds(raw["layer_types"], kinds)
     ropes, query_growth = _ropes(value, family, kinds, head_dim)
     is_rotated = _rotated_layers(value, family, kinds, window, listed)
+    chunked = parse_chunked(value, listed_kinds, is_rotated) if family.chunked else None
     width = len(ropes[0].frequencies)
     qkv_bias, output_bias, mlp_bias = _biases(value, family)
     scale = value["attention_multiplier"] or (value["query_pre_attn_scalar"] or head_dim) ** -0.5
@@ -652,6 +663,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         pad_token=_pad_token(value["pad_token_id"], value["vocab_size"]),
         mixture=mixture,
         latent=latent,
+        chunked=chunked,
         sinks=family.sinks,
     )
 

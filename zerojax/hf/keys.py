@@ -338,7 +338,6 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "gemma4": _GEMMA4,
         "gemma4_text": _GEMMA4,
         "llama4": _LLAMA4,
-        "llama4_text": _LLAMA4,
         "qwen2_5_vl": _MROPE,
         "qwen2_5_vl_text": _MROPE,
         "qwen2_vl": _MROPE,

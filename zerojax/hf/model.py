@@ -272,6 +272,8 @@ def build_per_layer(c: DecoderConfig) -> dict[str, np.ndarray]:
         arrays["long_frequencies"] = np.asarray(long, np.float32)[kinds]  # [L, D / 2]
         arrays["length"] = np.asarray([rope.length for rope in distinct], np.int32)[kinds]
         arrays["growth"] = np.asarray([rope.growth for rope in distinct], np.float32)[kinds]
+    if c.chunked is not None:
+        arrays["is_rotated"] = np.asarray(c.chunked.rotated)
     if len(set(c.windows)) > 1:
         arrays["window"] = np.asarray(c.windows, np.int32)
     return arrays

@@ -23,6 +23,7 @@ from zerojax.experts import DOWN_AXES, UP_AXES, Experts, count_choices, mix, sco
 from zerojax.hf.batches import Batch
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.decoder import ACTIVATIONS, MLP, Block, Cached, Embed, Options
+from zerojax.hf.mixtures.chunked import ChunkedAttention
 from zerojax.hf.mixtures.config import MixtureConfig
 from zerojax.hf.mixtures.latent import LatentAttention
 from zerojax.models import Loss
@@ -156,7 +157,9 @@ class MixtureBlock(Block):
     """One layer with experts: x -> x, or {"hidden": x, "usage": ..} -> the same."""
 
     def build_attention(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Return attention, latent or not."""
+        """Return attention: latent, in chunks, or neither."""
+        if c.chunked is not None:
+            return ChunkedAttention(c, o, rngs=rngs)
         if c.latent is not None:
             return LatentAttention(c, o, rngs=rngs)
         return super().build_attention(c, o, rngs=rngs)

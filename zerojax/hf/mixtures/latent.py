@@ -99,9 +99,8 @@ class LatentAttention(nnx.Module):
         q = checkpoint_name(q, "qkv").reshape(*x.shape[:2], -1, m.key_dim)
         together = checkpoint_name(self.kv_a_proj_with_mqa(x), "qkv")
         latent = self.kv_a_layernorm(together[..., : m.rank])
-        positions = context["positions"]
-        frequencies = find_frequencies(layer, positions)
-        rotation = positions, frequencies, layer["factor"], self.c.adjacent_pairs
+        frequencies = find_frequencies(layer, context)
+        rotation = context["positions"], frequencies, layer["factor"], self.c.adjacent_pairs
         rotated = rotate(together[:, :, None, m.rank :], *rotation)[:, :, 0]
         rotated_q = rotate(q[..., m.nope_dim :], *rotation)
         return jnp.concatenate([q[..., : m.nope_dim], rotated_q], -1), latent, rotated
