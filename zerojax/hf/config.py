@@ -445,7 +445,7 @@ def _check_formats(raw: Mapping[str, Any], where: str, *, is_mixture: bool = Fal
         value = reprlib.repr(raw[experts[0]])
         raise ValueError(
             f"{where}: model_type {raw['model_type']!r} has {experts[0]}={value}: mixtures of "
-            "experts are not supported"
+            "experts of this model_type are not supported"
         )
     method = quant_method(raw)
     if method is not None and not is_decoded(raw):

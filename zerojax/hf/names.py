@@ -774,6 +774,12 @@ FAMILIES: Mapping[str, Family] = {
         inside=_IN_MODELS_OF_IMAGES,
         others=_OTHERS,
     ),
+    "llama4": Family(
+        names={},
+        defaults={"model_type": "llama4_text"},
+        inside=_IN_MODELS_OF_IMAGES,
+        others=_OTHERS,
+    ),
     "mllama": Family(
         names={},
         defaults={"model_type": "mllama_text_model"},
