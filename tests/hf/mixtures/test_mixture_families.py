@@ -37,7 +37,7 @@ def load(folder):
     return model.eval()
 
 
-@pytest.mark.by_default("qwen3_moe-nvme")
+@pytest.mark.by_default("qwen3_moe-device")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits_steps_and_exports_are_those_of_transformers(tmp_path, case, place):
