@@ -265,6 +265,7 @@ class Family:
         (Granite 4).
       ropes_by_kind: whether layers with a window may be rotated differently (Gemma 3, OLMo 3).
       rope_aliases: other names of types of rotations.
+      rope: `rope_parameters` if the file has neither them nor `rope_scaling`.
       query_growth: whether queries grow with their position (Ministral 3).
       activations: activations that stand for other ones.
       eps: key of the norms' epsilon.
@@ -306,6 +307,7 @@ class Family:
     rotates: str = "all"
     ropes_by_kind: bool = False
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     query_growth: bool = False
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     eps: str = "rms_norm_eps"
@@ -816,7 +818,7 @@ def _ropes(
     ]
     if len(fields) == 2 and fields[0].value != fields[1].value:
         raise ValueError("rope_parameters and rope_scaling differ: remove one of them")
-    field = fields[0] if fields else Field({}, "rope_parameters")
+    field = fields[0] if fields else Field(dict(family.rope), "rope_parameters")
     kinds_of_layers: tuple[str, ...] = (SLIDING, FULL)
     by_kind: dict[str, Field] = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))

@@ -408,7 +408,7 @@ def _presence(
     missing = []
     for name in params:
         runs = [run for run in config.runs if name.startswith(run.prefix)]
-        numbers = range(runs[0].count) if runs else [None]
+        numbers = range(runs[0].num_layers) if runs else [None]
         for layer in numbers:
             if (name, layer) not in have:
                 pattern = patterns.get((name, layer), patterns.get((name, None), name))

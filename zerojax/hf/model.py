@@ -117,12 +117,12 @@ def model_of(
 
     def build(run: Run) -> LayeredModel:
         block = family.block or parts.blocks[run.has_experts]
-        layers = slice(run.first, run.first + run.count)
+        layers = slice(run.first, run.first + run.num_layers)
         return from_flax(
             embed=lambda rngs: parts.embed(config, rngs=rngs),
             block=lambda rngs: block(config, options, rngs=rngs),
             head=lambda rngs: Head(config, rngs=rngs),
-            num_layers=run.count,
+            num_layers=run.num_layers,
             loss=loss,
             predict=lambda head, embed, x, batch: head.logits(
                 embed, at_last(parts.hidden(x), batch)
@@ -157,6 +157,14 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
             f"targets={targets!r} of a Lora: {', '.join(sorted(adapted))} are projections of "
             "experts, which have no adapters: choose from q_proj, k_proj, v_proj and o_proj"
         )
+    if config.latent is not None:
+        known = {"o_proj"} | ({"q_proj"} if config.latent.query_rank is None else set())
+        unknown = [name for name in targets if name not in known]
+        if unknown:
+            raise ValueError(
+                f"targets={targets!r} of a Lora: {', '.join(unknown)}: latent attention has no "
+                f"such projection with an adapter: choose from {', '.join(sorted(known))}"
+            )
     if config.mixture is not None and options.mlp_tiles:
         raise ValueError(
             f"mlp_tiles={options.mlp_tiles}: experts are not stored in tiles: use mlp_tiles=0"

@@ -644,6 +644,14 @@ FAMILIES: Mapping[str, Family] = {
         },
         reads=("attention_bias", *_READS_WINDOWS),
         windows="pattern",
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         sinks=True,
         # as in the first released files, which repeat other keys by these names
         ignores=("initial_context_length", "experts_per_token"),

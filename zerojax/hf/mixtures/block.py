@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.experts import DOWN_AXES, UP_AXES, Experts, count_choices, mix, score_tokens
-from zerojax.hf.batches import Batch
 from zerojax.hf.config import DecoderConfig
-from zerojax.hf.decoder import ACTIVATIONS, MLP, Block, Cached, Embed, Options
+from zerojax.hf.decoder import ACTIVATIONS, MLP, Batch, Block, Cached, Embed, Options
 from zerojax.hf.mixtures.chunked import ChunkedAttention
 from zerojax.hf.mixtures.config import MixtureConfig
 from zerojax.hf.mixtures.latent import LatentAttention
@@ -149,7 +148,9 @@ class RoutedMLP(nnx.Module):
         if self.m.balance:
             counts = count_choices(mixed.chosen, self.m.experts)
             usage = jnp.stack([counts, jnp.sum(scores.probabilities, 1)], 1)
-            self.sow(nnx.Intermediate, USAGE, usage, reduce_fn=lambda _, new: new)
+            self.sow(
+                nnx.Intermediate, USAGE, usage, init_fn=lambda: usage, reduce_fn=lambda _, new: new
+            )
         return mixed.y if self.shared_experts is None else mixed.y + self.shared_experts(x)
 
 
@@ -170,10 +171,15 @@ class MixtureBlock(Block):
 
     def __call__(self, x: Any, context: Context, layer: Any) -> Any:
         """Return the output of the layer."""
-        if not self.c.mixture.balance:
+        if not self._has_balance:
             return super().__call__(x, context, layer)
         hidden = super().__call__(x[HIDDEN], context, layer)
         return {HIDDEN: hidden, USAGE: x[USAGE] + self._usage()}
+
+    @property
+    def _has_balance(self) -> bool:
+        assert self.c.mixture is not None
+        return self.c.mixture.balance > 0
 
     def _usage(self) -> Any:
         """Return the usage of this layer's experts in the last call."""
@@ -181,7 +187,7 @@ class MixtureBlock(Block):
 
     def cached(self, x: Any, cache: Cached, context: Context, layer: Any) -> tuple[Any, Cached]:
         """Return the layer's output for the next tokens of each row, and the updated cache."""
-        if not self.c.mixture.balance:
+        if not self._has_balance:
             return super().cached(x, cache, context, layer)
         hidden, cache = super().cached(x[HIDDEN], cache, context, layer)
         return {**x, HIDDEN: hidden}, cache

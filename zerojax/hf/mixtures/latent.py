@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.hf.attention import attend, attend_to_cache
+from zerojax.hf.attention import Implementation, attend, attend_to_cache
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.decoder import TENSOR, Cached, Norm, Options, Projection, check_heads
 from zerojax.hf.rope import find_frequencies, rotate
@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
         assert c.latent is not None
         self.c = c
         self.m = c.latent
-        self.implementation = o.attention
+        self.implementation: Implementation = o.attention
         q = c.heads * c.latent.key_dim
         kv = c.heads * (c.latent.nope_dim + c.latent.value_dim)
         rank = c.latent.rank
