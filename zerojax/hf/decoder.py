@@ -58,12 +58,14 @@ class Options:
       mlp_tiles: number of tiles in which the weights of an MLP are stored and used, one at a time;
         0: untiled.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      capacity_factor: cells of an expert, as in `zerojax.moe`; None: no token is dropped.
     """
 
     lora: Lora | None = None
     attention: Implementation = "auto"
     mlp_tiles: int = 0
     loss_tiles: int | None = None
+    capacity_factor: float | None = None
 
 
 class Norm(nnx.Module):

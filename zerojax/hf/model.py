@@ -48,6 +48,7 @@ from zerojax.models import (
     list_stacks,
     with_specs,
 )
+from zerojax.user_values import positive_number
 from zerojax.weights import open_weights
 
 DECODER = "decoder"
@@ -62,6 +63,7 @@ def model_of(
     attention: Implementation = "auto",
     mlp_tiles: int = 0,
     loss_tiles: int | None = None,
+    capacity_factor: float | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes.
@@ -87,6 +89,9 @@ def model_of(
         time (`zerojax.TiledMLP`), for matrices too large for a device; 0: untiled. Import and
         export support both.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      capacity_factor: for a mixture of experts, the cells of an expert per token that visits it, as
+        in `zerojax.moe`: tokens without a cell are dropped, and the metric `dropped_fraction` shows
+        how many. None: no token is dropped.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
         added.
 
@@ -99,7 +104,13 @@ def model_of(
         and unknown keys of `config.json` that may change what is computed are refused.
     """
     family, config = read_family(folder, families)
-    options = Options(lora=lora, attention=attention, mlp_tiles=mlp_tiles, loss_tiles=loss_tiles)
+    options = Options(
+        lora=lora,
+        attention=attention,
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
+        capacity_factor=capacity_factor,
+    )
     _check_options(options, config)
     if trainable is None and lora is not None:
         trainable = nnx.LoRAParam
@@ -150,6 +161,13 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
         raise ValueError(
             f"attention={options.attention!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}"
         )
+    if options.capacity_factor is not None:
+        positive_number("model_of: capacity_factor", options.capacity_factor, ", or None")
+        if config.mixture is None:
+            raise ValueError(
+                f"capacity_factor={options.capacity_factor}: this model has no experts; leave it "
+                "None"
+            )
     targets = () if options.lora is None else options.lora.targets
     adapted = {"gate_proj", "up_proj", "down_proj"} & set(targets)
     if config.mixture is not None and adapted:
