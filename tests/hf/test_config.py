@@ -43,7 +43,7 @@ REFUSED = {
     ),
     "unknown": (
         {"model_type": "mamba"},
-        "model_type 'mamba' is not supported, only cohere, cohere2, exaone4",
+        "model_type 'mamba' is not supported, only cohere, cohere2, deepseek_v2",
     ),
     "none": ({"model_type": None}, "model_type=None: the name of a family is needed"),
     "quantised": (

@@ -280,7 +280,8 @@ def list_block_params(c: DecoderConfig) -> dict[str, Dims]:
     if c.qk_norm:
         params["self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
         params["self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
-    params["self_attn.sinks"] = (heads,)
+    if c.sinks:
+        params["self_attn.sinks"] = (heads,)
     if c.mixture is not None:
         experts = Size(c.mixture.experts, f"the number of experts={c.mixture.experts}")
         width = Size(c.mixture.intermediate, f"the width of an expert={c.mixture.intermediate}")
