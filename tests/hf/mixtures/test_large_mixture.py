@@ -80,8 +80,7 @@ with zj.build_train_step(model, tx, zj.ZeroConfig(**fields), mesh) as program:
 names = ("stage", "params", "grads", "opt_state", "frozen", "frozen_dtype", "swap_dir", "activations")
 fixed = {name: getattr(config, name) for name in names}
 plan = zj.plan(model, tx, mesh, batch, machine, fixed=fixed)
-swapped = sum(path.stat().st_size for path in (root / "swap").rglob("*") if path.is_file())
-found = {"bytes": num_bytes, "losses": losses, "read": read, "plan": plan.disk_bytes["read"], "swapped": swapped}
+found = {"bytes": num_bytes, "losses": losses, "read": read, "plan": plan.disk_bytes["read"]}
 print(json.dumps(found))
 """
 
