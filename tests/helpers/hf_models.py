@@ -200,7 +200,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"num_key_value_heads": 4, "logit_scale": 1.5}),
     # StarCoder2 3B, 7B and 15B, without dropout
     "starcoder2": ("Starcoder2Config", {"sliding_window": 5, **_NO_DROPOUT}),
-    "starcoder2-7b": ("Starcoder2Config", {"num_key_value_heads": 4, **_NO_DROPOUT}),
+    "starcoder2-7b": ("Starcoder2Config", {"num_key_value_heads": 1, **_NO_DROPOUT}),
     "starcoder2-plain": ("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": False, **_NO_DROPOUT}),
 }  # fmt: skip
 """Cases of further dense families: the variants of their released models."""
@@ -229,11 +229,12 @@ def write(
     dtype: str = "float32",
     shard: str = "40KB",
     seed: int = 0,
+    noise: float = 0.1,
     **sizes: Any,
 ) -> Any:
     """Write a random model into a folder as transformers does, split into several files.
 
-    Returns the model in float32.
+    Normal numbers times `noise` are added to all weights. Returns the model in float32.
     """
     import torch
     import transformers
@@ -246,7 +247,7 @@ def write(
     )
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms are initialized to constants
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))

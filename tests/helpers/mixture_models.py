@@ -27,6 +27,10 @@ _MSCALE = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.9,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+_LLAMA4 = {
+    "head_dim": 16, "num_local_experts": 4, "intermediate_size": 32, "intermediate_size_mlp": 64, "attention_chunk_size": 5,
+    "no_rope_layer_interval": 2, "floor_scale": 3, "attn_scale": 0.5,
+}  # fmt: skip
 _GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "eos_token_id": 1,
     "rope_parameters": {
@@ -79,6 +83,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_DEEPSEEK, "rope_interleave": False, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
     ),
+    "llama4": ("Llama4TextConfig", _LLAMA4),
+    "llama4-dense": (
+        "Llama4TextConfig",
+        {**_LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "num_local_experts": 8},
+    ),
+    "llama4-long": ("Llama4TextConfig", {**_LLAMA4, "attention_chunk_size": None, "attn_temperature_tuning": False}),
     "gpt_oss": ("GptOssConfig", {**_GPT_OSS, **_BALANCE}),
     "gpt_oss-120b": (
         "GptOssConfig",

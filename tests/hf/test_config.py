@@ -33,17 +33,17 @@ def folder_of(tmp_path, config):
 
 REFUSED = {
     "experts": (
-        {"model_type": "qwen3_moe", "num_experts": 8},
-        "num_experts=8: mixtures of experts are not supported",
+        {"model_type": "qwen2_moe", "num_experts": 8},
+        "'qwen2_moe' has num_experts=8: mixtures of experts of this model_type are not supported",
     ),
-    "mixtral": ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
+    "experts of a dense family": ({"num_local_experts": 8}, "'llama' has num_local_experts=8"),
     "vision": (
         {"model_type": "llava", "text_config": {}, "vision_config": {"depth": 1}},
         "has vision_config: models of images",
     ),
     "unknown": (
         {"model_type": "mamba"},
-        "model_type 'mamba' is not supported, only cohere, cohere2, exaone4",
+        "model_type 'mamba' is not supported, only cohere, cohere2, deepseek_v2",
     ),
     "none": ({"model_type": None}, "model_type=None: the name of a family is needed"),
     "quantised": (
@@ -326,9 +326,9 @@ REFUSED = {
         {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
         "neither is its language model, 'gemma3n_text', which has per-layer embeddings",
     ),
-    "llama4": (
-        {"model_type": "llama4", "vision_config": {"a": 1}},
-        "which has mixtures of experts, chunked attention",
+    "qwen3_vl": (
+        {"model_type": "qwen3_vl", "vision_config": {"a": 1}},
+        "which has rotations over three axes",
     ),
     "text of gemma4": (
         {"model_type": "gemma4_text"},

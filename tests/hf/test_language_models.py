@@ -21,6 +21,7 @@ from hf_models import (
     torch_logits,
     torch_losses,
 )
+from mixture_models import CASES as MIXTURES
 from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
@@ -58,6 +59,15 @@ def write(kind, folder):
         vision = {**VISION, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64}
         vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
         config = transformers.MllamaConfig(text_config=text, vision_config=vision, **tokens)
+    elif kind == "llama4":
+        text = {**SIZES, **MIXTURES["llama4-dense"][1]}
+        vision = {
+            **VISION,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        }
+        config = transformers.Llama4Config(text_config=text, vision_config=vision, **tokens)
     else:
         text = transformers.MistralConfig(**SIZES, sliding_window=None)
         if kind == "ministral3":
@@ -79,13 +89,18 @@ def write(kind, folder):
     return model.eval()
 
 
+def callable_half(full):
+    """Return a model that takes text alone: transformers 5.24 fails in Llama 4's full model."""
+    return full.language_model if full.config.model_type == "llama4" else full
+
+
 def save(program, state, folder):
     with zj.Checkpointer(folder) as ckpt:
         ckpt.save(program, state)
 
 
 @pytest.mark.by_default("ministral3")
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "ministral3", "mllama"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "ministral3", "mllama", "llama4"])
 def test_the_text_half_of_a_folder_is_trained_and_the_rest_is_copied(tmp_path, kind):
     import torch
     import transformers
@@ -94,14 +109,16 @@ def test_the_text_half_of_a_folder_is_trained_and_the_rest_is_copied(tmp_path, k
     full = write(kind, like)
     program = program_of(model_of(like), "device", tmp_path)
     state = zj.import_hf(program, like, key=jax.random.key(0))
-    expected = torch_logits(full, batch_of()).detach().numpy()
+    expected = torch_logits(callable_half(full), batch_of()).detach().numpy()
     assert np.abs(np.asarray(program.apply(state, batch_of())) - expected).max() < 1e-4
     save(program, state, tmp_path / "untouched")
     zj.export_hf(tmp_path / "untouched", tmp_path / "same", like=like)
     assert bits(tmp_path / "same") == bits(like)
     losses, state = losses_of(program, state)
     text = [p for name, p in full.named_parameters() if is_text(name)]
-    np.testing.assert_allclose(losses, torch_losses(full, parameters=text), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        losses, torch_losses(callable_half(full), parameters=text), rtol=0, atol=1e-4
+    )
     save(program, state, tmp_path / "trained")
     zj.export_hf(tmp_path / "trained", tmp_path / "out", like=like)
     loaded, info = transformers.AutoModelForImageTextToText.from_pretrained(
@@ -113,7 +130,10 @@ def test_the_text_half_of_a_folder_is_trained_and_the_rest_is_copied(tmp_path, k
     )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ours = np.asarray(program.apply(state, batch_of()))
-    assert np.abs(ours - torch_logits(loaded.eval(), batch_of()).detach().numpy()).max() < 1e-4
+    assert (
+        np.abs(ours - torch_logits(callable_half(loaded.eval()), batch_of()).detach().numpy()).max()
+        < 1e-4
+    )
     before, after = bits(like), bits(tmp_path / "out")
     vision = {name for name in before if "vision" in name or "multi_modal_projector" in name}
     assert len(vision) > 5

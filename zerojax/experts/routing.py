@@ -95,12 +95,13 @@ def score_tokens(
     )
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    probabilities = jax.nn.softmax(logits, -1)
     if routing.score == "sigmoid":
         probabilities = jax.nn.sigmoid(logits)
-    ranks = probabilities
+        ranks = logits  # in the same order, without ties of sigmoids that round to 1
+    else:
+        probabilities = ranks = jax.nn.softmax(logits, -1)
     if correction is not None:
-        ranks = ranks + correction.astype(jnp.float32)
+        ranks = probabilities + correction.astype(jnp.float32)
     return Scores(logits, probabilities, _in_best_groups(ranks, routing))
 
 

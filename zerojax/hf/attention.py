@@ -182,7 +182,8 @@ def attend_to_cache(
       positions: i32[B, T], positions of the queries; later slots are not read.
       scale: factor of the scores.
       cap: soft cap of the scores, or None.
-      window: number of latest tokens that a token attends to, including itself; 0 or None: all.
+      window: number of latest tokens that a token attends to, including itself, or an array of it
+        [B, 1, T, 1]; 0 or None: all.
       sinks: one more score for each head's softmax [heads], or None.
     """
     behind = positions[:, None, :, None] - jnp.arange(k.shape[1])  # [B, 1, T, S]

@@ -16,14 +16,17 @@ from typing import Any
 
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, NUMBERS_OF_EXPERTS, check_keys, is_same
+from zerojax.hf.mixtures.chunked_config import READS as CHUNKED_READS
+from zerojax.hf.mixtures.chunked_config import ChunkedConfig, parse_chunked
 from zerojax.hf.mixtures.config import Mixture, MixtureConfig, parse_mixture
 from zerojax.hf.mixtures.latent_config import IGNORED as IGNORED_WITH_LATENT
 from zerojax.hf.mixtures.latent_config import READS as LATENT_READS
 from zerojax.hf.mixtures.latent_config import LatentConfig, parse_latent, scale_scores
 from zerojax.hf.mixtures.stacks import Run, list_runs, name_by_stack
+from zerojax.hf.quantized.folder import QUANTIZATION, is_decoded, open_decoded, quant_method
 from zerojax.hf.rope import Rope, no_rope, parse_rope
 from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, number, read_kinds, read_object, values
-from zerojax.weights import LAYER, REST, read_places
+from zerojax.weights import LAYER, REST, WeightFile, read_places
 
 CONFIG = "config.json"
 _MOST_BYTES = 64 * 2**20
@@ -90,6 +93,7 @@ class DecoderConfig:
         attention to images of mllama. `layers` counts the other ones.
       mixture: experts in place of the MLP, or None.
       latent: sizes of latent attention, or None. `head_dim` is then the width of queries and keys.
+      chunked: options of attention in chunks (Llama 4), or None.
       sinks: whether the softmax of each head has one more score, whose value is 0 (gpt-oss).
     """
 
@@ -131,6 +135,7 @@ class DecoderConfig:
     skipped: tuple[int, ...] = ()
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    chunked: ChunkedConfig | None = None
     sinks: bool = False
 
     @property
@@ -218,6 +223,7 @@ class DecoderConfig:
             "ropes": ropes,
             **{name: _rounded(getattr(self, name)) for name in factors},
             "query_growth": self.query_growth,
+            "chunked": None if self.chunked is None else dataclasses.asdict(self.chunked),
             "mixture": None if self.mixture is None else self.mixture.computes(),
         }
 
@@ -259,6 +265,7 @@ class Family:
         (Granite 4).
       ropes_by_kind: whether layers with a window may be rotated differently (Gemma 3, OLMo 3).
       rope_aliases: other names of types of rotations.
+      rope: `rope_parameters` if the file has neither them nor `rope_scaling`.
       query_growth: whether queries grow with their position (Ministral 3).
       activations: activations that stand for other ones.
       eps: key of the norms' epsilon.
@@ -276,6 +283,7 @@ class Family:
       block: class of the layers, a subclass of `zerojax.hf.Block`; None: that class.
       mixture: how `config.json` describes experts, for a family with experts in place of the MLP.
       latent: whether attention is latent, and the family is a mixture.
+      chunked: whether attention is in chunks (Llama 4), and the family is a mixture.
     """
 
     names: Mapping[str, Any] | Callable[[DecoderConfig], Mapping[str, Any]]
@@ -299,6 +307,7 @@ class Family:
     rotates: str = "all"
     ropes_by_kind: bool = False
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     query_growth: bool = False
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     eps: str = "rms_norm_eps"
@@ -313,6 +322,7 @@ class Family:
     block: Any = None
     mixture: Mixture | None = None
     latent: bool = False
+    chunked: bool = False
     sinks: bool = False
 
     def table(self, config: DecoderConfig) -> Mapping[str, Any]:
@@ -378,6 +388,19 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return raw
 
 
+def open_folder(folder: str | os.PathLike[str]) -> WeightFile:
+    """Open a folder's weights, decoded if they are quantized.
+
+    Args:
+      folder: path of a folder that holds `config.json`.
+
+    Raises:
+      ValueError: `config.json` cannot be read.
+      CheckpointError: the folder holds no weights.
+    """
+    return open_decoded(folder, read_config(folder))
+
+
 def find_family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
     """Return the family of a config by its `model_type`.
 
@@ -424,19 +447,15 @@ def _check_formats(raw: Mapping[str, Any], where: str, *, is_mixture: bool = Fal
         value = reprlib.repr(raw[experts[0]])
         raise ValueError(
             f"{where}: model_type {raw['model_type']!r} has {experts[0]}={value}: mixtures of "
-            "experts are not supported"
+            "experts of this model_type are not supported"
         )
-    for key in ("quantization_config", "quantization"):
-        quantization = raw.get(key)
-        if quantization:
-            method = quantization
-            if isinstance(quantization, Mapping):
-                method = quantization.get("quant_method", "unknown")
-            raise ValueError(
-                f"{where}: its weights are quantized ({reprlib.repr(method)} in {key}): use the "
-                "original checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or "
-                "'int8') for a small frozen base"
-            )
+    method = quant_method(raw)
+    if method is not None and not is_decoded(raw):
+        raise ValueError(
+            f"{where}: its weights are quantized ({method!r} in {QUANTIZATION}): use the original "
+            "checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small "
+            "frozen base. Only bitsandbytes and mxfp4 are decoded"
+        )
 
 
 def _inner_family(
@@ -534,6 +553,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         for key, value in text_config(raw, family).items()
         if key in family.needs or not (key.startswith(family.ignores) or key in repeated)
     }
+    if is_decoded(raw):
+        del raw[QUANTIZATION]
     for key, needed in family.needs.items():
         if not is_same(raw.get(key), needed):
             raise ValueError(
@@ -555,6 +576,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         reads |= family.mixture.reads
     if family.latent:
         reads |= set(LATENT_READS)
+    listed_kinds = raw.pop("layer_types", None) if family.chunked else None
+    if family.chunked:
+        reads |= set(CHUNKED_READS)
     compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
     check_keys(raw, reads | compared | family.needs.keys(), family.defaults, where)
     value = values(raw, family.defaults, reads)
@@ -590,6 +614,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         _check_kinds(raw["layer_types"], kinds)
     ropes, query_growth = _ropes(value, family, kinds, head_dim)
     is_rotated = _rotated_layers(value, family, kinds, window, listed)
+    chunked = parse_chunked(value, listed_kinds, is_rotated) if family.chunked else None
     width = len(ropes[0].frequencies)
     qkv_bias, output_bias, mlp_bias = _biases(value, family)
     scale = value["attention_multiplier"] or (value["query_pre_attn_scalar"] or head_dim) ** -0.5
@@ -640,6 +665,7 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         pad_token=_pad_token(value["pad_token_id"], value["vocab_size"]),
         mixture=mixture,
         latent=latent,
+        chunked=chunked,
         sinks=family.sinks,
     )
 
@@ -792,7 +818,7 @@ def _ropes(
     ]
     if len(fields) == 2 and fields[0].value != fields[1].value:
         raise ValueError("rope_parameters and rope_scaling differ: remove one of them")
-    field = fields[0] if fields else Field({}, "rope_parameters")
+    field = fields[0] if fields else Field(dict(family.rope), "rope_parameters")
     kinds_of_layers: tuple[str, ...] = (SLIDING, FULL)
     by_kind: dict[str, Field] = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))

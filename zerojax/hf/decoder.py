@@ -59,6 +59,7 @@ class Options:
         0: untiled.
       seq_tiles: number of tiles of a row's tokens in which MLPs are computed, one after another.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      capacity_factor: cells of an expert, as in `zerojax.moe`; None: no token is dropped.
     """
 
     lora: Lora | None = None
@@ -66,6 +67,7 @@ class Options:
     mlp_tiles: int = 0
     seq_tiles: int = 1
     loss_tiles: int | None = None
+    capacity_factor: float | None = None
 
 
 class Norm(nnx.Module):

@@ -32,7 +32,7 @@ from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
-from zerojax.hf.config import CONFIG, Family
+from zerojax.hf.config import CONFIG, Family, open_folder
 from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
 from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES, Lora
@@ -50,7 +50,6 @@ from zerojax.weights import (
     build_places,
     export_dtype,
     open_checkpoint,
-    open_weights,
     write_atomically,
     write_safetensors,
 )
@@ -107,7 +106,7 @@ def export_hf(
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
     like = os.path.expanduser(os.fspath(like))
-    base = open_weights(like)
+    base = open_folder(like)
     # Check these first: otherwise they would fail after all weights were written, or leave a folder
     # that transformers cannot use.
     extra_files = files_beside(like)
@@ -403,7 +402,7 @@ def export_peft(
         matrices = _peft_matrices(saved, adapters, table)
         # Transposed, and without the dim of layers.
         shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in matrices.items()}
-        base = open_weights(like)
+        base = open_folder(like)
         divided = DividedFile(base, table)
         _check_beside(shapes, matrices, adapters, divided, saved, like)
         check_config_sizes(like, base, families, is_whole=True)

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
-from zerojax.hf.config import CONFIG, DecoderConfig, Family
+from zerojax.hf.config import CONFIG, DecoderConfig, Family, open_folder
 from zerojax.hf.decoder import Options
 from zerojax.hf.mixtures.block import choose_parts
 from zerojax.hf.mixtures.stacks import stack_of
@@ -35,7 +35,6 @@ from zerojax.weights import (
     Place,
     WeightFile,
     import_params,
-    open_weights,
     read_places,
 )
 
@@ -92,12 +91,11 @@ def import_hf(
     folder = os.path.expanduser(os.fspath(folder))
     names = map_names(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
     _check_config(program.model, folder, families)
-    check_config_sizes(folder, open_weights(folder), families, is_whole=False)
+    file = open_folder(folder)
+    check_config_sizes(folder, file, families, is_whole=False)
     _check_tied(folder, names)
     # Only adapters may be missing from the folder.
-    return import_params(
-        program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name
-    )
+    return import_params(program, file, key=key, rename=names, missing=lambda name: ADAPTER in name)
 
 
 def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Family]) -> None:
@@ -145,7 +143,7 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, tuple[Place,
         for name, places in names.items()
         if places and places[0].name == "embed.embed_tokens.embedding"
     ]
-    file = open_weights(folder)
+    file = open_folder(folder)
     head = next((name for name in heads if name in file.tensors), None)
     table = next((name for name in tables if name in file.tensors), None)
     if head is None or table is None:
@@ -282,7 +280,8 @@ def list_block_params(c: DecoderConfig) -> dict[str, Dims]:
     if c.qk_norm:
         params["self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
         params["self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
-    params["self_attn.sinks"] = (heads,)
+    if c.sinks:
+        params["self_attn.sinks"] = (heads,)
     if c.mixture is not None:
         experts = Size(c.mixture.experts, f"the number of experts={c.mixture.experts}")
         width = Size(c.mixture.intermediate, f"the width of an expert={c.mixture.intermediate}")
@@ -410,7 +409,7 @@ def _presence(
     missing = []
     for name in params:
         runs = [run for run in config.runs if name.startswith(run.prefix)]
-        numbers = range(runs[0].count) if runs else [None]
+        numbers = range(runs[0].num_layers) if runs else [None]
         for layer in numbers:
             if (name, layer) not in have:
                 pattern = patterns.get((name, layer), patterns.get((name, None), name))

@@ -328,7 +328,6 @@ _GEMMA4 = (
     "norms of values, layer scales, per-layer embeddings, and layers that share keys and values"
 )
 _QWEN3_5 = "linear attention layers, gated attention outputs, and rotations of a part of each head"
-_LLAMA4 = "mixtures of experts, chunked attention, and layers without rotations"
 _MROPE = "rotations over three axes (mrope)"
 
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
@@ -337,8 +336,6 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "gemma3n_text": _GEMMA3N,
         "gemma4": _GEMMA4,
         "gemma4_text": _GEMMA4,
-        "llama4": _LLAMA4,
-        "llama4_text": _LLAMA4,
         "qwen2_5_vl": _MROPE,
         "qwen2_5_vl_text": _MROPE,
         "qwen2_vl": _MROPE,

@@ -48,7 +48,7 @@ from zerojax.models import (
     list_stacks,
     with_specs,
 )
-from zerojax.user_values import whole_number
+from zerojax.user_values import positive_number, whole_number
 from zerojax.weights import open_weights
 
 DECODER = "decoder"
@@ -64,6 +64,7 @@ def model_of(
     mlp_tiles: int = 0,
     seq_tiles: int = 1,
     loss_tiles: int | None = None,
+    capacity_factor: float | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes.
@@ -93,6 +94,9 @@ def model_of(
         (`zerojax.over_tokens`), so that its hidden activations exist for one tile only; 1: for all
         tokens at once. The tokens of a row divide by it.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      capacity_factor: for a mixture of experts, the cells of an expert per token that visits it, as
+        in `zerojax.moe`: tokens without a cell are dropped, and the metric `dropped_fraction` shows
+        how many. None: no token is dropped.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
         added.
 
@@ -111,6 +115,7 @@ def model_of(
         mlp_tiles=mlp_tiles,
         seq_tiles=whole_number("seq_tiles", seq_tiles, 1),
         loss_tiles=loss_tiles,
+        capacity_factor=capacity_factor,
     )
     _check_options(options, config)
     if trainable is None and lora is not None:
@@ -129,12 +134,12 @@ def model_of(
 
     def build(run: Run) -> LayeredModel:
         block = family.block or parts.blocks[run.has_experts]
-        layers = slice(run.first, run.first + run.count)
+        layers = slice(run.first, run.first + run.num_layers)
         return from_flax(
             embed=lambda rngs: parts.embed(config, rngs=rngs),
             block=lambda rngs: block(config, options, rngs=rngs),
             head=lambda rngs: Head(config, rngs=rngs),
-            num_layers=run.count,
+            num_layers=run.num_layers,
             loss=loss,
             predict=lambda head, embed, x, batch: head.logits(
                 embed, at_last(parts.hidden(x), batch)
@@ -162,6 +167,13 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
         raise ValueError(
             f"attention={options.attention!r} is unknown: choose from {', '.join(IMPLEMENTATIONS)}"
         )
+    if options.capacity_factor is not None:
+        positive_number("model_of: capacity_factor", options.capacity_factor, ", or None")
+        if config.mixture is None:
+            raise ValueError(
+                f"capacity_factor={options.capacity_factor}: this model has no experts; leave it "
+                "None"
+            )
     targets = () if options.lora is None else options.lora.targets
     adapted = {"gate_proj", "up_proj", "down_proj"} & set(targets)
     if config.mixture is not None and adapted:
@@ -169,6 +181,14 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
             f"targets={targets!r} of a Lora: {', '.join(sorted(adapted))} are projections of "
             "experts, which have no adapters: choose from q_proj, k_proj, v_proj and o_proj"
         )
+    if config.latent is not None:
+        known = {"o_proj"} | ({"q_proj"} if config.latent.query_rank is None else set())
+        unknown = [name for name in targets if name not in known]
+        if unknown:
+            raise ValueError(
+                f"targets={targets!r} of a Lora: {', '.join(unknown)}: latent attention has no "
+                f"such projection with an adapter: choose from {', '.join(sorted(known))}"
+            )
     if config.mixture is not None and options.mlp_tiles:
         raise ValueError(
             f"mlp_tiles={options.mlp_tiles}: experts are not stored in tiles: use mlp_tiles=0"
@@ -303,6 +323,8 @@ def build_per_layer(c: DecoderConfig) -> dict[str, np.ndarray]:
         arrays["long_frequencies"] = np.asarray(long, np.float32)[kinds]  # [L, D / 2]
         arrays["length"] = np.asarray([rope.length for rope in distinct], np.int32)[kinds]
         arrays["growth"] = np.asarray([rope.growth for rope in distinct], np.float32)[kinds]
+    if c.chunked is not None:
+        arrays["is_rotated"] = np.asarray(c.chunked.rotated)
     if len(set(c.windows)) > 1:
         arrays["window"] = np.asarray(c.windows, np.int32)
     return arrays

@@ -27,6 +27,7 @@ from zerojax.hf.mixtures.names import (
     with_first_layers,
     with_fused_experts,
     with_latents,
+    with_llama4_experts,
 )
 from zerojax.user_values import as_int_or_float, as_integer, as_number
 from zerojax.weights import Part, Place
@@ -299,6 +300,11 @@ _DEEPSEEK = {
 
 def _deepseek_names(c: DecoderConfig) -> dict[str, Any]:
     return with_first_layers(with_latents(table(*_TWO)), c.layers)
+
+
+def _llama4_names(c: DecoderConfig) -> dict[str, Any]:
+    assert c.mixture is not None
+    return with_llama4_experts(table(*_TWO), c.mixture.intermediate)
 
 
 def _glm4_moe_names(c: DecoderConfig) -> dict[str, Any]:
@@ -638,6 +644,14 @@ FAMILIES: Mapping[str, Family] = {
         },
         reads=("attention_bias", *_READS_WINDOWS),
         windows="pattern",
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         sinks=True,
         # as in the first released files, which repeat other keys by these names
         ignores=("initial_context_length", "experts_per_token"),
@@ -710,6 +724,42 @@ FAMILIES: Mapping[str, Family] = {
         mixture=_OF_DEEPSEEK_V3,
         latent=True,
     ),
+    "llama4_text": Family(
+        names=_llama4_names,
+        defaults={
+            **_COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16_384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        reads=("attention_bias", "no_rope_layers", "no_rope_layer_interval"),
+        rotates="listed",
+        adjacent_pairs=True,
+        width="intermediate_size_mlp",
+        ignores=("for_llm_compressor", "output_router_logits", "router_aux_loss_coef"),
+        mixture=Mixture(
+            width="intermediate_size",
+            normalizes=False,
+            score="sigmoid",
+            has_balance=False,
+            is_listed=True,
+            weighs_inputs=True,
+        ),
+        chunked=True,
+    ),
     "olmoe": Family(
         names=with_experts(table(*_TWO, *_ATTENTION_NORMS)),
         defaults={
@@ -729,6 +779,12 @@ FAMILIES: Mapping[str, Family] = {
     "mistral3": Family(
         names={},
         defaults={"model_type": "mistral"},
+        inside=_IN_MODELS_OF_IMAGES,
+        others=_OTHERS,
+    ),
+    "llama4": Family(
+        names={},
+        defaults={"model_type": "llama4_text"},
         inside=_IN_MODELS_OF_IMAGES,
         others=_OTHERS,
     ),

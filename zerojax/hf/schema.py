@@ -213,6 +213,14 @@ KEYS: Mapping[str, Key] = {
     "scoring_func": Key(one_option("softmax", "sigmoid"), null="none"),
     "topk_method": Key(one_option("greedy", "group_limited_greedy", "noaux_tc"), null="none"),
     "use_qk_norm": _FLAG,
+    # attention in chunks
+    "attention_chunk_size": Key(integer(1, 2**31 - 1), null="off"),
+    "attn_temperature_tuning": _FLAG,
+    "attn_scale": Key(number(least=0, most=1e3)),
+    "floor_scale": Key(integer(1, 2**31 - 1)),
+    "intermediate_size_mlp": Key(integer(1, 2**24)),
+    "interleave_moe_layer_step": Key(integer(1, MOST_LAYERS)),
+    "moe_layers": Key(read_layers, null="none"),
     # latent attention
     "q_lora_rank": _COUNT,
     "kv_lora_rank": _COUNT,

@@ -391,7 +391,7 @@ class _LayeredFlax:
             with self.calls.run(False):
                 return without_variables(cache.block(self.block.bind(p, None), *args))
 
-        return Cache(cache.init, block)
+        return Cache(cache.init, block, cache.max_length)
 
     # --- shapes -----------------------------------------------------------------------------------
 

@@ -269,6 +269,7 @@ def import_params(
         floating, and read as float32. Or a tree of numpy or JAX arrays, structured or named like
         the parameters: nested dicts and lists, or a flat dict with names as in safetensors. The
         arrays are not changed, and are read one record at a time; each process needs all of them.
+        Or an opened file of weights (`zerojax.weights.WeightFile`).
       key: random key from `jax.random.key`, as for `program.init`.
       rename: mapping from the file's names to the model's. Either a table by name, in which
         `{layer}` stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel",
@@ -367,6 +368,8 @@ def _open_source(
       DamagedError: the checkpoint is damaged.
     """
     if not isinstance(path, str | os.PathLike):
+        if hasattr(path, "tensors") and hasattr(path, "read"):
+            return _Source(path)
         return _Source(ArrayTree(path), ValueError)
 
     path = os.path.expanduser(os.fspath(path))

@@ -37,7 +37,7 @@ def load(folder):
     return model.eval()
 
 
-@pytest.mark.by_default("qwen3_moe-nvme")
+@pytest.mark.by_default("qwen3_moe-device")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits_steps_and_exports_are_those_of_transformers(tmp_path, case, place):
@@ -62,6 +62,22 @@ def test_logits_steps_and_exports_are_those_of_transformers(tmp_path, case, plac
     np.testing.assert_allclose(exported, logits, rtol=0, atol=1e-6)
     np.testing.assert_allclose(losses, torch_losses(theirs), rtol=0, atol=STEPS)
     assert abs(losses[0] - losses[-1]) > STEPS
+
+
+@pytest.mark.exhaustive  # by default test_capacity.py drops tokens
+@pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe"])  # with a balance loss, and dense layers
+def test_a_capacity_that_is_large_enough_changes_nothing_and_a_small_one_drops(tmp_path, case):
+    write(case, tmp_path)
+    found = []
+    for factor in (None, 4.0, 0.5):
+        model = model_of(tmp_path, capacity_factor=factor)
+        program = program_of(model, "device", tmp_path)
+        state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
+        _, metrics = program.step(state, batch_of())
+        found.append(jax.tree.map(float, metrics))
+    np.testing.assert_allclose(found[1]["loss"], found[0]["loss"], rtol=0, atol=1e-5)
+    assert "dropped_fraction" not in found[0]
+    assert found[1]["dropped_fraction"] == 0 < 0.3 < found[2]["dropped_fraction"]
 
 
 @pytest.mark.exhaustive  # by default the test above compares logits

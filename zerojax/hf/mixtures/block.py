@@ -5,10 +5,10 @@
     usage[l+1]        = usage[l] + (choices, probabilities) of the layer's tokens
     loss              = cross entropy + balance_weight E sum_e share_e probability_e
 
-Experts are `zerojax.experts.mix`, without a capacity: no token is dropped, as these models were
-trained. Share and probability are means over the tokens of all layers together, so a block cannot
-add its own part to the loss. It adds its layer's sums to the activations, which are then
-{"hidden": x, "usage": f32[B, 2, E]}; without a balance loss they are x.
+Experts are `zerojax.experts.mix`, without a capacity by default: no token is dropped, as these
+models were trained. Share and probability are means over the tokens of all layers together, so a
+block cannot add its own part to the loss. It adds its layer's sums to the activations, which are
+then {"hidden": x, "usage": f32[B, 2, E]}; without a balance loss they are x.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.experts import DOWN_AXES, UP_AXES, Experts, count_choices, mix, score_tokens
-from zerojax.hf.batches import Batch
 from zerojax.hf.config import DecoderConfig
-from zerojax.hf.decoder import ACTIVATIONS, MLP, Block, Cached, Embed, Options
+from zerojax.hf.decoder import ACTIVATIONS, MLP, Batch, Block, Cached, Embed, Options
+from zerojax.hf.mixtures.chunked import ChunkedAttention
 from zerojax.hf.mixtures.config import MixtureConfig
 from zerojax.hf.mixtures.latent import LatentAttention
 from zerojax.models import Loss
@@ -132,6 +132,7 @@ class RoutedMLP(nnx.Module):
         """Create router and experts, and the shared experts if any."""
         assert c.mixture is not None
         self.m = c.mixture
+        self.capacity_factor = o.capacity_factor
         self.router = Router(c.hidden, c.mixture, rngs=rngs)
         self.experts = ExpertWeights(c.hidden, c.mixture, build_combine(c), rngs=rngs)
         shared = dataclasses.replace(c, intermediate=c.mixture.shared)
@@ -141,22 +142,31 @@ class RoutedMLP(nnx.Module):
         """Return the weighted sum of each token's experts.
 
         With a balance loss, the layer's usage, f32[B, 2, E], is sown: the number of a row's tokens
-        that chose each expert, and the sum of their probabilities.
+        that chose each expert, and the sum of their probabilities. With a capacity, so is the
+        fraction of dropped choices.
         """
         scores = self.router(x)
-        mixed = mix(x, self.experts(), scores, self.m.routing, None)
+        mixed = mix(x, self.experts(), scores, self.m.routing, self.capacity_factor)
+        if self.capacity_factor is not None:
+            self._keep("dropped", mixed.dropped)
         if self.m.balance:
             counts = count_choices(mixed.chosen, self.m.experts)
             usage = jnp.stack([counts, jnp.sum(scores.probabilities, 1)], 1)
-            self.sow(nnx.Intermediate, USAGE, usage, reduce_fn=lambda _, new: new)
+            self._keep(USAGE, usage)
         return mixed.y if self.shared_experts is None else mixed.y + self.shared_experts(x)
+
+    def _keep(self, name: str, value: jax.Array) -> None:
+        """Keep a value of this call for the block."""
+        self.sow(nnx.Intermediate, name, value, init_fn=lambda: value, reduce_fn=lambda _, new: new)
 
 
 class MixtureBlock(Block):
     """One layer with experts: x -> x, or {"hidden": x, "usage": ..} -> the same."""
 
     def build_attention(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Return attention, latent or not."""
+        """Return attention: latent, in chunks, or neither."""
+        if c.chunked is not None:
+            return ChunkedAttention(c, o, rngs=rngs)
         if c.latent is not None:
             return LatentAttention(c, o, rngs=rngs)
         return super().build_attention(c, o, rngs=rngs)
@@ -167,18 +177,30 @@ class MixtureBlock(Block):
 
     def __call__(self, x: Any, context: Context, layer: Any) -> Any:
         """Return the output of the layer."""
-        if not self.c.mixture.balance:
-            return super().__call__(x, context, layer)
-        hidden = super().__call__(x[HIDDEN], context, layer)
-        return {HIDDEN: hidden, USAGE: x[USAGE] + self._usage()}
+        if self._has_balance:
+            hidden = super().__call__(x[HIDDEN], context, layer)
+            x = {HIDDEN: hidden, USAGE: x[USAGE] + self._usage()}
+        else:
+            x = super().__call__(x, context, layer)
+        dropped = self._dropped()
+        return x if dropped is None else (x, Loss(0.0, metrics={"dropped_fraction": dropped}))
+
+    @property
+    def _has_balance(self) -> bool:
+        assert self.c.mixture is not None
+        return self.c.mixture.balance > 0
 
     def _usage(self) -> Any:
         """Return the usage of this layer's experts in the last call."""
         return self.mlp.usage[...]
 
+    def _dropped(self) -> jax.Array | None:
+        """Return the fraction of dropped choices in the last call; None without a capacity."""
+        return None if self.mlp.capacity_factor is None else self.mlp.dropped[...]
+
     def cached(self, x: Any, cache: Cached, context: Context, layer: Any) -> tuple[Any, Cached]:
         """Return the layer's output for the next tokens of each row, and the updated cache."""
-        if not self.c.mixture.balance:
+        if not self._has_balance:
             return super().cached(x, cache, context, layer)
         hidden, cache = super().cached(x[HIDDEN], cache, context, layer)
         return {**x, HIDDEN: hidden}, cache
@@ -193,6 +215,9 @@ class DenseBlock(MixtureBlock):
 
     def _usage(self) -> Any:
         return 0.0
+
+    def _dropped(self) -> jax.Array | None:
+        return None
 
 
 class CountingEmbed(Embed):

@@ -77,6 +77,9 @@ class Mixture:
       has_balance: whether there is a balance loss if `output_router_logits` is true.
       has_shared: whether there are `n_shared_experts` shared experts, one MLP of their width.
       has_first: whether the first `first_k_dense_replace` layers have an MLP instead of experts.
+      is_listed: whether `moe_layers`, or every `interleave_moe_layer_step`-th layer, has experts.
+      weighs_inputs: whether weights multiply an expert's input, for one expert per token, and there
+        is one shared expert (Llama 4).
       has_groups: whether a token's experts are in `topk_group` of `n_group` groups, and weights
         are multiplied by `routed_scaling_factor`.
       method: values of `topk_method` with groups; a family without the key has groups.
@@ -93,6 +96,8 @@ class Mixture:
     has_balance: bool = True
     has_shared: bool = False
     has_first: bool = False
+    is_listed: bool = False
+    weighs_inputs: bool = False
     has_groups: bool = False
     method: str = ""
     of_group: int = 1
@@ -104,7 +109,9 @@ class Mixture:
     def reads(self) -> frozenset[str]:
         """Keys that such a family reads."""
         keys = {*_READ, self.width, "scoring_func"}
-        if self.has_first:
+        if self.is_listed:
+            keys |= {"moe_layers", "interleave_moe_layer_step"}
+        elif self.has_first:
             keys.add("first_k_dense_replace")
         else:
             keys |= {"decoder_sparse_step", "mlp_only_layers"}
@@ -152,7 +159,7 @@ def parse_mixture(value: Mapping[str, Any], mixture: Mixture, layers: int) -> Mi
         intermediate=width,
         routing=_parse_routing(value, mixture, experts, top_k),
         sparse=_sparse_layers(value, layers),
-        shared=width * (value["n_shared_experts"] or 0),
+        shared=width * (1 if mixture.weighs_inputs else value["n_shared_experts"] or 0),
         correction=mixture.correction,
         balance=balance or 0.0,
         biases=mixture.biases,
@@ -172,7 +179,17 @@ def _parse_routing(value: Mapping[str, Any], mixture: Mixture, experts: int, top
             f"scoring_func={score!r}: only {mixture.score!r} is supported for this model_type"
         )
     normalizes = value["norm_topk_prob"] if mixture.normalizes is None else mixture.normalizes
-    routing = Routing(top_k=top_k, score=mixture.score, normalize=normalizes)
+    if mixture.weighs_inputs and top_k != 1:
+        raise ValueError(
+            f"num_experts_per_tok={top_k}: only 1 is supported for this model_type, whose weights "
+            "multiply the experts' inputs"
+        )
+    routing = Routing(
+        top_k=top_k,
+        score=mixture.score,
+        normalize=normalizes,
+        weighs_inputs=mixture.weighs_inputs,
+    )
     if not mixture.has_groups:
         return routing
     routing = dataclasses.replace(routing, scale=value["routed_scaling_factor"] or 1.0)
@@ -211,12 +228,17 @@ def _sparse_layers(value: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     first = value["first_k_dense_replace"] or 0
     step = value["decoder_sparse_step"] or 1
     dense = value["mlp_only_layers"] or ()
+    if value["interleave_moe_layer_step"] is not None:
+        step = value["interleave_moe_layer_step"]
+        if value["moe_layers"] is not None:
+            step = 1
+            dense = [layer for layer in range(layers) if layer not in value["moe_layers"]]
     sparse = tuple(
         layer >= first and (layer + 1) % step == 0 and layer not in dense for layer in range(layers)
     )
     if not any(sparse):
         raise ValueError(
-            f"first_k_dense_replace={first}, decoder_sparse_step={step} and mlp_only_layers="
-            f"{list(dense)} leave no layer of {layers} with experts"
+            f"no layer of {layers} has experts: see first_k_dense_replace, decoder_sparse_step, "
+            "mlp_only_layers, moe_layers or interleave_moe_layer_step"
         )
     return sparse

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.hf.attention import attend, attend_to_cache
+from zerojax.hf.attention import Implementation, attend, attend_to_cache
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.decoder import TENSOR, Cached, Norm, Options, Projection, check_heads
 from zerojax.hf.rope import find_frequencies, rotate
@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
         assert c.latent is not None
         self.c = c
         self.m = c.latent
-        self.implementation = o.attention
+        self.implementation: Implementation = o.attention
         q = c.heads * c.latent.key_dim
         kv = c.heads * (c.latent.nope_dim + c.latent.value_dim)
         rank = c.latent.rank
@@ -99,9 +99,8 @@ class LatentAttention(nnx.Module):
         q = checkpoint_name(q, "qkv").reshape(*x.shape[:2], -1, m.key_dim)
         together = checkpoint_name(self.kv_a_proj_with_mqa(x), "qkv")
         latent = self.kv_a_layernorm(together[..., : m.rank])
-        positions = context["positions"]
-        frequencies = find_frequencies(layer, positions)
-        rotation = positions, frequencies, layer["factor"], self.c.adjacent_pairs
+        frequencies = find_frequencies(layer, context)
+        rotation = context["positions"], frequencies, layer["factor"], self.c.adjacent_pairs
         rotated = rotate(together[:, :, None, m.rank :], *rotation)[:, :, 0]
         rotated_q = rotate(q[..., m.nope_dim :], *rotation)
         return jnp.concatenate([q[..., : m.nope_dim], rotated_q], -1), latent, rotated

@@ -101,6 +101,44 @@ def with_latents(names: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+def with_llama4_experts(names: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return a table with the tensors of Llama 4, one tensor for all experts, and a shared one.
+
+    Gate and up are the halves of the last dim.
+
+        model.layers.{layer}.feed_forward.router.weight [E, H]
+        model.layers.{layer}.feed_forward.experts.gate_up_proj [E, H, 2 F]
+        model.layers.{layer}.feed_forward.experts.down_proj [E, F, H]
+        model.layers.{layer}.feed_forward.shared_expert.gate_proj.weight [F, H]
+
+    Args:
+      names: table of a decoder, as `zerojax.hf.table` returns it.
+      width: width F of an expert.
+    """
+    table: dict[str, Any] = {}
+    for name, entry in names.items():
+        if ".mlp." not in name:
+            table[name] = entry
+        elif isinstance(entry, tuple):
+            moved = name.replace(".mlp.", ".feed_forward.")
+            table[moved] = entry
+            param = entry[0].replace(".mlp.", ".mlp.shared_experts.")
+            table[moved.replace(".feed_forward.", ".feed_forward.shared_expert.")] = (
+                param,
+                entry[1],
+            )
+    experts = f"{_LAYER}.feed_forward.experts"
+    halves = [
+        Place(f"blocks.mlp.experts.{name}_proj", part=Part(2, start, start + width))
+        for name, start in {"gate": 0, "up": width}.items()
+    ]
+    return table | {
+        f"{_LAYER}.feed_forward.router.weight": ("blocks.mlp.router.kernel", (1, 0)),
+        f"{experts}.gate_up_proj": halves,
+        f"{experts}.down_proj": "blocks.mlp.experts.down_proj",
+    }
+
+
 def _alternating(suffix: str, dim: int) -> list[Place]:
     """Return the places of gate and up in a tensor whose `dim` they share alternately."""
     return [

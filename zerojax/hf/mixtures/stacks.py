@@ -27,13 +27,13 @@ class Run(NamedTuple):
     Attributes:
       name: name of the stack; "" if it is the only one.
       first: number of the first layer.
-      count: number of layers.
+      num_layers: number of layers.
       has_experts: whether they have experts.
     """
 
     name: str
     first: int
-    count: int
+    num_layers: int
     has_experts: bool
 
     @property
@@ -82,7 +82,7 @@ def name_by_stack(names: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, An
                 place._replace(name=run.prefix + place.name.removeprefix(BLOCKS))
                 for place in places
             ]
-            for layer in range(run.count):
+            for layer in range(run.num_layers):
                 numbered = name.replace(LAYER, str(run.first + layer))
                 table[numbered] = [place._replace(layer=layer) for place in moved]
     return table
