@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
+import toys
 from optimizers import Optimizer, build_optimizer, build_schedule, check_optimizer
 
 import zerojax as zj
@@ -95,3 +96,26 @@ def test_schedule_free_is_that_of_optax():
     assert float(jnp.abs(params["w"] - average["w"]).max()) > 1e-3  # so both are compared
     with pytest.raises(ValueError, match="b1=1 of schedule_free_adamw"):
         zj.schedule_free_adamw(0.1, b1=1)
+
+
+@pytest.mark.exhaustive  # by default tests/optim runs rules like these in the tiers
+@pytest.mark.parametrize("name", get_args(Optimizer))
+def test_every_name_gives_the_same_losses_in_every_tier(name, tmp_path):
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    host, disk = (
+        dict.fromkeys(("params", "grads", "opt_state"), at) for at in ("pinned_host", "nvme")
+    )
+    losses = []
+    for tier in (
+        {"stage": 3},
+        host,
+        {**disk, "swap_dir": str(tmp_path)},
+        {"update": "in_backward"},
+    ):
+        tx = build_optimizer(name, optax.linear_schedule(0.01, 0.03, 3), 0.1)
+        with zj.build_train_step(toys.small(), tx, zj.ZeroConfig(**tier), mesh) as program:
+            state = program.init(jax.random.key(0))
+            losses.append(toys.run(program, state, toys.batches(5))[0])
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], rtol=2e-6)
+    assert losses[0][-1] < losses[0][0]
