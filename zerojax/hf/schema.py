@@ -195,7 +195,7 @@ KEYS: Mapping[str, Key] = {
     "logits_scaling": _MULTIPLIER,
     "logit_scale": _MULTIPLIER,
     "shared_intermediate_size": Key(integer(1, 2**24)),
-    "position_embedding_type": Key(one_option("rope", "nope"), null="none"),
+    "position_embedding_type": Key(one_option("rope", "nope", "rope_gptj"), null="none"),
 }
 """Allowed values by key. Each family reads some of these keys."""
 
