@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from zerojax.tiling import TiledDense as TiledDense
     from zerojax.tiling import TiledMLP as TiledMLP
     from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
+    from zerojax.tiling import over_tokens as over_tokens
     from zerojax.weights import export_orbax as export_orbax
     from zerojax.weights import export_safetensors as export_safetensors
     from zerojax.weights import import_params as import_params
@@ -110,6 +111,7 @@ _HOME = {
     "machine": "zerojax.planner",
     "make_mesh": "zerojax.sharding",
     "moe": "zerojax.experts",
+    "over_tokens": "zerojax.tiling",
     "perplexity": "zerojax.inference",
     "plan": "zerojax.planner",
     "probe": "zerojax.planner",
@@ -170,6 +172,7 @@ __all__ = [
     "machine",
     "make_mesh",
     "moe",
+    "over_tokens",
     "perplexity",
     "plan",
     "probe",

@@ -275,7 +275,7 @@ def test_models_without_logits_or_cache_are_told(tmp_path):
             2,
             use_cache=True,
         )
-    with pytest.raises(ValueError, match="a cache needs a model with a single stack"):
+    with pytest.raises(ValueError, match="a cache needs a model without enter and init_state"):
         dataclasses.replace(decoder.generator(), init_state={"head": lambda key: 0})
     with (
         build(fields={**ON_DISK, "swap_dir": tmp_path}) as program,

@@ -6,6 +6,9 @@ from zerojax.hf.beside import end_tokens as end_tokens
 from zerojax.hf.beside import files_beside as files_beside
 from zerojax.hf.config import DecoderConfig as DecoderConfig
 from zerojax.hf.config import Family as Family
+from zerojax.hf.decoder import Block as Block
+from zerojax.hf.decoder import Options as Options
+from zerojax.hf.decoder import Projection as Projection
 from zerojax.hf.exporting import export_hf as export_hf
 from zerojax.hf.exporting import export_peft as export_peft
 from zerojax.hf.gguf_files.export import check_gguf as check_gguf
@@ -15,4 +18,6 @@ from zerojax.hf.model import config_of as config_of
 from zerojax.hf.model import model_of as model_of
 from zerojax.hf.names import FAMILIES as FAMILIES
 from zerojax.hf.names import Lora as Lora
+from zerojax.hf.names import fused as fused
+from zerojax.hf.names import norm_names as norm_names
 from zerojax.hf.names import table as table

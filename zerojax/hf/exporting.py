@@ -5,8 +5,9 @@ The names, layouts and dtypes are taken from the folder `like`, which the weight
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
     merge_lora:                  <-   W^T + (alpha / rank) (A B)^T, in float32
 
-As in an import, the table of names gives the parameter for each tensor of `like`. The tensor is
-written piece by piece from the checkpoint's records, without a program, model or device.
+As in an import, the table of names gives the parameter for each tensor of `like`, or for each part
+of it. The tensor is written piece by piece from the checkpoint's records, without a program, model
+or device.
 
 Training never wrote frozen weights. So where the checkpoint's number equals the folder's, rounded
 to the checkpoint's dtype, the folder's number is written. The folder's numbers are also written for
@@ -31,20 +32,24 @@ from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
-from zerojax.hf.config import CONFIG, Family
+from zerojax.hf.config import CONFIG, Family, open_folder
 from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
-from zerojax.hf.model import DECODER, config_of
+from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.hf.sources import Source, cut_rows, map_leaves, map_sources, read_adapter, read_weight
 from zerojax.sharding import without_mesh
 from zerojax.user_values import positive_number
 from zerojax.weights import (
+    DTYPES,
     INDEX_NAME,
+    LAYER,
+    DividedFile,
+    Place,
     Tensor,
     WeightFile,
+    build_places,
     export_dtype,
     open_checkpoint,
-    open_weights,
     write_atomically,
     write_safetensors,
 )
@@ -101,7 +106,7 @@ def export_hf(
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
     like = os.path.expanduser(os.fspath(like))
-    base = open_weights(like)
+    base = open_folder(like)
     # Check these first: otherwise they would fail after all weights were written, or leave a folder
     # that transformers cannot use.
     extra_files = files_beside(like)
@@ -109,13 +114,21 @@ def export_hf(
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = map_leaves(saved, ema)
         lora = _lora_to_merge(saved, leaves, merge_lora)
-        sources = _sources(saved, base, leaves, like, families)
-        tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
+        divided = _divided(saved, base, leaves, like, families)
+        sources = _sources(saved, base, divided, leaves, like, families)
+        tensors = {
+            n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in divided.parts
+        }
+        others = _others(base, like, families)
         scale = None if lora is None else lora.scale
-        writer = _Writer(saved, base, like, leaves, sources, tensors, scale)
+        writer = _Writer(saved, divided, like, leaves, sources, tensors, scale)
+
+        def pieces(name: str) -> Iterator[np.ndarray]:
+            return _copied(base, name) if name in others else writer.pieces(name)
+
         with explaining(f"writing {output}"):
             os.mkdir(output)
-            _write_shards(output, tensors, writer.pieces, shard_bytes)
+            _write_shards(output, tensors | others, pieces, shard_bytes)
             copy_beside(extra_files, output, dtype=kind)
 
 
@@ -157,14 +170,31 @@ def read_lora(saved: SavedState) -> Lora:
         ) from error
 
 
-def _sources(
+def _divided(
     saved: SavedState,
     base: WeightFile,
     leaves: Mapping[str, tuple[str, bool]],
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
+) -> DividedFile:
+    """Return a folder's weights, with the parameters of a checkpoint's model as their places."""
+    is_tiled = any(
+        saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
+    )
+    return DividedFile(base, map_names(like, families, is_tiled=is_tiled))
+
+
+def _sources(
+    saved: SavedState,
+    base: WeightFile,
+    divided: DividedFile,
+    leaves: Mapping[str, tuple[str, bool]],
+    like: str | os.PathLike[str],
+    families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder, after comparing config and frozen weights.
+    """Return the parameter of each part of a folder's tensors.
+
+    Config and frozen weights are compared first.
 
     Only a sample of the frozen weights is compared.
 
@@ -172,7 +202,7 @@ def _sources(
       CheckpointError: the folder holds another model or another base; the error names the
         difference.
     """
-    sources = map_sources(saved, base, leaves, like, families)
+    sources = map_sources(saved, divided, leaves, like)
     check_config_sizes(like, base, families, is_whole=True)
     about = {DECODER: config_of(like, families).computes()}
     difference = about_difference(about, saved.about)
@@ -182,7 +212,7 @@ def _sources(
             f"{os.path.join(os.fspath(like), CONFIG)} has {difference[1]}: pass the folder that it "
             "was trained from as `like`"
         )
-    check_base(saved, base, sources, like, all_numbers=False)
+    check_base(saved, divided, sources, like, all_numbers=False)
     return sources
 
 
@@ -192,7 +222,7 @@ class _Writer:
     def __init__(
         self,
         saved: SavedState,
-        base: WeightFile,
+        base: DividedFile,
         like: str,
         leaves: Mapping[str, tuple[str, bool]],
         sources: Mapping[str, Source],
@@ -212,12 +242,13 @@ class _Writer:
         """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
         shape = self._tensors[name].shape
         kind = numpy_dtype(self._tensors[name].dtype)
-        source = self._sources[name]
-        if source.layout is not None:
-            check_base(self._saved, self._base, {name: source}, self._like, all_numbers=True)
+        for part in self._base.parts[name]:
+            source = self._sources[part]
+            if source.layout is not None:
+                check_base(self._saved, self._base, {part: source}, self._like, all_numbers=True)
         for rows in cut_rows(shape, PIECE_BYTES // 4):
             box = (rows, *((0, n) for n in shape[1:]))
-            piece = self._piece(name, box)
+            piece = self._base.join(name, box, self._piece)
             try:
                 with np.errstate(over="raise"):
                     yield np.ascontiguousarray(piece, kind)
@@ -227,7 +258,7 @@ class _Writer:
                 ) from error
 
     def _piece(self, name: str, box: Box) -> np.ndarray:
-        """Return a box of a tensor, in float32 or with the folder's own numbers."""
+        """Return a box of a tensor's part, in float32 or with the folder's own numbers."""
         source = self._sources[name]
         delta = self._delta(source, box)
         if source.layout is not None:
@@ -257,6 +288,36 @@ class _Writer:
         (out_start, out_stop), (in_start, in_stop) = box
         assert self._scale is not None
         return (a[in_start:in_stop] @ b[:, out_start:out_stop]).T * np.float32(self._scale)
+
+
+def _others(
+    base: WeightFile, like: str | os.PathLike[str], families: Mapping[str, Family]
+) -> dict[str, Tensor]:
+    """Return the tensors of a folder that are not read, and that an export copies.
+
+    Raises:
+      CheckpointError: a tensor has a dtype that is not written.
+    """
+    family, config = read_family(like, families)
+    places = build_places(family.table(config))
+    others = {name: tensor for name, tensor in base.tensors.items() if not places(name)}
+    for name, tensor in others.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{base.path}: {name} of {tensor.dtype} cannot be copied: only floating dtypes are "
+                "written. Remove it from the files if the model does not need it"
+            )
+    return others
+
+
+def _copied(file: WeightFile, name: str) -> Iterator[np.ndarray]:
+    """Yield the rows of a tensor that is exported as it is in the folder."""
+    shape = file.tensors[name].shape
+    if not shape:
+        yield np.asarray(file.read(name, ()))
+        return
+    for rows in cut_rows(shape, PIECE_BYTES // 4):
+        yield np.ascontiguousarray(file.read(name, (rows, *((0, n) for n in shape[1:]))))
 
 
 def _write_shards(
@@ -323,8 +384,9 @@ def export_peft(
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, or
-        weights other than adapters were trained.
+      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, it
+        holds several adapted projections in one matrix, or weights other than adapters were
+        trained.
       CheckpointError: there is no checkpoint, it has no adapters, they were trained on another base
         than `like`, or the `config.json` of `like` has other sizes than its weights (the error
         names the key).
@@ -340,11 +402,13 @@ def export_peft(
         matrices = _peft_matrices(saved, adapters, table)
         # Transposed, and without the dim of layers.
         shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in matrices.items()}
-        base = open_weights(like)
-        _check_beside(shapes, base, like, saved)
+        base = open_folder(like)
+        divided = DividedFile(base, table)
+        _check_beside(shapes, matrices, adapters, divided, saved, like)
         check_config_sizes(like, base, families, is_whole=True)
         if leaves.keys() - adapters.keys():
-            _sources(saved, base, leaves, like, families)
+            divided = _divided(saved, base, leaves, like, families)
+            _sources(saved, base, divided, leaves, like, families)
         tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(matrices)}
 
         def pieces(name: str) -> Iterator[np.ndarray]:
@@ -386,45 +450,73 @@ def _only_adapters(saved: SavedState, leaves: Mapping[str, tuple[str, bool]]) ->
 
 
 def _peft_matrices(
-    saved: SavedState, adapters: Mapping[str, str], table: Mapping[str, Any]
+    saved: SavedState, adapters: Mapping[str, str], table: Mapping[str, tuple[Place, ...]]
 ) -> dict[str, tuple[str, int]]:
     """Return the leaf and the layer of each tensor of PEFT's file, by tensor name.
 
     Args:
       saved: checkpoint.
       adapters: leaves of its adapters, by name.
-      table: parameter for each tensor name of the base, as `map_names` returns it.
+      table: parameter for each tensor name of the base, as `map_names` returns it. If a parameter
+        has several names, the first is its name in transformers' module.
+
+    Raises:
+      ValueError: the base holds several projections in one matrix, for which PEFT has one adapter.
     """
     matrices: dict[str, tuple[str, int]] = {}
-    for tensor, entry in table.items():
-        if entry is None or isinstance(entry, str):
-            continue  # only kernels have adapters, and they are transposed
-        stem = entry[0].removesuffix(".kernel")
+    named: set[tuple[str, int | None]] = set()
+    for tensor, places in table.items():
+        stems = [place.name.removesuffix(".kernel") for place in places]
+        adapted = [stem for stem in stems if f"{stem}{ADAPTER}a" in adapters]
+        if not adapted or (places[0].name, places[0].layer) in named:
+            continue
+        if len(places) > 1:
+            names = ", ".join(stem.rpartition(".")[2] for stem in adapted)
+            raise ValueError(
+                f"the base holds {names} in one matrix, {tensor}, for which PEFT has one adapter: "
+                "merge the adapters by zerojax.export_hf(merge_lora=True)"
+            )
+        named.add((places[0].name, places[0].layer))
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         for matrix in "ab":
-            leaf = adapters.get(f"{stem}{ADAPTER}{matrix}")
-            if leaf is None:
-                continue
+            leaf = adapters[f"{stems[0]}{ADAPTER}{matrix}"]
             pattern = f"{module}.lora_{matrix.upper()}.weight"
-            for layer in range(saved.leaves[leaf].shape[0]):
-                matrices[pattern.replace("{layer}", str(layer))] = (leaf, layer)
+            layers = range(saved.leaves[leaf].shape[0])
+            for layer in layers if places[0].layer is None else [places[0].layer]:
+                matrices[pattern.replace(LAYER, str(layer))] = (leaf, layer)
     return matrices
 
 
 def _check_beside(
     shapes: Mapping[str, tuple[int, ...]],
-    file: WeightFile,
-    like: str | os.PathLike[str],
+    matrices: Mapping[str, tuple[str, int]],
+    adapters: Mapping[str, str],
+    base: DividedFile,
     saved: SavedState,
+    like: str | os.PathLike[str],
 ) -> None:
-    """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in]."""
-    base = file.tensors
+    """Raise CheckpointError if adapters A[r, in] and B[out, r] do not fit a folder's [out, in].
+
+    Args:
+      shapes: shapes of PEFT's tensors, by name.
+      matrices: leaf and layer of each.
+      adapters: leaves of the adapters, by name.
+      base: weights of the folder.
+      saved: checkpoint.
+      like: path of the folder.
+    """
+    base_shapes = {
+        (place.name.removesuffix(".kernel"), place.layer): base.tensors[name].shape
+        for name, place in base.places.items()
+    }
+    stems = {leaf: name.partition(ADAPTER)[0] for name, leaf in adapters.items()}
     wrong = []
     for name, shape in shapes.items():
         module, _, letter = (
             name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         )
-        base_shape = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
+        leaf, layer = matrices[name]
+        base_shape = base_shapes.get((stems[leaf], layer), ())
         if len(base_shape) != 2 or shape[letter == "A"] != base_shape[letter == "A"]:
             wrong.append(
                 f"lora_{letter} {list(shape)} for {module}.weight "
