@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from train_loop import LoopOptions
@@ -155,13 +155,22 @@ def errors_as_options(validation: str = "") -> Iterator[None]:
         raise ValueError(f"--{validation}data: {words}") from error
 
 
-def read_corpus(options: DataOptions, tokenizer: Any, template_options: dict[str, Any]) -> Corpus:
+def read_corpus(
+    options: DataOptions,
+    tokenizer: Any,
+    template_options: dict[str, Any],
+    read: Callable[[str, str | None], Any] | None = None,
+    pack_rows: Callable[[Any], Any] | None = None,
+) -> Corpus:
     """Read the data of a run.
 
     Args:
       options: the run's options.
       tokenizer: tokenizer of transformers.
       template_options: arguments of the chat template by name.
+      read: function that returns the examples of a path and a split, with a method `hold_out`; by
+        default `zerojax.data.tokenize`.
+      pack_rows: function that packs them into rows; by default `zerojax.data.pack`.
 
     Raises:
       ValueError: an example cannot be read, or does not fit a row.
@@ -172,11 +181,19 @@ def read_corpus(options: DataOptions, tokenizer: Any, template_options: dict[str
         "each_answer": options.each_answer,
         "template_options": template_options,
     }
-    held_out: list[Examples] = []
+
+    def read_texts(path: str, split: str | None) -> Examples:
+        return tokenize(path, tokenizer, split=split, **form)
+
+    def pack_texts(examples: Examples) -> Rows:
+        return pack(examples, options.seq, too_long=options.too_long)
+
+    read, pack_rows = read or read_texts, pack_rows or pack_texts
+    held_out: list[Any] = []
     if options.validation_data is not None or options.validation_split is not None:
         path = options.validation_data or paths[0]
         with errors_as_options("validation-"):
-            held_out = [tokenize(path, tokenizer, split=options.validation_split, **form)]
+            held_out = [read(path, options.validation_split)]
     if options.stream:
         with errors_as_options():
             rows = stream(
@@ -195,14 +212,13 @@ def read_corpus(options: DataOptions, tokenizer: Any, template_options: dict[str
         for path in paths:
             split = options.split if _may_have_splits(path, paths) else None
             with errors_as_options():
-                train.append(tokenize(path, tokenizer, split=split, **form))
+                train.append(read(path, split))
         if options.held_out and not held_out:
             pairs = [_hold_out(examples, options.held_out) for examples in train]
             train = [kept for kept, _ in pairs]
             held_out = [apart for _, apart in pairs]
-        packed = [pack(file, options.seq, too_long=options.too_long) for file in train]
-        rows = mix(packed, weights)
-    validation = [pack(file, options.seq, too_long=options.too_long) for file in held_out]
+        rows = mix([pack_rows(file) for file in train], weights)
+    validation = [pack_rows(file) for file in held_out]
     return Corpus(rows, mix(validation) if validation else None, [*train, *held_out])
 
 
@@ -211,7 +227,7 @@ def _may_have_splits(path: str, paths: Sequence[str]) -> bool:
     return os.path.isdir(path) or not any(map(os.path.isdir, paths))
 
 
-def _hold_out(examples: Examples, one_in: int) -> tuple[Examples, Examples]:
+def _hold_out(examples: Any, one_in: int) -> tuple[Any, Any]:
     try:
         return examples.hold_out(one_in)
     except ValueError as error:

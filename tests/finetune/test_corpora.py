@@ -193,7 +193,7 @@ def test_long_records_of_a_stream_are_dropped_or_refused(tmp_path):
     assert all((next(read)["targets"] >= 0).any() for _ in range(6))
     read = streamed(path, window=4)
     with pytest.raises(ValueError, match=r"a\.jsonl:5: .* use a longer seq"):
-        [*itertools.islice(read, 6)]
+        list(itertools.islice(read, 6))
     with pytest.raises(ValueError, match="gives a row of seq=8"):
         streamed(path, window=4, seq=8, too_long="drop")
     with pytest.raises(ValueError, match="give the share of each by weights="):
