@@ -12,6 +12,7 @@ from zerojax.hf.decoder import Projection as Projection
 from zerojax.hf.exporting import export_hf as export_hf
 from zerojax.hf.exporting import export_peft as export_peft
 from zerojax.hf.importing import import_hf as import_hf
+from zerojax.hf.mixtures.config import Mixture as Mixture
 from zerojax.hf.model import config_of as config_of
 from zerojax.hf.model import model_of as model_of
 from zerojax.hf.names import FAMILIES as FAMILIES
