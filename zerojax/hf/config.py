@@ -454,7 +454,7 @@ def _check_formats(raw: Mapping[str, Any], where: str, *, is_mixture: bool = Fal
         raise ValueError(
             f"{where}: its weights are quantized ({method!r} in {QUANTIZATION}): use the original "
             "checkpoint in 16 or 32 bits, and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small "
-            "frozen base. Only bitsandbytes and mxfp4 are decoded"
+            "frozen base. Only bitsandbytes, mxfp4 and fp8 are decoded"
         )
 
 

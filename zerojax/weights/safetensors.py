@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from host_offload.disk import Box, ReadFile, TruncatedError, numpy_dtype, reserve
@@ -43,7 +44,7 @@ ALIGNMENT = 8
 MOST_HEADER_BYTES = 100_000_000
 """Largest header, as in the safetensors library."""
 
-BYTES = {"U8": np.uint8, "I8": np.int8}
+BYTES = {"U8": np.uint8, "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 """Dtypes of the codes of quantized weights, by the names in safetensors."""
 
 

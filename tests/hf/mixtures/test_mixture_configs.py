@@ -73,12 +73,32 @@ _GLM = {
     "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
     "tie_word_embeddings": False, "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
 }  # fmt: skip
+_DEEPSEEK3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
+    "auto_map": {}, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True,
+    "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
 RELEASED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3-30B-A3B": (_QWEN3, 30_532_122_624),
     "Mixtral-8x7B": (_MIXTRAL, 46_702_792_704),
     "OLMoE-1B-7B": (_OLMOE, 6_919_161_856),
     "gpt-oss-20b": (_GPT_OSS, 20_914_757_184),
     "DeepSeek-V2-Lite": (_DEEPSEEK, 15_706_484_224),
+    "DeepSeek-V3": (_DEEPSEEK3, 671_026_404_352),
     "GLM-4.5-Air": (_GLM, 106_852_245_504),
 }
 """Keys and numbers of parameters of released models."""

@@ -1,5 +1,9 @@
 """Mixtures of experts from a Hugging Face folder compute, train and export as in transformers."""
 
+import dataclasses
+import pathlib
+
+import hf_models
 import jax
 import numpy as np
 import pytest
@@ -62,6 +66,21 @@ def test_logits_steps_and_exports_are_those_of_transformers(tmp_path, case, plac
     np.testing.assert_allclose(exported, logits, rtol=0, atol=1e-6)
     np.testing.assert_allclose(losses, torch_losses(theirs), rtol=0, atol=STEPS)
     assert abs(losses[0] - losses[-1]) > STEPS
+
+
+@pytest.mark.exhaustive  # by default test_config.py adds a dense family
+def test_a_family_that_the_page_adds_computes_what_transformers_does(tmp_path):
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "fine_tuning.md").read_text()
+    block = next(b for b in page.split("```python\n") if b.startswith("glm = "))
+    names = {"zj": zj, "dataclasses": dataclasses}
+    exec(block.split("```")[0], names)
+    sizes = {**CASES["glm4_moe"][1], "sliding_window": None, "n_shared_experts": 1}
+    theirs = hf_models.write(("Dots1Config", sizes), tmp_path, shard="1MB")
+    model = model_of(tmp_path, families=names["families"])
+    program = program_of(model, "device", tmp_path)
+    state = zj.import_hf(program, tmp_path, key=jax.random.key(0), families=names["families"])
+    logits = torch_logits(theirs, batch_of()).detach().numpy()
+    assert np.abs(np.asarray(program.apply(state, batch_of())) - logits).max() < LOGITS
 
 
 @pytest.mark.exhaustive  # by default test_capacity.py drops tokens

@@ -3,6 +3,7 @@
     quant_method       weights
     "bitsandbytes"     decoded as they are read (`zerojax.hf.quantized.bitsandbytes`)
     "mxfp4"            decoded as they are read (`zerojax.hf.quantized.mxfp4`)
+    "fp8"              decoded as they are read (`zerojax.hf.quantized.fp8`)
     any other one      refused by name
 
 Decoded weights are weights in 16 or 32 bits like any others: an export writes them so, without
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.hf.quantized.bitsandbytes import BitsAndBytesFile
+from zerojax.hf.quantized.fp8 import Fp8File
 from zerojax.hf.quantized.mxfp4 import Mxfp4File
 from zerojax.weights import DTYPES, WeightFile, open_weights
 
@@ -22,6 +24,7 @@ QUANTIZATION = "quantization_config"
 """Key of `config.json` that describes quantized weights."""
 _BITSANDBYTES = "bitsandbytes"
 _MXFP4 = "mxfp4"
+_FP8 = "fp8"
 
 
 def quant_method(raw: Mapping[str, Any]) -> str | None:
@@ -51,7 +54,7 @@ def is_decoded(raw: Mapping[str, Any]) -> bool:
     Args:
       raw: object in `config.json`.
     """
-    return quant_method(raw) in (_BITSANDBYTES, _MXFP4)
+    return quant_method(raw) in (_BITSANDBYTES, _MXFP4, _FP8)
 
 
 def open_decoded(folder: str | os.PathLike[str], raw: Mapping[str, Any]) -> WeightFile:
@@ -69,5 +72,8 @@ def open_decoded(folder: str | os.PathLike[str], raw: Mapping[str, Any]) -> Weig
         return file
     if quant_method(raw) == _MXFP4:
         return Mxfp4File(file)
+    if quant_method(raw) == _FP8:
+        dtype = raw.get("dtype") or raw.get("torch_dtype")
+        return Fp8File(file, raw[QUANTIZATION], dtype if dtype in DTYPES else "bfloat16")
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     return BitsAndBytesFile(file, dtype if dtype in DTYPES else "float16")
