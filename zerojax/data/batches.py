@@ -219,7 +219,7 @@ def _part_size(batch_size: int, part: int, num_parts: int) -> int:
 def _identity(rows: Rows, batch_size: int, seed: int) -> str:
     """Return a string that identifies the rows and their order."""
     checksum = xxhash.xxh64()
-    for a in (rows.examples.tokens, rows.examples.counted, rows.order, rows.starts):
+    for a in rows.arrays:
         checksum.update(np.ascontiguousarray(a).data)
     return (
         f"{len(rows)} of {rows.seq}, batch_size {batch_size}, seed {seed}, checksum "

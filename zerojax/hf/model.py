@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
-from zerojax.hf.batches import check_batch
+from zerojax.hf.batches import ADAPTERS, check_batch
 from zerojax.hf.config import (
     CONFIG,
     DecoderConfig,
@@ -32,8 +32,9 @@ from zerojax.hf.config import (
     read_config,
 )
 from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Options
+from zerojax.hf.heads.task import TokenLoss, build_task, switch_adapters
 from zerojax.hf.names import FAMILIES, Lora
-from zerojax.models import Cache, LayeredModel, at_last, from_flax, with_specs
+from zerojax.models import Cache, LayeredModel, from_flax, with_specs
 
 DECODER = "decoder"
 """Key of `about` for the options of `config.json` that restore and export compare."""
@@ -47,6 +48,7 @@ def model_of(
     attention: Implementation = "auto",
     mlp_tiles: int = 0,
     loss_tiles: int | None = None,
+    loss: TokenLoss | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes.
@@ -59,7 +61,11 @@ def model_of(
     ValueError. If values are out of range, the loss is NaN and the state stays as it was; metrics
     named `fault/...` show the key and the range. The loss is the mean over the targets that count,
     in nats. `program.apply` returns logits f32[B, T, V]; with `last`, i32[B], it returns the logits
-    [B, V] at one position per row.
+    [B, V] at one position per row. A batch of a model with adapters may have `adapters`, a number:
+    with 0, the model computes without them.
+
+    With `loss`, such as `zerojax.dpo_loss(0.1)`, a batch also has the arrays that this loss reads,
+    and `program.apply` of such a batch returns what `loss.predict` does.
 
     Args:
       folder: path of a folder, as `save_pretrained` of transformers writes it.
@@ -72,6 +78,8 @@ def model_of(
         time (`zerojax.TiledMLP`), for matrices too large for a device; 0: untiled. Import and
         export support both.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
+      loss: a loss of the targets' log-probabilities, such as `zerojax.dpo_loss(0.1)`. None: the
+        mean cross entropy.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
         added.
 
@@ -88,23 +96,26 @@ def model_of(
     _check_options(options)
     if trainable is None and lora is not None:
         trainable = nnx.LoRAParam
+    task = build_task(loss, config.vocab, loss_tiles, build_context)
     model = from_flax(
         embed=lambda rngs: Embed(config, rngs=rngs),
         block=lambda rngs: Block(config, options, rngs=rngs),
         head=lambda rngs: Head(config, rngs=rngs),
         num_layers=config.layers,
-        loss=lambda head, embed, x, batch: head.loss(embed, x, batch, loss_tiles),
-        predict=lambda head, embed, x, batch: head.logits(embed, at_last(x, batch)),
+        loss=task.loss,
+        predict=task.predict,
         trainable=trainable,
-        context=build_context,
+        context=task.context,
         per_layer=build_per_layer(config),
         cache=Cache(build_cache_init(config), lambda block, *args: block.cached(*args)),
     )
     about: dict[str, Any] = {DECODER: config.computes()}
+    block = model.block
     if lora is not None:
         about["lora"] = dataclasses.asdict(lora)
+        block = switch_adapters(model.block)
     return dataclasses.replace(
-        with_specs(model, _specs(model)), about=about, check_batch=check_batch
+        with_specs(model, _specs(model)), about=about, check_batch=task.check_batch, block=block
     )
 
 
@@ -154,6 +165,8 @@ def build_context(batch: Batch) -> dict[str, jax.Array]:
     context = {"positions": positions}
     if "segment_ids" in batch:
         context["segment_ids"] = batch["segment_ids"]
+    if ADAPTERS in batch:
+        context[ADAPTERS] = jnp.asarray(batch[ADAPTERS], jnp.float32)
     return context
 
 
