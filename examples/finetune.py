@@ -10,6 +10,8 @@
     python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk
     # All states on a disk:
     python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk
+    # Chosen and rejected answers instead of examples:
+    python examples/finetune.py ... --method dpo --data pairs.jsonl
     # Checkpoints, resuming and an export:
     python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
 
@@ -33,15 +35,17 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import methods
 import optax
 import train_loop
 import tyro
 from jax.experimental import multihost_utils
+from methods import MethodOptions
 from run_record import RunRecord
 from train_loop import (
     LoopOptions,
@@ -58,6 +62,8 @@ import zerojax as zj
 from zerojax.data import (
     Batches,
     Examples,
+    PairRows,
+    Preferences,
     Rows,
     batches,
     batches_once,
@@ -75,7 +81,7 @@ from zerojax.weights import open_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(LoopOptions):
+class Options(LoopOptions, MethodOptions):
     """Fine-tune a pretrained model.
 
     Attributes:
@@ -99,7 +105,8 @@ class Options(LoopOptions):
       epochs: number of passes over the rows.
       steps: number of train steps; replaces epochs.
       learning_rate: peak learning rate, reached after a thirtieth of the steps; it then decays to a
-        tenth along a cosine. By default 2e-4 for adapters and 1e-5 for all weights.
+        tenth along a cosine. By default 2e-4 for adapters and 1e-5 for all weights, or a tenth of
+        that with a method other than sft.
       lora_rank: rank of the adapters; 0 trains all weights.
       lora_alpha: alpha; alpha / rank scales the adapters. By default twice the rank.
       lora_targets: names of adapted projections, such as q_proj v_proj; by default all seven.
@@ -177,6 +184,7 @@ def check(options: Options) -> None:
       CheckpointError: the model's weights are missing, or a file that their index names.
     """
     train_loop.check_loop(options)
+    methods.check_method(options)
     leasts = {
         "seq": 2,
         "epochs": 0,
@@ -312,8 +320,10 @@ def prepare(options: Options) -> Inputs:
         raise ValueError(f"--model {error}") from error
     arguments = template_options(options)
 
-    def read(path: str, split: str | None, validation: str = "") -> Examples:
+    def read(path: str, split: str | None, validation: str = "") -> Examples | Preferences:
         try:
+            if options.method != "sft":
+                return methods.read(options, path, tokenizer, split, arguments)
             return tokenize(
                 path,
                 tokenizer,
@@ -338,7 +348,8 @@ def prepare(options: Options) -> Inputs:
             train, held_out = train.hold_out(options.held_out)
         except ValueError as error:
             raise ValueError(f"--held-out {options.held_out}: {error}") from error
-    both = [train] if held_out is None else [train, held_out]
+    parts = [train] if held_out is None else [train, held_out]
+    both = [part.examples if isinstance(part, Preferences) else part for part in parts]
     vocab = config_of(options.model).vocab
     prompts = [encode_prompt(tokenizer, text, arguments) for text in options.prompt] or [
         first_prompt(both[-1])
@@ -354,7 +365,12 @@ def prepare(options: Options) -> Inputs:
             f"--model {options.model}: its tokenizer returned token {largest}, but the model "
             f"has {vocab} tokens, numbered from 0"
         )
-    rows = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
+    rows: list[Rows] = []
+    for part in parts:
+        if isinstance(part, Preferences):
+            rows.append(methods.pack(options, part))
+        else:
+            rows.append(pack(part, options.seq, too_long=options.too_long))
     return Inputs(tokenizer, rows[0], rows[1] if len(rows) > 1 else None, prompts)
 
 
@@ -371,17 +387,19 @@ def num_steps(options: Options, rows: Rows) -> int:
 
 
 def build(
-    options: Options, mesh: jax.sharding.Mesh, steps: int
+    options: Options, mesh: jax.sharding.Mesh, steps: int, rows: Rows | None = None
 ) -> tuple[zj.Program, zj.Plan | None]:
     """Build the model of a folder, its optimizer and the train step.
 
-    The config is planned first if the options ask for it.
+    The config is planned first if the options ask for it. Methods other than sft need the rows,
+    whose arrays the batch's shapes depend on.
     """
     model = model_of(
         options.model,
         lora=build_lora(options),
         mlp_tiles=options.mlp_tiles,
         loss_tiles=options.loss_tiles,
+        loss=methods.build_loss(options),
     )
     peak, warmup = peak_rate(options), max(1, steps // 30)
     # The first step's rate is not zero. The decay must be longer than the warmup, even in a run of
@@ -390,18 +408,14 @@ def build(
         peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10
     )
     tx = optax.adamw(rate, weight_decay=options.weight_decay)
-    return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+    return build_program(options, options.zero, model, tx, mesh, abstract_batch(options, rows))
 
 
 def peak_rate(options: Options) -> float:
     """Return the learning rate after the warmup."""
-    return (
-        options.learning_rate
-        if options.learning_rate is not None
-        else 2e-4
-        if options.lora_rank
-        else 1e-5
-    )
+    if options.learning_rate is not None:
+        return options.learning_rate
+    return methods.default_rate(options)
 
 
 def build_lora(options: Options) -> zj.Lora | None:
@@ -413,10 +427,11 @@ def build_lora(options: Options) -> zj.Lora | None:
     return zj.Lora(options.lora_rank, alpha, targets, options.lora_dropout)
 
 
-def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(options: Options, rows: Rows | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch over all processes."""
     a = jax.ShapeDtypeStruct((options.batch_size, options.seq), jnp.int32)
-    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+    return batch | methods.abstract_arrays(options, rows)
 
 
 def model_flops_per_token(options: Options) -> float:
@@ -462,6 +477,7 @@ def open_record(
         "batch_size": options.batch_size,
         "seq": options.seq,
         "seed": options.seed,
+        **methods.recorded(options),
     }
     record.check(refuses, {"lora_dropout": options.lora_dropout, "precision": zero.precision})
     return record
@@ -502,7 +518,7 @@ def main() -> None:
         with bars():
             inputs = prepare(options)
         notes = begin(options, inputs, record)
-        program, plan = build(options, mesh, num_steps(options, inputs.rows))
+        program, plan = build(options, mesh, num_steps(options, inputs.rows), inputs.rows)
     with (
         program,
         ckpt or contextlib.nullcontext(),
@@ -523,7 +539,20 @@ def run(
 ) -> bool:
     """Train, validate, sample and export; return whether a signal ended the run."""
     steps = num_steps(options, inputs.rows)
-    memory = program.memory(abstract_batch(options))
+    memory = program.memory(abstract_batch(options, inputs.rows))
+    made: list[zj.TrainState] = []  # the state before the first step, if it was needed already
+
+    def make() -> zj.TrainState:
+        if made:
+            return made.pop()
+        return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
+
+    with train_loop.errors_without_traceback("finetune.py", Options):
+        is_new = ckpt is None or not ckpt.all_steps()
+        inputs, state = with_reference(options, program, inputs, make)
+        if state is not None and is_new:
+            made.append(state)
+        del state  # two states would not fit
     with train_loop.errors_without_traceback("finetune.py", Options):
         trace = swap_trace(options, program)
         part, num_parts = program.batch_part
@@ -541,9 +570,6 @@ def run(
             flops_per_token=model_flops_per_token(options),
         )
 
-    def make() -> zj.TrainState:
-        return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
-
     def validate(state: zj.TrainState) -> float:
         assert inputs.held_out is not None
         held_out = batches_once(
@@ -553,6 +579,8 @@ def run(
             part=part,
             num_parts=num_parts,
         )
+        if options.method != "sft":
+            return zj.perplexity(program, state, held_out, weight=methods.count_pairs).loss
         return zj.perplexity(program, state, held_out).loss
 
     with report:
@@ -597,8 +625,38 @@ def run(
     return is_over
 
 
+def with_reference(
+    options: Options, program: zj.Program, inputs: Inputs, make: Callable[[], zj.TrainState]
+) -> tuple[Inputs, zj.TrainState | None]:
+    """Add the reference's log-probabilities to the rows, if the method compares with them.
+
+    Returns the inputs, and the state before the first step if it was made for this.
+    """
+    loss = methods.build_loss(options)
+    if loss is None or not loss.reads_reference:
+        return inputs, None
+    base = {
+        "weights": fingerprint(options.model),
+        "config": config_of(options.model).computes(),
+        "frozen_dtype": program.config.frozen_dtype,
+        "precision": program.config.precision,
+    }
+
+    def say(line: str) -> None:
+        if not jax.process_index():
+            print(line)
+
+    parts = [inputs.rows] if inputs.held_out is None else [inputs.rows, inputs.held_out]
+    pairs = [rows for rows in parts if isinstance(rows, PairRows)]
+    found, state = methods.add_reference(options, program, pairs, base, make, say)
+    held_out = found[1] if len(found) > 1 else None
+    return dataclasses.replace(inputs, rows=found[0], held_out=held_out), state
+
+
 def described(rows: Rows) -> str:
     """Return a summary of the rows in words."""
+    if isinstance(rows, PairRows):
+        return methods.describe(rows)
     c = rows.counts
     text = (
         f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, "

@@ -101,7 +101,11 @@ class Examples:
         return held_out
 
     def select(self, chosen: np.ndarray) -> "Examples":
-        """Return the examples for which `chosen`, bool[E], is True."""
+        """Return some of the examples, in the same order.
+
+        Args:
+          chosen: bool[E], True for each example to return.
+        """
         of_token = np.repeat(chosen, self.lengths)
         starts = np.concatenate([[0], np.cumsum(self.lengths[chosen])])
         return Examples(
