@@ -10,6 +10,8 @@
     python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk
     # All states on a disk:
     python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk
+    # Chosen and rejected answers instead of examples:
+    python examples/finetune.py ... --method dpo --data pairs.jsonl
     # Checkpoints, resuming and an export:
     python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
 
@@ -33,15 +35,17 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import methods
 import train_loop
 import tyro
 from corpus import DataOptions, check_corpus, describe_rows, read_corpus
 from jax.experimental import multihost_utils
+from methods import MethodOptions
 from optimizers import (
     Optimizer,
     Schedule,
@@ -68,6 +72,8 @@ from zerojax.data import (
     Batches,
     Examples,
     Mixture,
+    PairRows,
+    Preferences,
     Rows,
     Stream,
     StreamedBatches,
@@ -92,7 +98,7 @@ from zerojax.weights import open_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(DataOptions):
+class Options(DataOptions, MethodOptions):
     """Fine-tune a pretrained model.
 
     Attributes:
@@ -102,7 +108,7 @@ class Options(DataOptions):
       template_options: arguments of the chat template as a JSON object, such as
         '{"enable_thinking": false}'.
       learning_rate: learning rate after the warmup. By default 2e-4 for adapters and 1e-5 for all
-        weights.
+        weights, or a tenth of that with a method other than sft.
       optimizer: adamw, adafactor, muon (the embedding, the head and vectors by AdamW), or
         schedule_free, AdamW with averaged weights in place of a decaying rate.
       schedule: course of the learning rate after the warmup: cosine, linear or constant. By default
@@ -189,6 +195,7 @@ def check(options: Options) -> None:
       CheckpointError: the model's weights are missing, or a file that their index names.
     """
     train_loop.check_loop(options)
+    methods.check_method(options)
     leasts = {
         "seq": 2,
         "epochs": 0,
@@ -380,8 +387,12 @@ def prepare(options: Options) -> Inputs:
         raise ValueError(f"--model {error}") from error
     arguments = template_options(options)
 
-    corpus = read_corpus(options, tokenizer, arguments)
-    both = corpus.examples
+    reads: dict[str, Any] = {}
+    if options.method != "sft":
+        reads["read"] = lambda path, split: methods.read(options, path, tokenizer, split, arguments)
+        reads["pack_rows"] = lambda answers: methods.pack(options, answers)
+    corpus = read_corpus(options, tokenizer, arguments, **reads)
+    both = [part.examples if isinstance(part, Preferences) else part for part in corpus.examples]
     vocab = config_of(options.model).vocab
     prompts = [encode_prompt(tokenizer, text, arguments) for text in options.prompt] or [
         first_prompt(both[-1])
@@ -412,17 +423,19 @@ def num_steps(options: Options, rows: Rows | Mixture | Stream) -> int:
 
 
 def build(
-    options: Options, mesh: jax.sharding.Mesh, steps: int
+    options: Options, mesh: jax.sharding.Mesh, steps: int, rows: Rows | None = None
 ) -> tuple[zj.Program, zj.Plan | None]:
     """Build the model of a folder, its optimizer and the train step.
 
-    The config is planned first if the options ask for it.
+    The config is planned first if the options ask for it. Methods other than sft need the rows,
+    whose arrays the batch's shapes depend on.
     """
     model = model_of(
         options.model,
         lora=build_lora(options),
         mlp_tiles=options.mlp_tiles,
         loss_tiles=options.loss_tiles,
+        loss=methods.build_loss(options),
     )
     rate = build_schedule(
         named_schedule(options.optimizer, options.schedule),
@@ -432,20 +445,18 @@ def build(
         options.final_rate,
     )
     tx = build_optimizer(options.optimizer, rate, options.weight_decay)
-    program, plan = build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+    program, plan = build_program(
+        options, options.zero, model, tx, mesh, abstract_batch(options, rows)
+    )
     check_optimizer_options(options, program.config)  # which may be planned
     return program, plan
 
 
 def peak_rate(options: Options) -> float:
     """Return the learning rate after the warmup."""
-    return (
-        options.learning_rate
-        if options.learning_rate is not None
-        else 2e-4
-        if options.lora_rank
-        else 1e-5
-    )
+    if options.learning_rate is not None:
+        return options.learning_rate
+    return methods.default_rate(options)
 
 
 def build_lora(options: Options) -> zj.Lora | None:
@@ -457,10 +468,11 @@ def build_lora(options: Options) -> zj.Lora | None:
     return zj.Lora(options.lora_rank, alpha, targets, options.lora_dropout)
 
 
-def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(options: Options, rows: Rows | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch over all processes."""
     a = jax.ShapeDtypeStruct((options.batch_size, options.seq), jnp.int32)
-    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+    return batch | methods.abstract_arrays(options, rows)
 
 
 def model_flops_per_token(options: Options) -> float:
@@ -510,6 +522,7 @@ def open_record(
         "batch_size": options.batch_size,
         "seq": options.seq,
         "seed": options.seed,
+        **methods.recorded(options),
     }
     record.check(refuses, {"lora_dropout": options.lora_dropout, "precision": zero.precision})
     return record
@@ -550,7 +563,7 @@ def main() -> None:
         with bars():
             inputs = prepare(options)
         notes = begin(options, inputs, record)
-        program, plan = build(options, mesh, num_steps(options, inputs.rows))
+        program, plan = build(options, mesh, num_steps(options, inputs.rows), inputs.rows)
     with (
         program,
         ckpt or contextlib.nullcontext(),
@@ -571,7 +584,20 @@ def run(
 ) -> bool:
     """Train, validate, sample and export; return whether a signal ended the run."""
     steps = num_steps(options, inputs.rows)
-    memory = program.memory(abstract_batch(options))
+    memory = program.memory(abstract_batch(options, inputs.rows))
+    made: list[zj.TrainState] = []  # the state before the first step, if it was needed already
+
+    def make() -> zj.TrainState:
+        if made:
+            return made.pop()
+        return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
+
+    with train_loop.errors_without_traceback("finetune.py", Options):
+        is_new = ckpt is None or not ckpt.all_steps()
+        inputs, state = with_reference(options, program, inputs, make)
+        if state is not None and is_new:
+            made.append(state)
+        del state  # two states would not fit
     with train_loop.errors_without_traceback("finetune.py", Options):
         trace = swap_trace(options, program)
         selection = None
@@ -592,9 +618,6 @@ def run(
             flops_per_token=model_flops_per_token(options),
         )
 
-    def make() -> zj.TrainState:
-        return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
-
     def validate(state: zj.TrainState) -> float:
         assert inputs.held_out is not None
         held_out = batches_once(
@@ -604,15 +627,17 @@ def run(
             part=part,
             num_parts=num_parts,
         )
+        if options.method != "sft":
+            return zj.perplexity(program, state, held_out, weight=methods.count_pairs).loss
         return zj.perplexity(program, evaluated(options, program, state), held_out).loss
 
     with report:
         for line in [*([] if plan is None else [str(plan)]), *notes]:
             report.print(line)
-        for line in describe_rows(inputs.rows):
+        for line in described(inputs.rows):
             report.print(f"train: {line}")
         if inputs.held_out is not None:
-            report.print(f"held out: {describe_rows(inputs.held_out)[0]}")
+            report.print(f"held out: {described(inputs.held_out)[0]}")
         lora = build_lora(options)
         trained = (
             "all of them trained"
@@ -664,6 +689,39 @@ def evaluated(options: Options, program: zj.Program, state: zj.TrainState) -> zj
 def go_to(data: Batches | StreamedBatches, step: int) -> None:
     """Continue with the batch of a step."""
     data.go_to(step)
+
+
+def with_reference(
+    options: Options, program: zj.Program, inputs: Inputs, make: Callable[[], zj.TrainState]
+) -> tuple[Inputs, zj.TrainState | None]:
+    """Add the reference's log-probabilities to the rows, if the method compares with them.
+
+    Returns the inputs, and the state before the first step if it was made for this.
+    """
+    loss = methods.build_loss(options)
+    if loss is None or not loss.reads_reference:
+        return inputs, None
+    base = {
+        "weights": fingerprint(options.model),
+        "config": config_of(options.model).computes(),
+        "frozen_dtype": program.config.frozen_dtype,
+        "precision": program.config.precision,
+    }
+
+    def say(line: str) -> None:
+        if not jax.process_index():
+            print(line)
+
+    parts = [inputs.rows] if inputs.held_out is None else [inputs.rows, inputs.held_out]
+    pairs = [rows for rows in parts if isinstance(rows, PairRows)]
+    found, state = methods.add_reference(options, program, pairs, base, make, say)
+    held_out = found[1] if len(found) > 1 else None
+    return dataclasses.replace(inputs, rows=found[0], held_out=held_out), state
+
+
+def described(rows: Rows | Mixture | Stream) -> list[str]:
+    """Return a summary of the rows in words, as lines."""
+    return [methods.describe(rows)] if isinstance(rows, PairRows) else describe_rows(rows)
 
 
 def sample(

@@ -72,6 +72,7 @@ ROOMS = {
     "zerojax.machines": ("user_values", "chips", "formulas", "sharding", "precision", "hlo", "trees"),
     "zerojax.choice": (),
     "zerojax.data": ("user_values", "progress"),
+    "zerojax.preferences": ("user_values", "data", "program", "state", "models"),
     "zerojax.costs": (
         "user_values", "formulas", "choice", "machines", "program", "memory", "streamed", "optim", "state", "models", "activations", "tiling",
         "sharding", "aot", "config", "precision", "jaxprs", "trees",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zerojax.planner import plan as plan
     from zerojax.planner import probe as probe
     from zerojax.precision import LossScaling as LossScaling
+    from zerojax.preferences import dpo_loss as dpo_loss
     from zerojax.program import Program as Program
     from zerojax.program import build_train_step as build_train_step
     from zerojax.reporting import Run as Run
@@ -97,6 +98,7 @@ _HOME = {
     "attention": "zerojax.context",
     "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
+    "dpo_loss": "zerojax.preferences",
     "expert_loss": "zerojax.experts",
     "export_hf": "zerojax.hf",
     "export_orbax": "zerojax.weights",
@@ -157,6 +159,7 @@ __all__ = [
     "attention",
     "autotune",
     "build_train_step",
+    "dpo_loss",
     "expert_loss",
     "export_hf",
     "export_orbax",

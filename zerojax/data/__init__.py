@@ -1,4 +1,4 @@
-"""Data for fine-tuning: conversations, prompts or texts, tokenized, packed and batched."""
+"""Data for fine-tuning: conversations, prompts, texts or preferences, tokenized and packed."""
 
 from zerojax.data.batches import Batches as Batches
 from zerojax.data.batches import StreamedBatches as StreamedBatches
@@ -14,5 +14,9 @@ from zerojax.data.examples import tokenize as tokenize
 from zerojax.data.packing import Rows as Rows
 from zerojax.data.packing import best_fit as best_fit
 from zerojax.data.packing import pack as pack
+from zerojax.data.preferences.records import Preferences as Preferences
+from zerojax.data.preferences.records import read_preferences as read_preferences
+from zerojax.data.preferences.rows import PairRows as PairRows
+from zerojax.data.preferences.rows import pack_pairs as pack_pairs
 from zerojax.data.tokenizer_files import load_tokenizer as load_tokenizer
 from zerojax.data.tokenizer_files import read_template as read_template

@@ -76,6 +76,18 @@ class Examples:
         Raises:
           ValueError: `one_in` is less than 2, or either part would be empty.
         """
+        held_out = self.find_held_out(one_in)
+        return self.select(~held_out), self.select(held_out)
+
+    def find_held_out(self, one_in: int) -> np.ndarray:
+        """Return which examples `hold_out` splits off, bool[E].
+
+        Args:
+          one_in: number of records of which the last is held out, at least 2.
+
+        Raises:
+          ValueError: `one_in` is less than 2, or either part would be empty.
+        """
         one_in = whole_number("one_in", one_in, 2, ", because 1 would hold out everything")
         record = np.unique(self.numbers, return_inverse=True)[
             1
@@ -86,9 +98,14 @@ class Examples:
                 f"cannot hold out one in {one_in} of {len(self)} examples: add examples, or use a "
                 "smaller one_in"
             )
-        return self._those(~held_out), self._those(held_out)
+        return held_out
 
-    def _those(self, chosen: np.ndarray) -> "Examples":
+    def select(self, chosen: np.ndarray) -> "Examples":
+        """Return some of the examples, in the same order.
+
+        Args:
+          chosen: bool[E], True for each example to return.
+        """
         of_token = np.repeat(chosen, self.lengths)
         starts = np.concatenate([[0], np.cumsum(self.lengths[chosen])])
         return Examples(

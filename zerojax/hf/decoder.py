@@ -419,3 +419,16 @@ class Head(nnx.Module):
         )
         count = jnp.sum(targets >= 0).astype(jnp.float32)
         return Loss(total, count, faults(batch, self.vocab))
+
+    def log_probs(
+        self, embed: Embed, x: jax.Array, targets: jax.Array, tiles: int | None
+    ) -> jax.Array:
+        """Return the log-probability of each target, f32[B, T]; 0 for negative targets.
+
+        The arguments are those of `loss`.
+        """
+        z = self.norm(x)
+        w = self.matrix(embed).astype(z.dtype).T
+        return -linear_cross_entropy(
+            z, w, wide(targets), reduction="none", softcap=self.cap, num_tiles=tiles
+        )

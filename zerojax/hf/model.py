@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.checkpoint import CheckpointError
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
-from zerojax.hf.batches import check_batch
+from zerojax.hf.batches import ADAPTERS, check_batch
 from zerojax.hf.config import (
     CONFIG,
     DecoderConfig,
@@ -35,6 +35,7 @@ from zerojax.hf.config import (
     text_config,
 )
 from zerojax.hf.decoder import TENSOR, Batch, Cached, Embed, Head, Options
+from zerojax.hf.heads.task import TokenLoss, build_task, switch_adapters
 from zerojax.hf.mixtures.block import Untrained, choose_parts
 from zerojax.hf.mixtures.stacks import Run, join_stacks
 from zerojax.hf.names import FAMILIES, Lora
@@ -43,7 +44,6 @@ from zerojax.models import (
     Cache,
     LayeredModel,
     Loss,
-    at_last,
     from_flax,
     list_stacks,
     with_specs,
@@ -65,6 +65,7 @@ def model_of(
     seq_tiles: int = 1,
     loss_tiles: int | None = None,
     capacity_factor: float | None = None,
+    loss: TokenLoss | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes.
@@ -77,7 +78,11 @@ def model_of(
     ValueError. If values are out of range, the loss is NaN and the state stays as it was; metrics
     named `fault/...` show the key and the range. The loss is the mean over the targets that count,
     in nats. `program.apply` returns logits f32[B, T, V]; with `last`, i32[B], it returns the logits
-    [B, V] at one position per row.
+    [B, V] at one position per row. A batch of a model with adapters may have `adapters`, a number:
+    with 0, the model computes without them.
+
+    With `loss`, such as `zerojax.dpo_loss(0.1)`, a batch also has the arrays that this loss reads,
+    and `program.apply` of such a batch returns what `loss.predict` does.
 
     Args:
       folder: path of a folder, as `save_pretrained` of transformers writes it.
@@ -97,6 +102,8 @@ def model_of(
       capacity_factor: for a mixture of experts, the cells of an expert per token that visits it, as
         in `zerojax.moe`: tokens without a cell are dropped, and the metric `dropped_fraction` shows
         how many. None: no token is dropped.
+      loss: a loss of the targets' log-probabilities, such as `zerojax.dpo_loss(0.1)`. None: the
+        mean cross entropy.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
         added.
 
@@ -125,39 +132,41 @@ def model_of(
     # Longer rows rotate cached keys in another way than the keys that follow.
     max_length = min((rope.length for rope in config.ropes if rope.length), default=None)
     parts = choose_parts(config)
+    read_context = functools.partial(build_context, has_row_lengths=max_length is not None)
+    task = build_task(loss, config.vocab, loss_tiles, read_context)
 
-    def loss(head: Head, embed: Embed, x: Any, batch: Batch) -> Loss:
-        loss = head.loss(embed, parts.hidden(x), batch, loss_tiles)
-        return parts.with_usage(loss, x, batch)
+    def compute_loss(head: Head, embed: Embed, x: Any, batch: Batch) -> Loss:
+        return parts.with_usage(task.loss(head, embed, parts.hidden(x), batch), x, batch)
 
     per_layer = build_per_layer(config)
 
     def build(run: Run) -> LayeredModel:
         block = family.block or parts.blocks[run.has_experts]
         layers = slice(run.first, run.first + run.num_layers)
-        return from_flax(
+        model = from_flax(
             embed=lambda rngs: parts.embed(config, rngs=rngs),
             block=lambda rngs: block(config, options, rngs=rngs),
             head=lambda rngs: Head(config, rngs=rngs),
             num_layers=run.num_layers,
-            loss=loss,
-            predict=lambda head, embed, x, batch: head.logits(
-                embed, at_last(parts.hidden(x), batch)
-            ),
+            loss=compute_loss,
+            predict=lambda head, embed, x, batch: task.predict(head, embed, parts.hidden(x), batch),
             trainable=trainable,
-            context=functools.partial(build_context, has_row_lengths=max_length is not None),
+            context=task.context,
             per_layer={name: a[layers] for name, a in per_layer.items()},
             cache=Cache(
                 build_cache_init(config), lambda block, *args: block.cached(*args), max_length
             ),
         )
+        if lora is None:
+            return model
+        return dataclasses.replace(model, block=switch_adapters(model.block))
 
     model = join_stacks(config.runs, map(build, config.runs))
     about: dict[str, Any] = {DECODER: config.computes()}
     if lora is not None:
         about["lora"] = dataclasses.asdict(lora)
     return dataclasses.replace(
-        with_specs(model, _specs(model)), about=about, check_batch=check_batch
+        with_specs(model, _specs(model)), about=about, check_batch=task.check_batch
     )
 
 
@@ -290,6 +299,8 @@ def build_context(batch: Batch, *, has_row_lengths: bool = False) -> dict[str, j
         if LAST in batch:
             largest = jnp.take_along_axis(positions, batch[LAST][:, None], axis=1)[:, 0]
         context["row_lengths"] = largest.astype(jnp.int32) + 1  # [B]
+    if ADAPTERS in batch:
+        context[ADAPTERS] = jnp.asarray(batch[ADAPTERS], jnp.float32)
     return context
 
 
