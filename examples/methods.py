@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from corpus import split_weights
 from jax.experimental import multihost_utils
 
 import zerojax as zj
@@ -89,9 +90,14 @@ def check_method(options: Any) -> None:
                 f"--{name.replace('_', '-')} is for --method sft: the records of --method "
                 f"{options.method} have one form (docs/preferences.md)"
             )
+    if options.stream or len(options.data) > 1 or split_weights(options.data)[1] is not None:
+        raise ValueError(
+            f"--method {options.method} reads one file, all of it: --stream and several files or "
+            "weights in --data are for --method sft"
+        )
     loss = build_loss(options)
     if loss is not None and loss.reads_reference:
-        folder = os.path.dirname(os.path.abspath(options.reference or options.data))
+        folder = os.path.dirname(os.path.abspath(options.reference or data_path(options)))
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
             raise ValueError(
                 f"--reference: {folder} is not a writable folder, and the reference's "
@@ -99,6 +105,11 @@ def check_method(options: Any) -> None:
             )
     elif options.reference is not None:
         raise ValueError(f"--reference: --dpo-kind {options.dpo_kind} reads no reference")
+
+
+def data_path(options: Any) -> str:
+    """Return the path in `--data`, of a method that reads one file."""
+    return split_weights(options.data)[0][0]
 
 
 def build_loss(options: Any) -> Any:
@@ -208,7 +219,7 @@ def add_reference(
     """
     key = json.dumps({**base, "sequences": [rows.fingerprint() for rows in parts]}, sort_keys=True)
     short = hashlib.sha256(key.encode()).hexdigest()[:12]
-    path = options.reference or f"{os.path.normpath(options.data)}.reference-{short}.npz"
+    path = options.reference or f"{os.path.normpath(data_path(options))}.reference-{short}.npz"
     together = AllProcesses(program.mesh, "reading the reference's log-probabilities", ValueError)
     sizes = [len(rows.pairs) for rows in parts]
     values = _read_together(together, path, key, sum(sizes))
