@@ -49,7 +49,7 @@ zerojax plan --layers 32 --hidden 4096 --heads 32 --seq {SEQ} --batch {BATCH} --
 
 Or plan from Python. This is the cell of the table for 1.6 B on an RTX 5090:
 
-```python
+```python no-run: plans for several seconds; docs/planner.md runs a plan
 import dataclasses
 
 import zerojax as zj

@@ -12,13 +12,15 @@
     python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk
     # All states on a disk:
     python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk
+    # Chosen and rejected answers instead of examples:
+    python examples/finetune.py ... --method dpo --data pairs.jsonl
     # Checkpoints, resuming and an export:
     python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
 
 `--model` is a folder with config.json, weights and a tokenizer, as written by `save_pretrained` in
-transformers. `--data` is a JSONL file or a folder of `datasets` (docs/fine_tuning_data.md). Nothing
-is downloaded. Examples are packed into rows of `--seq` tokens, and one in 20 is held out for
-validation.
+transformers. `--data` names JSONL files or folders of `datasets` (docs/fine_tuning_data.md), in
+memory or streamed (`corpus`). Nothing is downloaded. Examples are packed into rows of `--seq`
+tokens, and one in 20 is held out for validation.
 
 Every field of `zerojax.ZeroConfig` is an option. `report.html` in `--logdir` shows the run on one
 page. With a checkpoint directory, SIGTERM and Ctrl-C save and end the run. The same command with
@@ -36,23 +38,35 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import methods
 import optax
 import train_loop
 import tyro
+from corpus import DataOptions, check_corpus, describe_rows, read_corpus
 from jax.experimental import multihost_utils
+from methods import MethodOptions
+from optimizers import (
+    Optimizer,
+    Schedule,
+    build_optimizer,
+    build_schedule,
+    check_optimizer,
+    named_schedule,
+)
 from run_record import RunRecord
+from selection import METRIC, Selection
 from train_loop import (
-    LoopOptions,
     build_program,
     first_state,
     open_checkpoints,
     open_run,
     print_sizes,
+    restore,
     start,
     swap_trace,
 )
@@ -61,16 +75,28 @@ import zerojax as zj
 from zerojax.data import (
     Batches,
     Examples,
+    Mixture,
+    PairRows,
+    Preferences,
     Rows,
+    Stream,
+    StreamedBatches,
     batches,
     batches_once,
     load_tokenizer,
-    pack,
     prompt_tokens,
     read_template,
-    tokenize,
 )
-from zerojax.hf import config_of, files_beside, fingerprint, lora_plus, model_of, read_peft
+from zerojax.hf import (
+    check_gguf,
+    config_of,
+    export_gguf,
+    files_beside,
+    fingerprint,
+    lora_plus,
+    model_of,
+    read_peft,
+)
 from zerojax.hf import end_tokens as read_end_tokens
 from zerojax.planner import flops_per_token
 from zerojax.reporting import bars
@@ -78,31 +104,27 @@ from zerojax.weights import open_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(LoopOptions):
+class Options(DataOptions, MethodOptions):
     """Fine-tune a pretrained model.
 
     Attributes:
       model: folder of the model, with config.json, weights and a tokenizer.
-      data: JSONL file, or folder of `datasets`, with messages, prompt and completion, or text.
-      split: name of the data set in a folder with several.
-      validation_data: file or folder of held-out examples; by default a part of the data.
-      validation_split: name of the data set in that folder; without validation_data, in the folder
-        of the data.
-      held_out: one in `held_out` examples is held out if there is no other validation data; 0:
-        none, and no validation.
-      form: form of the examples: messages, prompt or text; needed if they have the keys of several
-        forms.
-      each_answer: make one example of each answer in a conversation.
       chat_template: file with a Jinja template for conversations that replaces the model's; an
         export includes it.
       template_options: arguments of the chat template as a JSON object, such as
         '{"enable_thinking": false}'.
-      too_long: what to do with an example longer than a row: refuse, truncate or drop.
-      seq: tokens per row; a row may hold several examples.
-      epochs: number of passes over the rows.
-      steps: number of train steps; replaces epochs.
-      learning_rate: peak learning rate, reached after a thirtieth of the steps; it then decays to a
-        tenth along a cosine. By default 2e-4 for adapters and 1e-5 for all weights.
+      learning_rate: learning rate after the warmup. By default 2e-4 for adapters and 1e-5 for all
+        weights, or a tenth of that with a method other than sft.
+      optimizer: adamw, adafactor, muon (the embedding, the head and vectors by AdamW), or
+        schedule_free, AdamW with averaged weights in place of a decaying rate.
+      schedule: course of the learning rate after the warmup: cosine, linear or constant. By default
+        a cosine; constant for schedule_free.
+      warmup_steps: number of steps in which the learning rate rises; by default a thirtieth.
+      final_rate: learning rate at the end, as a fraction of its peak; by default 0.1.
+      keep_best: keep the checkpoints with the lowest validation loss, and the newest one; sample
+        from the best one and export it.
+      patience: number of validations without a new lowest loss after which the run stops; by
+        default it does not stop early.
       lora_rank: rank of the adapters; 0 trains all weights.
       lora_alpha: alpha; alpha / rank scales the adapters. By default twice the rank.
       lora_targets: names of adapted projections, such as q_proj v_proj, and embed_tokens or
@@ -126,6 +148,7 @@ class Options(LoopOptions):
       export: folder to write at the end from the last checkpoint: weights for transformers, or
         adapters for PEFT.
       merge_lora: export the base with the adapters merged into it.
+      export_gguf: GGUF file to write at the end from the exported weights, for llama.cpp.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
@@ -134,20 +157,15 @@ class Options(LoopOptions):
         )
     )
     model: str
-    data: str
-    split: str | None = None
-    validation_data: str | None = None
-    validation_split: str | None = None
-    held_out: int = 20
-    form: Literal["messages", "prompt", "text"] | None = None
-    each_answer: bool = False
     chat_template: str | None = None
     template_options: str = "{}"
-    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
-    seq: int = 1024
-    epochs: float = 1.0
-    steps: int | None = None
     learning_rate: float | None = None
+    optimizer: Optimizer = "adamw"
+    schedule: Schedule | None = None
+    warmup_steps: int | None = None
+    final_rate: float | None = None
+    keep_best: bool = False
+    patience: int | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ("all",)
@@ -165,11 +183,16 @@ class Options(LoopOptions):
     sample_tokens: int = 32
     export: str | None = None
     merge_lora: bool = False
+    export_gguf: str | None = None
     # Options of all scripts, with other defaults:
     batch_size: int = 8
     weight_decay: float = 0.0
     eval_batches: int = 16
     runs: ClassVar[str] = "runs/finetune"
+
+
+PATHS = ("model", "validation_data", "export", "export_gguf", "adapters")
+"""Options that are paths."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
@@ -180,10 +203,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """
     options = train_loop.parse(Options, arguments)
     # A shell does not expand the ~ in `--model=~/llama`.
-    paths = {
-        name: getattr(options, name)
-        for name in ("model", "data", "validation_data", "export", "adapters")
-    }
+    paths = {name: getattr(options, name) for name in PATHS}
     expanded = {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
     return dataclasses.replace(options, **expanded)
 
@@ -196,6 +216,7 @@ def check(options: Options) -> None:
       CheckpointError: the model's weights are missing, or a file that their index names.
     """
     train_loop.check_loop(options)
+    methods.check_method(options)
     leasts = {
         "seq": 2,
         "epochs": 0,
@@ -216,6 +237,9 @@ def check(options: Options) -> None:
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate}: a positive number is needed")
+    check_optimizer_options(options, options.zero)
+    check_selection(options)
+    check_corpus(options)
     if options.zero.frozen_dtype is not None and not has_adapters(options):
         raise ValueError(
             f"--frozen-dtype {options.zero.frozen_dtype} needs a frozen base: give --lora-rank, too"
@@ -268,6 +292,7 @@ def check(options: Options) -> None:
         read_end_tokens(options.model)
     except ValueError as error:
         raise ValueError(f"--model {options.model}: {error}") from error
+    check_gguf_option(options)
     if options.export is not None and (not has_adapters(options) or options.merge_lora):
         try:
             files_beside(options.model)
@@ -297,6 +322,63 @@ def _check_adapters(options: Options) -> None:
     if options.lora_plus_ratio is not None and not 0 < options.lora_plus_ratio < math.inf:
         raise ValueError(
             f"--lora-plus-ratio {options.lora_plus_ratio}: a positive number is needed"
+        )
+    if options.lora_plus_ratio is not None and options.optimizer != "adamw":
+        raise ValueError(
+            f"--lora-plus-ratio {options.lora_plus_ratio} with --optimizer {options.optimizer}: "
+            "only adamw has a rate for each group"
+        )
+
+
+def check_optimizer_options(options: Options, zero: zj.ZeroConfig) -> None:
+    """Check the options of the optimizer with a config.
+
+    Raises:
+      ValueError: an option is out of range, or contradicts another.
+    """
+    check_optimizer(
+        options.optimizer, options.schedule, options.warmup_steps, options.final_rate, zero
+    )
+
+
+def check_gguf_option(options: Options) -> None:
+    """Check that a GGUF file can be written at the end.
+
+    Raises:
+      ValueError: it cannot, or nothing is exported that it could be written from.
+      ModuleNotFoundError: gguf is not installed.
+    """
+    path = options.export_gguf
+    if path is None:
+        return
+    if options.export is None or (has_adapters(options) and not options.merge_lora):
+        raise ValueError(
+            "--export-gguf converts exported weights: give --export, and with adapters "
+            "--merge-lora True"
+        )
+    if os.path.lexists(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ValueError(f"--export-gguf {path}: a new file in an existing folder is needed")
+    try:
+        check_gguf(options.model)
+    except ValueError as error:
+        raise ValueError(f"--export-gguf: {error}") from error
+
+
+def check_selection(options: Options) -> None:
+    """Check the options that select checkpoints by validation.
+
+    Raises:
+      ValueError: one is out of range, or nothing is validated, or there are no checkpoints.
+    """
+    if options.patience is not None and options.patience < 1:
+        raise ValueError(f"--patience {options.patience}: at least 1 is needed")
+    if options.keep_best and options.checkpoint_dir is None:
+        raise ValueError("--keep-best True keeps checkpoints: give --checkpoint-dir, too")
+    is_validated = options.held_out or options.validation_data or options.validation_split
+    if not is_validated and (options.keep_best or options.patience is not None):
+        raise ValueError(
+            "--keep-best and --patience compare validation losses, but --held-out 0 holds nothing "
+            "out: give --validation-data, too"
         )
 
 
@@ -334,8 +416,8 @@ class Inputs:
     """
 
     tokenizer: Any
-    rows: Rows
-    held_out: Rows | None
+    rows: Rows | Mixture | Stream
+    held_out: Rows | Mixture | None
     prompts: list[list[int]]
 
 
@@ -352,33 +434,12 @@ def prepare(options: Options) -> Inputs:
         raise ValueError(f"--model {error}") from error
     arguments = template_options(options)
 
-    def read(path: str, split: str | None, validation: str = "") -> Examples:
-        try:
-            return tokenize(
-                path,
-                tokenizer,
-                split=split,
-                form=options.form,
-                each_answer=options.each_answer,
-                template_options=arguments,
-            )
-        except ValueError as error:
-            words = str(error).replace("split=", f"--{validation}split ")
-            words = words.replace("set tokenizer.chat_template to one", "give a --chat-template")
-            words = words.replace("or set tokenizer.chat_template", "or give a --chat-template")
-            raise ValueError(f"--{validation}data: {words}") from error
-
-    train, held_out = read(options.data, options.split), None
-    if options.validation_data is not None or options.validation_split is not None:
-        held_out = read(
-            options.validation_data or options.data, options.validation_split, "validation-"
-        )
-    elif options.held_out:
-        try:
-            train, held_out = train.hold_out(options.held_out)
-        except ValueError as error:
-            raise ValueError(f"--held-out {options.held_out}: {error}") from error
-    both = [train] if held_out is None else [train, held_out]
+    reads: dict[str, Any] = {}
+    if options.method != "sft":
+        reads["read"] = lambda path, split: methods.read(options, path, tokenizer, split, arguments)
+        reads["pack_rows"] = lambda answers: methods.pack(options, answers)
+    corpus = read_corpus(options, tokenizer, arguments, **reads)
+    both = [part.examples if isinstance(part, Preferences) else part for part in corpus.examples]
     vocab = config_of(options.model).vocab
     prompts = [encode_prompt(tokenizer, text, arguments) for text in options.prompt] or [
         first_prompt(both[-1])
@@ -394,28 +455,27 @@ def prepare(options: Options) -> Inputs:
             f"--model {options.model}: its tokenizer returned token {largest}, but the model "
             f"has {vocab} tokens, numbered from 0"
         )
-    rows = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
-    return Inputs(tokenizer, rows[0], rows[1] if len(rows) > 1 else None, prompts)
+    return Inputs(tokenizer, corpus.rows, corpus.held_out, prompts)
 
 
-def num_steps(options: Options, rows: Rows) -> int:
+def num_steps(options: Options, rows: Rows | Mixture | Stream) -> int:
     """Return the number of steps in the run."""
-    return (
-        options.steps
-        if options.steps is not None
-        else math.ceil(options.epochs * len(rows) / options.batch_size)
-    )
+    if options.steps is not None:
+        return options.steps
+    assert not isinstance(rows, Stream)  # `check_corpus`
+    return math.ceil(options.epochs * len(rows) / options.batch_size)
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
 def build(
-    options: Options, mesh: jax.sharding.Mesh, steps: int
+    options: Options, mesh: jax.sharding.Mesh, steps: int, rows: Rows | None = None
 ) -> tuple[zj.Program, zj.Plan | None]:
     """Build the model of a folder, its optimizer and the train step.
 
-    The config is planned first if the options ask for it.
+    The config is planned first if the options ask for it. Methods other than sft need the rows,
+    whose arrays the batch's shapes depend on.
     """
     model = model_of(
         options.model,
@@ -423,29 +483,32 @@ def build(
         mlp_tiles=options.mlp_tiles,
         loss_tiles=options.loss_tiles,
         neftune_noise_alpha=options.neftune_noise_alpha,
+        loss=methods.build_loss(options),
     )
-    peak, warmup = peak_rate(options), max(1, steps // 30)
-    # The first step's rate is not zero. The decay must be longer than the warmup, even in a run of
-    # one step.
-    rate = optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10
+    rate = build_schedule(
+        named_schedule(options.optimizer, options.schedule),
+        peak_rate(options),
+        steps,
+        options.warmup_steps,
+        options.final_rate,
     )
-    adamw = functools.partial(optax.adamw, weight_decay=options.weight_decay)
-    tx = adamw(rate)
-    if options.lora_plus_ratio is not None:
+    if options.lora_plus_ratio is None:
+        tx = build_optimizer(options.optimizer, rate, options.weight_decay)
+    else:
+        adamw = functools.partial(optax.adamw, weight_decay=options.weight_decay)
         tx = lora_plus(adamw, rate, options.lora_plus_ratio)
-    return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+    program, plan = build_program(
+        options, options.zero, model, tx, mesh, abstract_batch(options, rows)
+    )
+    check_optimizer_options(options, program.config)  # which may be planned
+    return program, plan
 
 
 def peak_rate(options: Options) -> float:
     """Return the learning rate after the warmup."""
-    return (
-        options.learning_rate
-        if options.learning_rate is not None
-        else 2e-4
-        if has_adapters(options)
-        else 1e-5
-    )
+    if options.learning_rate is not None:
+        return options.learning_rate
+    return methods.default_rate(options)
 
 
 def build_lora(options: Options) -> zj.Lora | None:
@@ -468,10 +531,11 @@ def build_lora(options: Options) -> zj.Lora | None:
     )
 
 
-def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(options: Options, rows: Rows | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch over all processes."""
     a = jax.ShapeDtypeStruct((options.batch_size, options.seq), jnp.int32)
-    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+    return batch | methods.abstract_arrays(options, rows)
 
 
 def model_flops_per_token(options: Options) -> float:
@@ -490,7 +554,7 @@ def model_flops_per_token(options: Options) -> float:
 
 ROWS = (
     "the rows of --data (which --split, --form, --each-answer, --chat-template, "
-    "--template-options, --held-out, --too-long and --seq also change):"
+    "--template-options, --held-out, --too-long, --seq and --stream also change):"
 )
 
 
@@ -518,11 +582,16 @@ def open_record(
         "neftune_noise_alpha": options.neftune_noise_alpha,
         "frozen_dtype": zero.frozen_dtype,
         "learning_rate": peak_rate(options),
+        "optimizer": options.optimizer,
+        "schedule": named_schedule(options.optimizer, options.schedule),
+        "warmup_steps": options.warmup_steps,
+        "final_rate": options.final_rate,
         "weight_decay": options.weight_decay,
         "clip_norm": zero.clip_norm,
         "batch_size": options.batch_size,
         "seq": options.seq,
         "seed": options.seed,
+        **methods.recorded(options),
     }
     record.check(refuses, {"lora_dropout": options.lora_dropout, "precision": zero.precision})
     return record
@@ -534,7 +603,7 @@ def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
     Raises:
       ValueError: the rows changed, or are too few for a batch.
     """
-    if len(inputs.rows) < options.batch_size:
+    if not isinstance(inputs.rows, Stream) and len(inputs.rows) < options.batch_size:
         raise ValueError(
             f"--batch-size {options.batch_size}: there are only {len(inputs.rows)} rows of "
             f"--seq {options.seq}"
@@ -558,12 +627,12 @@ def main() -> None:
         options = parse()
         check(options)
         mesh = start(options)
-        ckpt = open_checkpoints(options)
+        ckpt = open_checkpoints(options, METRIC if options.keep_best else None)
         record = open_record(options, mesh, ckpt)
         with bars():
             inputs = prepare(options)
         notes = begin(options, inputs, record)
-        program, plan = build(options, mesh, num_steps(options, inputs.rows))
+        program, plan = build(options, mesh, num_steps(options, inputs.rows), inputs.rows)
     with (
         program,
         ckpt or contextlib.nullcontext(),
@@ -584,9 +653,26 @@ def run(
 ) -> bool:
     """Train, validate, sample and export; return whether a signal ended the run."""
     steps = num_steps(options, inputs.rows)
-    memory = program.memory(abstract_batch(options))
+    memory = program.memory(abstract_batch(options, inputs.rows))
+    made: list[zj.TrainState] = []  # the state before the first step, if it was needed already
+
+    def make() -> zj.TrainState:
+        if made:
+            return made.pop()
+        key = jax.random.key(options.seed)
+        return zj.import_hf(program, options.model, key=key, adapters=options.adapters)
+
+    with train_loop.errors_without_traceback("finetune.py", Options):
+        is_new = ckpt is None or not ckpt.all_steps()
+        inputs, state = with_reference(options, program, inputs, make)
+        if state is not None and is_new:
+            made.append(state)
+        del state  # two states would not fit
     with train_loop.errors_without_traceback("finetune.py", Options):
         trace = swap_trace(options, program)
+        selection = None
+        if options.keep_best or options.patience is not None:
+            selection = Selection(options.checkpoint_dir, options.patience)
         part, num_parts = program.batch_part
         train_loop.local_batch_size(options, num_parts)
         data = batches(
@@ -602,11 +688,6 @@ def run(
             flops_per_token=model_flops_per_token(options),
         )
 
-    def make() -> zj.TrainState:
-        return zj.import_hf(
-            program, options.model, key=jax.random.key(options.seed), adapters=options.adapters
-        )
-
     def validate(state: zj.TrainState) -> float:
         assert inputs.held_out is not None
         held_out = batches_once(
@@ -616,14 +697,17 @@ def run(
             part=part,
             num_parts=num_parts,
         )
-        return zj.perplexity(program, state, held_out).loss
+        if options.method != "sft":
+            return zj.perplexity(program, state, held_out, weight=methods.count_pairs).loss
+        return zj.perplexity(program, evaluated(options, program, state), held_out).loss
 
     with report:
         for line in [*([] if plan is None else [str(plan)]), *notes]:
             report.print(line)
-        report.print(f"train: {described(inputs.rows)}")
+        for line in described(inputs.rows):
+            report.print(f"train: {line}")
         if inputs.held_out is not None:
-            report.print(f"held out: {described(inputs.held_out)}")
+            report.print(f"held out: {described(inputs.held_out)[0]}")
         lora = build_lora(options)
         trained = (
             "all of them trained"
@@ -633,7 +717,7 @@ def run(
         report.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
         print_sizes(program, memory, report)
         with train_loop.errors_without_traceback("finetune.py", Options):
-            state = first_state(ckpt, program, make, data, Batches.go_to)
+            state = first_state(ckpt, program, make, data, go_to)
             if record is not None:  # only now, so a run that cannot resume changes nothing
                 record.keep()
         report.begin(int(state.step) + 1)
@@ -651,28 +735,65 @@ def run(
             report,
             trace,
             validate if inputs.held_out is not None else None,
+            selection,
         )
         if not is_over:
+            best = ckpt.best_step() if options.keep_best and ckpt is not None else None
             with train_loop.errors_without_traceback("finetune.py", Options):
-                export(options, report)
+                export(options, report, best)
             if options.sample_tokens:
-                sample(options, program, state, inputs, report)
+                if ckpt is not None and best not in (None, int(state.step)):
+                    del state  # its memory holds the restored state
+                    state = restore(ckpt, program, data, go_to, best)
+                sample(options, program, evaluated(options, program, state), inputs, report)
     return is_over
 
 
-def described(rows: Rows) -> str:
-    """Return a summary of the rows in words."""
-    c = rows.counts
-    text = (
-        f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, "
-        f"{100 * c.positions / (c.rows * rows.seq):.0f} % full"
-    )
-    text += f"; {c.counted:,} tokens count in the loss"
-    return (
-        text
-        + f"; {c.truncated:,} cut" * bool(c.truncated)
-        + f"; {c.dropped:,} left out" * bool(c.dropped)
-    )
+def evaluated(options: Options, program: zj.Program, state: zj.TrainState) -> zj.TrainState:
+    """Return the state to evaluate: after schedule-free steps, the one with averaged weights."""
+    if options.optimizer != "schedule_free":
+        return state
+    return dataclasses.replace(state, params=program.ema_params(state))
+
+
+def go_to(data: Batches | StreamedBatches, step: int) -> None:
+    """Continue with the batch of a step."""
+    data.go_to(step)
+
+
+def with_reference(
+    options: Options, program: zj.Program, inputs: Inputs, make: Callable[[], zj.TrainState]
+) -> tuple[Inputs, zj.TrainState | None]:
+    """Add the reference's log-probabilities to the rows, if the method compares with them.
+
+    Returns the inputs, and the state before the first step if it was made for this.
+    """
+    loss = methods.build_loss(options)
+    if loss is None or not loss.reads_reference:
+        return inputs, None
+    base = {
+        "weights": fingerprint(options.model),
+        "config": config_of(options.model).computes(),
+        "frozen_dtype": program.config.frozen_dtype,
+        "precision": program.config.precision,
+    }
+    if options.adapters is not None:  # which are a part of the reference
+        base["adapters"] = fingerprint(os.path.join(options.adapters, "adapter_model.safetensors"))
+
+    def say(line: str) -> None:
+        if not jax.process_index():
+            print(line)
+
+    parts = [inputs.rows] if inputs.held_out is None else [inputs.rows, inputs.held_out]
+    pairs = [rows for rows in parts if isinstance(rows, PairRows)]
+    found, state = methods.add_reference(options, program, pairs, base, make, say)
+    held_out = found[1] if len(found) > 1 else None
+    return dataclasses.replace(inputs, rows=found[0], held_out=held_out), state
+
+
+def described(rows: Rows | Mixture | Stream) -> list[str]:
+    """Return a summary of the rows in words, as lines."""
+    return [methods.describe(rows)] if isinstance(rows, PairRows) else describe_rows(rows)
 
 
 def sample(
@@ -715,28 +836,42 @@ def first_prompt(examples: Examples) -> list[int]:
     return tokens[: first if first > 1 else 8].tolist()
 
 
-def export(options: Options, report: zj.Run) -> None:
-    """Write the last checkpoint as a folder in the first process; the other processes wait."""
+def export(options: Options, report: zj.Run, step: int | None = None) -> None:
+    """Write a checkpoint as a folder in the first process; the other processes wait.
+
+    Args:
+      options: options of the run.
+      report: run that displays the folder.
+      step: step of the checkpoint; None: the last one.
+    """
     if options.export is None:
         return
     if jax.process_index() == 0:
         assert options.checkpoint_dir is not None
+        folder = options.checkpoint_dir
+        if step is not None:
+            folder = os.path.join(folder, str(step))
+        is_averaged = options.optimizer == "schedule_free"
         try:
             if has_adapters(options) and not options.merge_lora:
-                zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
+                zj.export_peft(folder, options.export, like=options.model, ema=is_averaged)
                 report.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
             else:
                 zj.export_hf(
-                    options.checkpoint_dir,
+                    folder,
                     options.export,
                     like=options.model,
                     merge_lora=options.merge_lora,
+                    ema=is_averaged,
                 )
                 report.print(
                     f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained"
                 )
             if options.chat_template is not None:
                 write_template(options.chat_template, options.export)
+            if options.export_gguf is not None:
+                export_gguf(options.export, options.export_gguf)
+                report.print(f"{options.export_gguf} holds the weights, for llama.cpp")
         except (OSError, ValueError, zj.CheckpointError) as error:
             message = str(error).replace("as `like`", "as --model")
             raise ValueError(

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 import jax
 import optax
 import tyro
+from selection import METRIC, Selection
 
 import zerojax as zj
 from zerojax.memory import MemoryReport
@@ -387,8 +388,14 @@ def print_sizes(program: zj.Program, memory: MemoryReport, report: zj.Run) -> No
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
+def open_checkpoints(
+    options: LoopOptions, best_metric: str | None = None
+) -> zj.Checkpointer | None:
     """Return the checkpointer, or None without a checkpoint directory.
+
+    Args:
+      options: options of the script.
+      best_metric: metric by which the best checkpoints are kept; None: the newest ones are kept.
 
     Raises:
       ValueError: the directory holds checkpoints but `resume` is not set, or `resume` is set
@@ -402,6 +409,7 @@ def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
         options.checkpoint_dir,
         max_to_keep=options.keep,
         save_interval_steps=options.checkpoint_every,
+        best_metric=best_metric,
     )
     if not options.resume and (steps := ckpt.all_steps()):
         raise ValueError(
@@ -431,12 +439,23 @@ def first_state(
     """
     if ckpt is None or not ckpt.all_steps():
         return make()
+    return restore(ckpt, program, data, go_to)
+
+
+def restore(
+    ckpt: zj.Checkpointer,
+    program: zj.Program,
+    data: Any,
+    go_to: Callable[[Any, int], None],
+    step: int | None = None,
+) -> zj.TrainState:
+    """Return a saved state, by default the newest one, and move `data` to its position."""
     try:
-        return ckpt.restore(program, data=data)
+        return ckpt.restore(program, step, data=data)
     except (
         zj.IteratorError
     ):  # the number of processes changed, but together they read the same batches
-        state = ckpt.restore(program)
+        state = ckpt.restore(program, step)
         go_to(data, int(state.step))
         return state
 
@@ -463,6 +482,7 @@ def train(
     report: zj.Run,
     trace: contextlib.AbstractContextManager[None],
     validate: Callable[[zj.TrainState], float] | None,
+    selection: Selection | None = None,
 ) -> tuple[zj.TrainState, bool]:
     """Run the remaining steps with checkpoints and validations.
 
@@ -478,10 +498,20 @@ def train(
       report: run that displays and logs the steps.
       trace: context of the last steps.
       validate: function that returns the loss of held-out data, or None.
+      selection: rule that saves the state at each new lowest loss and ends the run after
+        evaluations that are all higher, or None.
     """
     if state.step:
         report.print(f"continues from step {int(state.step)} of {options.checkpoint_dir}")
     first, is_over = int(state.step) + 1, False
+    if selection is not None and validate is not None:
+        selection.resume(first - 1)
+        is_due = first > 1 and (first - 1) % options.eval_every == 0
+        if is_due and first - 1 not in selection.losses:  # a signal ended the run at this step
+            with report.pause():
+                selection.add(first - 1, _evaluate(validate, state, report))
+        if selection.is_exhausted:
+            steps = first - 1
     with contextlib.ExitStack() as last_steps:
         preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
         for step in range(first, steps + 1):
@@ -491,19 +521,23 @@ def train(
             state, metrics = program.step(state, next(data))
             report.step(step, metrics)
             is_over = preemption is not None and preemption.reached(step)
-            if ckpt is not None:
-                ckpt.save(program, state, data=data, force=is_over or step == steps)
-            if is_over:
-                break
-            if step % options.eval_every == 0 or step == steps:
+            is_lowest, loss = False, math.inf
+            if not is_over and (step % options.eval_every == 0 or step == steps):
                 with report.pause():
                     line = f"step {step:>5}  {report.line}"
                     if "train/dropped_fraction" in report.figures:
                         line += f"  dropped {100 * report.figures['train/dropped_fraction']:.1f} %"
                     if validate is not None:
-                        report.log(step, {"validation/loss": validate(state)})
-                        line += f"  validation {report.figures['validation/loss']:.3f}"
+                        loss = _evaluate(validate, state, report)
+                        line += f"  validation {loss:.3f}"
+                        is_lowest = selection is not None and selection.add(step, loss)
                     report.print(line)
+            ends = is_over or step == steps or (selection is not None and selection.is_exhausted)
+            if ckpt is not None:
+                is_forced = ends or is_lowest
+                ckpt.save(program, state, metrics={METRIC: loss}, data=data, force=is_forced)
+            if ends:
+                break
         if ckpt is not None:
             ckpt.wait()  # finish saving before signals can end the process again
     if report.watch.written_a_day:
@@ -515,8 +549,22 @@ def train(
         report.print(
             f"the disk takes {report.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}"
         )
+    if selection is not None and selection.losses:
+        report.print(f"lowest validation {selection.lowest:.3f}, at step {selection.lowest_step}")
+        if selection.is_exhausted and not is_over:
+            report.ended = f"stopped early after step {int(state.step)}"
+            report.print(f"{report.ended}: --patience {selection.patience}")
     report.print(f"report: {os.path.join(options.logdir or '', 'report.html')}")
     if is_over:
         report.ended = f"stopped by a signal after step {int(state.step)}"
         report.print(f"{report.ended}, which is saved: --resume True continues from there")
     return state, is_over
+
+
+def _evaluate(
+    validate: Callable[[zj.TrainState], float], state: zj.TrainState, report: zj.Run
+) -> float:
+    """Return the loss of held-out data, and log it."""
+    loss = validate(state)
+    report.log(int(state.step), {METRIC: loss})
+    return loss

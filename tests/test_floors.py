@@ -68,10 +68,11 @@ ROOMS = {
     "zerojax.checkpoint": ("user_values", "program", "runtime", "state", "models", "sharding", "precision", "progress"),
     "zerojax.inference": ("user_values", "program", "state", "models", "sharding", "config"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config", "progress", "sharding", "trees"),
-    "zerojax.hf": ("user_values", "context", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding", "trees"),
+    "zerojax.hf": ("user_values", "context", "experts", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding", "trees"),
     "zerojax.machines": ("user_values", "chips", "formulas", "sharding", "precision", "hlo", "trees"),
     "zerojax.choice": (),
     "zerojax.data": ("user_values", "progress"),
+    "zerojax.preferences": ("user_values", "data", "program", "state", "models"),
     "zerojax.costs": (
         "user_values", "formulas", "choice", "machines", "program", "memory", "streamed", "optim", "state", "models", "activations", "tiling",
         "sharding", "aot", "config", "precision", "jaxprs", "trees",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zerojax.models import from_flax as from_flax
     from zerojax.models import with_specs as with_specs
     from zerojax.optim import Ema as Ema
+    from zerojax.optim import schedule_free_adamw as schedule_free_adamw
     from zerojax.planner import Machine as Machine
     from zerojax.planner import Plan as Plan
     from zerojax.planner import PlanError as PlanError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from zerojax.planner import plan as plan
     from zerojax.planner import probe as probe
     from zerojax.precision import LossScaling as LossScaling
+    from zerojax.preferences import dpo_loss as dpo_loss
     from zerojax.program import Program as Program
     from zerojax.program import build_train_step as build_train_step
     from zerojax.reporting import Run as Run
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from zerojax.tiling import TiledDense as TiledDense
     from zerojax.tiling import TiledMLP as TiledMLP
     from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
+    from zerojax.tiling import over_tokens as over_tokens
     from zerojax.weights import export_orbax as export_orbax
     from zerojax.weights import export_safetensors as export_safetensors
     from zerojax.weights import import_params as import_params
@@ -95,6 +98,7 @@ _HOME = {
     "attention": "zerojax.context",
     "autotune": "zerojax.planner",
     "build_train_step": "zerojax.program",
+    "dpo_loss": "zerojax.preferences",
     "expert_loss": "zerojax.experts",
     "export_hf": "zerojax.hf",
     "export_orbax": "zerojax.weights",
@@ -109,9 +113,11 @@ _HOME = {
     "machine": "zerojax.planner",
     "make_mesh": "zerojax.sharding",
     "moe": "zerojax.experts",
+    "over_tokens": "zerojax.tiling",
     "perplexity": "zerojax.inference",
     "plan": "zerojax.planner",
     "probe": "zerojax.planner",
+    "schedule_free_adamw": "zerojax.optim",
     "with_specs": "zerojax.models",
 }
 """The module of each public name.
@@ -153,6 +159,7 @@ __all__ = [
     "attention",
     "autotune",
     "build_train_step",
+    "dpo_loss",
     "expert_loss",
     "export_hf",
     "export_orbax",
@@ -168,9 +175,11 @@ __all__ = [
     "machine",
     "make_mesh",
     "moe",
+    "over_tokens",
     "perplexity",
     "plan",
     "probe",
+    "schedule_free_adamw",
     "with_specs",
 ]
 

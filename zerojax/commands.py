@@ -110,9 +110,10 @@ def _export_folder(folder: str, options: argparse.Namespace) -> None:
             dtype=options.dtype,
             shard_bytes=options.shard_bytes,
             merge_lora=options.merge_lora,
+            ema=options.ema,
         )
     elif options.format == "peft":
-        export_peft(folder, options.out, like=options.like, dtype=options.dtype)
+        export_peft(folder, options.out, like=options.like, dtype=options.dtype, ema=options.ema)
     else:
         export = export_orbax if options.format == "orbax" else export_safetensors
         export(folder, options.out, dtype=options.dtype, ema=options.ema)

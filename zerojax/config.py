@@ -119,8 +119,9 @@ class ZeroConfig:
         `delayed_update`), they wait in host memory.
       opt_state: tier of the optimizer state and the float32 master weights.
       opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and
-        masters stay on the device; the remaining layers use the tier in `opt_state`. Needs a
-        LayeredModel and update_on="device".
+        masters stay on the device; the remaining layers use the tier in `opt_state`. On a mesh with
+        `pipe`, it is a fraction of the layers of each stage. Needs a LayeredModel and
+        update_on="device".
       activations: what happens to a layer's residuals between forward and backward. "everything"
         keeps all residuals that JAX keeps and recomputes nothing. "save" keeps the layer's input
         and the results of products, look-ups, loops and kernels, and recomputes elementwise

@@ -433,7 +433,8 @@ def _add_export_command(commands: _Commands) -> None:
     parser.add_argument(
         "--ema",
         action="store_true",
-        help="export the weight averages of zerojax.Ema instead of the weights",
+        help="export the weight averages of zerojax.Ema or zerojax.schedule_free_adamw instead of "
+        "the weights",
     )
     parser.add_argument(
         "--step",
@@ -547,8 +548,6 @@ def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--like needs --format hf or peft, got {options.format}")
     if options.merge_lora and options.format != "hf":
         parser.error(f"--merge-lora needs --format hf, got {options.format}")
-    if options.ema and needs_like:
-        parser.error(f"--ema needs --format orbax or safetensors, got {options.format}")
 
 
 def _check_out(path: str) -> None:

@@ -52,7 +52,7 @@ def test_the_job_mounts_what_the_options_name(manifests):
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert {volume["name"] for volume in pod["volumes"]} == set(mounts.values())
     assert options.zero.swap_dir in mounts
-    for path in (options.model, options.data, options.checkpoint_dir, options.logdir):
+    for path in (options.model, *options.data, options.checkpoint_dir, options.logdir):
         assert path is not None
         assert path.startswith("/shared/")
     assert "/shared" in mounts

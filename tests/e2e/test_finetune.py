@@ -36,6 +36,7 @@ pytestmark = [
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 STEPS, EVERY, STOPPED = 16, 4, 10
 ADAPTERS = ["--lora-rank", "8", "--learning-rate", "1e-2"]
+BEST = ["--keep-best", "True", "--patience", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,9 @@ def here():
         options = finetune.parse(arguments)
         finetune.check(options)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            ckpt = finetune.open_checkpoints(options)
+            ckpt = finetune.open_checkpoints(
+                options, finetune.METRIC if options.keep_best else None
+            )
             record = finetune.open_record(options, mesh, ckpt)
             inputs = finetune.prepare(options)
             notes = finetune.begin(options, inputs, record)
@@ -114,7 +117,8 @@ def uncut(tmp_path_factory, inputs, here):
     """Return the folder of an uninterrupted run, and its output."""
     folder = tmp_path_factory.mktemp("uncut")
     out = ["--export", str(folder / "adapters")]
-    return folder, here(*inputs, *options_of(folder), *ADAPTERS, *saving(folder), *out)[0]
+    arguments = [*inputs, *options_of(folder), *ADAPTERS, *BEST, *saving(folder), *out]
+    return folder, here(*arguments)[0]
 
 
 def test_validation_loss_falls_on_200_conversations(uncut):
@@ -161,7 +165,7 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(zj.Run, "step", stopping)
-    arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
+    arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *BEST, *saving(tmp_path)]
     printed, is_over = here(*arguments)
     assert is_over
     assert f"stopped by a signal after step {STOPPED}" in printed
@@ -183,6 +187,37 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(
     assert "began with" not in printed
     for name in ("train/loss", "validation/loss"):
         assert figures(tmp_path, name) == figures(uncut[0], name)
+    recorded, expected = (
+        (folder / "saved" / "validations.json").read_text() for folder in (tmp_path, uncut[0])
+    )
+    assert recorded == expected
+    assert (
+        f"at step {min(json.loads(recorded)['losses'].items(), key=lambda x: x[1])[0]}" in printed
+    )
+
+
+@pytest.mark.exhaustive  # by default the positions of streams are compared without a run
+def test_a_stopped_run_over_streams_goes_on_bit_for_bit(tmp_path, monkeypatch, inputs, here):
+    data = [f"{inputs[3]}:3", f"{inputs[3]}:1", "--stream", "30", "--held-out", "0"]
+    for folder in ("uncut", "stopped"):
+        arguments = [*inputs[:3], *data, *options_of(tmp_path / folder), *ADAPTERS]
+        arguments += saving(tmp_path / folder)
+        if folder == "stopped":
+            step = zj.Run.step
+
+            def stopping(self: zj.Run, number: int, metrics: Any, step: Any = step) -> None:
+                step(self, number, metrics)
+                if number == STOPPED:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            monkeypatch.setattr(zj.Run, "step", stopping)
+            assert here(*arguments)[1]
+            monkeypatch.undo()
+            arguments += ["--resume", "True"]
+        printed, is_over = here(*arguments)
+        assert not is_over
+        assert "train: rows of 128, read in windows of 30 records" in printed
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "uncut")
 
 
 SLOWLY = f"""
@@ -297,6 +332,32 @@ def test_a_process_that_is_stopped_ends_with_the_status_asked_for(tmp_path, inpu
     assert EVERY <= step < STEPS
     here(*arguments, "--resume", "True")
     assert figures(tmp_path) == figures(uncut[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["schedule_free", "muon", "adafactor"])
+def test_optimizers_by_name_train_adapters_and_averages_are_exported(tmp_path, inputs, name):
+    from safetensors.numpy import load_file
+
+    arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *BEST, *saving(tmp_path)]
+    arguments += ["--export", str(tmp_path / "out"), "--optimizer", name]
+    ((status, printed, error),) = ended(start(tmp_path, *arguments))
+    assert status == 0, error
+    validation = list(figures(tmp_path, "validation/loss").values())
+    assert validation[-1] < validation[0] - 1.5, validation
+    assert "--- sample ---" in printed
+    is_averaged = name == "schedule_free"
+    step = tmp_path / "saved" / str(min(zip(validation[1:], (4, 8, 12, 16), strict=True))[1])
+    zj.export_peft(step, tmp_path / "again", like=inputs[1], ema=is_averaged)
+    exported, again = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "again")
+    )
+    for tensor, value in exported.items():
+        np.testing.assert_array_equal(value, again[tensor])
+    if is_averaged:
+        zj.export_peft(step, tmp_path / "weights", like=inputs[1])
+        weights = load_file(tmp_path / "weights" / "adapter_model.safetensors")
+        assert any((value != weights[tensor]).any() for tensor, value in exported.items())
 
 
 @pytest.mark.exhaustive

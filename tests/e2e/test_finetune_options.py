@@ -16,6 +16,7 @@ import jax
 import pytest
 import yaml
 from chat_tokenizers import PLAIN, THINKING, byte_tokenizer, conversation, write
+from corpus import split_weights
 from family_templates import R1
 from finetune_inputs import write_inputs
 from hf_models import need
@@ -241,7 +242,7 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
     options = finetune.parse(arguments)
     assert (options.model, options.data, options.export, options.lora_rank) == (
         "model",
-        "chats.jsonl",
+        ("chats.jsonl",),
         "out",
         16,
     )
@@ -286,6 +287,20 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--checkpoint-dir", __file__], "--checkpoint-dir .* is a file"),
         (["--template-options", "{"], "--template-options {: not JSON"),
         (["--template-options", "[]"], r"--template-options \[\]: a JSON object is needed"),
+        (["--data", "a.jsonl:0", "b.jsonl"], "--data a.jsonl:0: a weight is a positive number"),
+        (["--data", "a.jsonl:0.7", "b.jsonl"], "b.jsonl has no weight: .* as in b.jsonl:1"),
+        (["--stream", "-1"], "--stream -1"),
+        (["--stream", "10"], "give --steps in place of --epochs"),
+        (["--stream", "10", "--steps", "4"], "give --validation-data, or --held-out 0"),
+        (
+            ["--stream", "10", "--steps", "4", "--held-out", "0", "--data", "a", "b"],
+            "give weights, as in a:1",
+        ),
+        (["--patience", "0"], "--patience 0"),
+        (["--export-gguf", "out.gguf"], "give --export, and with adapters --merge-lora True"),
+        (["--keep-best", "True"], "give --checkpoint-dir"),
+        (["--patience", "1", "--held-out", "0"], "give --validation-data"),
+        (["--optimizer", "schedule_free", "--schedule", "linear"], "use --schedule constant"),
         (["--chat-template", "nowhere.jinja"], "chat_template='nowhere.jinja': no such file"),
         (["--chat-template", "/dev/zero"], "chat_template='/dev/zero': it is a pipe or a device"),
     ],
@@ -342,6 +357,30 @@ def test_prompts_are_looked_at_before_the_run(tmp_path, inputs):
     ]
 
 
+def test_files_with_weights_and_streams_are_read(tmp_path, inputs):
+    chats = tmp_path / "more.jsonl"
+    write(chats, [conversation(f"{i}?", "Yes.") for i in range(60)])
+    common = [*inputs[:3], inputs[3], str(chats), "--seq", "128", "--batch-size", "4"]
+    found: Any = finetune.prepare(finetune.parse(common))
+    assert found.rows.counts.examples == 190 + 57
+    assert found.held_out.counts.examples == 10 + 3
+    weighted = [*common[:3], f"{inputs[3]}:3", f"{chats}:1", *common[5:]]
+    lines = finetune.describe_rows(finetune.prepare(finetune.parse(weighted)).rows)
+    assert lines[1].startswith(f"75 % of the rows from {inputs[3]}: 190 examples in ")
+    streamed = [*weighted, "--stream", "50", "--steps", "3", "--held-out", "0"]
+    assert resumed(tmp_path / "saved", *streamed) == []
+    options = finetune.parse(streamed)
+    found = finetune.prepare(options)
+    assert finetune.describe_rows(found.rows)[0] == "rows of 128, read in windows of 50 records"
+    assert finetune.num_steps(options, found.rows) == 3
+    (tmp_path / "saved" / "3").mkdir()
+    with pytest.raises(ValueError, match="--stream also change"):
+        resumed(tmp_path / "saved", *streamed, "--stream", "40")
+    write(chats, [{"text": "a", "instruction": "b", "output": "c"}])
+    with pytest.raises(ValueError, match=r"--data: .*more\.jsonl:1: .*choose one by form="):
+        finetune.prepare(finetune.parse(common))
+
+
 def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_path, inputs):
     (tmp_path / "thinking.jinja").write_text(THINKING)
     given = [
@@ -352,7 +391,7 @@ def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_
         "--prompt",
         "Why?",
     ]
-    found = finetune.prepare(
+    found: Any = finetune.prepare(
         finetune.parse([*inputs, *given, "--template-options", '{"enable_thinking": false}'])
     )
     first = found.tokenizer.decode(found.rows.examples.tokens[: found.rows.examples.starts[1]])
@@ -423,7 +462,7 @@ def test_code_of_a_model_is_not_asked_for(tmp_path, inputs, monkeypatch):
 
 
 def test_nothing_is_held_out_where_that_is_asked_for(inputs):
-    found = finetune.prepare(finetune.parse([*inputs, "--held-out", "0", "--seq", "128"]))
+    found: Any = finetune.prepare(finetune.parse([*inputs, "--held-out", "0", "--seq", "128"]))
     assert found.held_out is None
     assert found.rows.counts.examples == 200
     assert found.prompts[0][0] == found.rows.examples.tokens[0]
@@ -461,8 +500,10 @@ def test_what_would_end_an_export_is_refused_before_the_run(tmp_path, inputs):
 
 def test_home_is_expanded(tmp_path, inputs, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    options = finetune.parse([*inputs, "--model=~/model", "--data=~/chats.jsonl", "--export=~/out"])
-    assert [options.model, options.data, options.export] == [
+    data = ["--data", "~/chats.jsonl:1"]
+    options = finetune.parse([*inputs, "--model=~/model", *data, "--export=~/out"])
+    paths, _ = split_weights(options.data)
+    assert [options.model, *paths, options.export] == [
         str(tmp_path / name) for name in ("model", "chats.jsonl", "out")
     ]
 

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_default("ring", "experts", "stages")
+@pytest.mark.by_default("experts", "stages")
 @pytest.mark.parametrize("name", CASES)
 def test_train_gpt_splits_sequences_and_experts(tmp_path, monkeypatch, name):
     """A run in this process, of a smaller model than the smallest preset."""

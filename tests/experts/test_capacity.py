@@ -75,7 +75,7 @@ def test_a_token_that_all_its_experts_drop_has_a_result_of_zero():
 
 def test_a_cell_knows_its_pair_and_a_pair_its_cell():
     probabilities = jax.nn.softmax(3 * jax.random.normal(jax.random.key(0), (40, 6)), -1)
-    probabilities = probabilities.at[7].set(-1.0)  # padding
+    probabilities = probabilities.at[7].set(-jnp.inf)  # padding
     seats = jax.tree.map(np.asarray, assign_cells(probabilities, top_k=3, capacity=11))
     flat_cells = seats.cells.reshape(-1)
     for pair, cell in enumerate(flat_cells):

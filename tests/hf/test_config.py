@@ -1,8 +1,9 @@
 """`config.json` alone says what a model is; unsupported or unknown parts are refused by name."""
 
-import dataclasses
 import json
 import os
+import pathlib
+import re
 import time
 from typing import Any
 
@@ -11,14 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hf_models import CASES, SIZES, batch_of, need, program_of, torch_logits
+from hf_models import CASES, SIZES, batch_of, bits, need, program_of, torch_logits
 
 import zerojax as zj
-from zerojax.hf import FAMILIES, config_of, model_of
+from zerojax.hf import config_of, model_of
 from zerojax.jaxprs import flatten
 
 LLAMA = {"model_type": "llama", **SIZES}
 GEMMA3 = {"model_type": "gemma3_text", **SIZES, "head_dim": 16, "sliding_window": 5}
+
+PHI3 = {"model_type": "phi3", **SIZES, "pad_token_id": 0}
+SMOLLM3 = {"model_type": "smollm3", **SIZES, "pad_token_id": 0}
+EXAONE4 = {"model_type": "exaone4", **SIZES}
 
 
 def folder_of(tmp_path, config):
@@ -28,17 +33,17 @@ def folder_of(tmp_path, config):
 
 REFUSED = {
     "experts": (
-        {"model_type": "qwen3_moe", "num_experts": 8},
-        "num_experts=8: mixtures of experts are not supported",
+        {"model_type": "qwen2_moe", "num_experts": 8},
+        "'qwen2_moe' has num_experts=8: mixtures of experts of this model_type are not supported",
     ),
-    "mixtral": ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
+    "experts of a dense family": ({"num_local_experts": 8}, "'llama' has num_local_experts=8"),
     "vision": (
-        {"model_type": "gemma3", "text_config": {}, "vision_config": {"depth": 1}},
+        {"model_type": "llava", "text_config": {}, "vision_config": {"depth": 1}},
         "has vision_config: models of images",
     ),
     "unknown": (
         {"model_type": "mamba"},
-        "model_type 'mamba' is not supported, only gemma2, gemma3_text, llama",
+        "model_type 'mamba' is not supported, only cohere, cohere2, deepseek_v2",
     ),
     "none": ({"model_type": None}, "model_type=None: the name of a family is needed"),
     "quantised": (
@@ -46,12 +51,72 @@ REFUSED = {
         r"weights are quantized \('gptq' in quantization_config\)",
     ),
     "rope": (
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope of type 'dynamic' is not supported",
+        {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+        "rope of type 'ntk' is not supported: choose from default, linear, llama3, yarn, longrope",
     ),
     "longrope": (
         {"rope_parameters": {"rope_type": "longrope"}},
-        "rope of type 'longrope' is not supported",
+        "rope_parameters.short_factor is missing",
+    ),
+    "longrope's factors": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [1]}},
+        "short_factor has 2 numbers, but 6 pairs of dims are rotated",
+    ),
+    "longrope's numbers": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 0], "long_factor": [1]}},
+        r"short_factor\[1\] is 0, and a number, above 0",
+    ),
+    "odd part": (
+        {**PHI3, "partial_rotary_factor": 0.6},
+        "partial_rotary_factor=0.6 of head_dim=12 rotates 7 dims: an even number is needed",
+    ),
+    "part": ({**PHI3, "partial_rotary_factor": 2}, "partial_rotary_factor is 2, and a number"),
+    "rotated layers": (
+        {**SMOLLM3, "no_rope_layers": [1, 0]},
+        "no_rope_layers has 2 numbers, but num_hidden_layers=3",
+    ),
+    "rotated layers' numbers": (
+        {**SMOLLM3, "no_rope_layers": [1, 2, 1]},
+        r"no_rope_layers\[1\] is 2, and an integer, from 0 to 1",
+    ),
+    "pattern of layers": (
+        {**EXAONE4, "sliding_window_pattern": "LGL"},
+        "sliding_window_pattern is 'LGL', and a number of layers, or letters",
+    ),
+    "no pattern": (
+        {**EXAONE4, "sliding_window_pattern": None},
+        "sliding_window_pattern is null: a number of layers is needed, or layer_types",
+    ),
+    "theta of some layers": (
+        {"model_type": "olmo3", "sliding_window": 5, "pad_token_id": 0, "rope_theta": 1e4},
+        "rope_theta=10000: versions of transformers disagree",
+    ),
+    "multiplier": (
+        {"model_type": "granite", "residual_multiplier": 0},
+        "residual_multiplier is 0, and a number, above 0",
+    ),
+    "experts by default": (
+        {"model_type": "granitemoehybrid"},
+        "num_local_experts=None: only 0 is supported for this model_type",
+    ),
+    "kinds by default": (
+        {"model_type": "granitemoehybrid", "num_local_experts": 0},
+        "layer_types is missing: this model_type needs a kind for each layer",
+    ),
+    "state space layers": (
+        {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba"] * 3},
+        r"layer_types\[0\] is 'mamba', and one of sliding_attention, full_attention",
+    ),
+    "queries": (
+        {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
+        "llama_4_scaling_beta is missing",
+    ),
+    "no layers of its own": (
+        {
+            "model_type": "mllama",
+            "text_config": {**SIZES, "cross_attention_layers": [0, 1, 2], "pad_token_id": 0},
+        },
+        "cross_attention_layers lists all 3 layers",
     ),
     "rope key": (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mode": 3}},
@@ -242,7 +307,10 @@ REFUSED = {
         {"attention_dropout": float("nan")},
         "attention_dropout=nan: dropout is not supported",
     ),
-    "rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotating a part"),
+    "rotary": (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5: this model_type rotates whole heads",
+    ),
     "pruned": (
         {"pruned_heads": {"0": [1]}},
         "pruned_heads={'0': .*: pruned heads are not supported",
@@ -269,13 +337,9 @@ REFUSED = {
         {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
         "neither is its language model, 'gemma3n_text', which has per-layer embeddings",
     ),
-    "mllama": (
-        {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}},
-        "has cross attention layers",
-    ),
-    "llama4": (
-        {"model_type": "llama4", "vision_config": {"a": 1}},
-        "which has mixtures of experts, chunked attention",
+    "qwen3_vl": (
+        {"model_type": "qwen3_vl", "vision_config": {"a": 1}},
+        "which has rotations over three axes",
     ),
     "text of gemma4": (
         {"model_type": "gemma4_text"},
@@ -287,7 +351,7 @@ REFUSED = {
         "neither is its language model, 'y'",
     ),
     "built text": (
-        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        {"model_type": "llava", "text_config": {"model_type": "gemma3_text"}},
         "language model belongs to a supported family",
     ),
 }
@@ -513,39 +577,36 @@ def test_another_name_of_an_activation_is_no_other_model(tmp_path):
     assert told["gelu_new"] == told["gelu_pytorch_tanh"] != told["gelu"]
 
 
-def test_a_family_is_added_by_a_table(tmp_path):
-    """Gemma 1 is Gemma 2 with two norms per layer, and without a window or a cap."""
+def test_a_family_is_added_by_a_table_and_a_block(tmp_path):
+    """Apertus, as docs/fine_tuning.md adds it: options, other names, and another MLP."""
     need("torch", "transformers")
     import torch
     import transformers
 
-    two = {"input_layernorm", "post_attention_layernorm"}
-    gemma2 = FAMILIES["gemma2"]
-    names = {
-        there: here
-        for there, here in gemma2.names.items()
-        if "layernorm" not in there or there.split(".")[3] in two
-    }
-    gemma = dataclasses.replace(
-        gemma2, names=names, post_norms=False, windows="none", reads=("attention_bias", "hidden_activation"),
-        defaults={"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "pad_token_id": 0,
-                  "tie_word_embeddings": True, "head_dim": 256},
-    )  # fmt: skip
-    families = {**FAMILIES, "gemma": gemma}
+    page = pathlib.Path(__file__).resolve().parent.parent.parent / "docs" / "fine_tuning.md"
+    blocks = re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.S)
+    example = next(block for block in blocks if "ApertusBlock" in block)
+    scope: dict[str, Any] = {"folder": tmp_path / "model"}
     torch.manual_seed(0)
-    config = transformers.GemmaConfig(**SIZES, head_dim=16)
+    config = transformers.ApertusConfig(**SIZES, pad_token_id=0, dtype="float32")
     theirs = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", trust_remote_code=False
     ).eval()
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'gemma' is not supported"):
-        model_of(tmp_path)
-    program = program_of(model_of(tmp_path, families=families), "device", tmp_path)
-    state = zj.import_hf(program, tmp_path, key=jax.random.key(0), families=families)
+    theirs.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"'apertus' is not supported, only .*: add it to"):
+        model_of(tmp_path / "model")
+    exec(example, scope)
+    families = scope["families"]
+    program = program_of(scope["model"], "device", tmp_path, 1)
+    state = zj.import_hf(program, tmp_path / "model", key=jax.random.key(0), families=families)
     ours = np.asarray(program.apply(state, batch_of()))
     np.testing.assert_allclose(
         ours, torch_logits(theirs, batch_of()).detach().numpy(), rtol=0, atol=1e-4
     )
+    with zj.Checkpointer(tmp_path / "ckpt") as ckpt:
+        ckpt.save(program, state)
+    zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=tmp_path / "model", families=families)
+    assert bits(tmp_path / "out") == bits(tmp_path / "model")
 
 
 def test_real_sizes_have_the_published_number_of_parameters(tmp_path):

@@ -24,7 +24,8 @@ from mutations import mutated
 from real_configs import CONFIGS
 
 from zerojax.hf import FAMILIES, DecoderConfig, config_of, model_of
-from zerojax.weights import renaming
+from zerojax.weights import DividedFile
+from zerojax.weights.arrays import ArrayTree
 
 need("torch", "transformers")
 
@@ -179,9 +180,8 @@ class Trial:
         if logits is None:
             return "theirs"
         if ours not in self._ours:
-            self._ours[ours] = our_logits(
-                model or model_of(self.folder), FAMILIES[config["model_type"]].names, theirs, batch
-            )
+            table = FAMILIES[config["model_type"]].table(ours)
+            self._ours[ours] = our_logits(model or model_of(self.folder), table, theirs, batch)
         bound = TOLERANCE * max(1.0, float(np.abs(logits).max()))
         np.testing.assert_allclose(self._ours[ours], logits, rtol=0, atol=bound)
         return "equal"
@@ -245,10 +245,10 @@ def our_logits(model: Any, table: Any, theirs: Any, batch: dict[str, np.ndarray]
         for part in ("embed", "block", "head")
     }
     found: dict[tuple[str, int | None], np.ndarray] = {}
-    place = renaming(table)
-    for name, parameter in theirs.named_parameters():
-        at = place(name)
-        array = parameter.detach().numpy()
+    arrays = {name: parameter.detach().numpy() for name, parameter in theirs.named_parameters()}
+    divided = DividedFile(ArrayTree(arrays), table)
+    for name, at in divided.places.items():
+        array = divided.read(name, tuple((0, n) for n in divided.tensors[name].shape))
         found[at.name, at.layer] = array if at.axes is None else array.transpose(at.axes)
     used = set()
 

@@ -6,28 +6,26 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hf_models import FAMILIES, adamw, batch_of, losses_of, need, program_of, torch_logits, write
+from hf_models import (
+    CASES,
+    DENSE,
+    FAMILIES,
+    adamw,
+    batch_of,
+    bits,
+    losses_of,
+    need,
+    program_of,
+    torch_logits,
+    write,
+)
 from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
 from zerojax import cli
 from zerojax.hf import model_of
-from zerojax.weights import open_weights
 
 need("torch", "transformers")
-
-
-def bits(folder):
-    """Return the bytes of all tensors of a folder, by name, with dtype and shape."""
-    file = open_weights(folder)
-    return {
-        name: (
-            t.dtype,
-            t.shape,
-            np.asarray(file.read(name, tuple((0, n) for n in t.shape))).tobytes(),
-        )
-        for name, t in file.tensors.items()
-    }
 
 
 def test_a_head_that_is_said_to_be_tied_and_is_another_is_refused(tmp_path):
@@ -72,9 +70,16 @@ def exported_logits(folder):
     return torch_logits(loaded(folder), batch_of()).detach().numpy()
 
 
-@pytest.mark.by_default("gemma3-nvme")
-@pytest.mark.parametrize("tier", ["device", "nvme"])
-@pytest.mark.parametrize("case", [*FAMILIES, "llama-biases", "qwen2-tied"])
+UNTOUCHED = [
+    *((case, tier) for case in (*FAMILIES, "llama-biases", "qwen2-tied") for tier in ("device", "nvme")),
+    *((case, "device") for case in DENSE),
+    ("phi4-mini", "nvme"),
+    ("glm4", "nvme"),
+]  # fmt: skip
+
+
+@pytest.mark.by_default("gemma3-nvme", "phi4-mini-nvme")
+@pytest.mark.parametrize(("case", "tier"), UNTOUCHED, ids=map("-".join, UNTOUCHED))
 def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
     like = tmp_path / "model"
     write(case, like, dtype="bfloat16")
@@ -108,9 +113,17 @@ def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
     loaded(tmp_path / "out")
 
 
+TRAINED = [
+    (case, tensor)
+    for case in (*FAMILIES, *DENSE)
+    for tensor in (1, 2)
+    # each device has complete heads
+    if CASES[case][1].get("num_key_value_heads", 2) % tensor == 0
+]
+
+
 @pytest.mark.by_default("gemma2-1")
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(("case", "tensor"), TRAINED, ids=[f"{c}-{t}" for c, t in TRAINED])
 def test_trained_weights_have_the_same_logits_in_transformers(tmp_path, case, tensor):
     like = tmp_path / "model"
     write(case, like)
@@ -171,6 +184,41 @@ def test_command_exports_in_another_dtype_which_the_config_tells(tmp_path, capsy
         with pytest.raises(SystemExit):
             cli.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "o"), *wrong])
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive  # by default, projections of one matrix are exported without adapters
+@pytest.mark.parametrize("frozen_dtype", [None, "nf4", "int8"])
+@pytest.mark.parametrize("case", ["phi4-mini", "glm4"])
+def test_adapters_of_joined_projections_are_merged(tmp_path, case, frozen_dtype):
+    like = tmp_path / "model"
+    write(case, like)
+    lora = zj.Lora(rank=2, alpha=8, targets=("q_proj", "v_proj", "up_proj", "o_proj"))
+    fields = {"frozen_dtype": frozen_dtype}
+    program = program_of(model_of(like, lora=lora), "device", tmp_path, tx=adamw(1e-2), **fields)
+    state = zj.import_hf(program, like, key=jax.random.key(0))
+    before = np.asarray(program.apply(state, batch_of()))
+    _, state = losses_of(program, state, steps=3)
+    ours = np.asarray(program.apply(state, batch_of()))
+    save(program, state, tmp_path / "ckpt")
+    with pytest.raises(ValueError, match=r"in one matrix, model\.layers.*merge_lora=True"):
+        zj.export_peft(tmp_path / "ckpt", tmp_path / "out", like=like)
+    zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, merge_lora=True)
+    assert np.abs(ours - before).max() > 1e-2
+    if frozen_dtype is None:
+        assert np.abs(ours - exported_logits(tmp_path / "out")).max() < 1e-4
+    # The other projections of a matrix keep the folder's bits, whatever the base was rounded to.
+    there, here = bits(like), bits(tmp_path / "out")
+    changed = {name.split(".")[-2] for name in there if there[name] != here[name]}
+    assert (
+        changed
+        == {
+            "phi4-mini": {"qkv_proj", "gate_up_proj", "o_proj"},
+            "glm4": {"q_proj", "v_proj", "gate_up_proj", "o_proj"},
+        }[case]
+    )
+    joined = "model.layers.0.mlp.gate_up_proj.weight"
+    half = len(there[joined][2]) // 2
+    assert there[joined][2][:half] == here[joined][2][:half]
 
 
 def test_folders_of_other_models_are_told(tmp_path):

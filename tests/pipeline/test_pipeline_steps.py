@@ -153,6 +153,7 @@ def check(case: dict[str, Any]) -> None:
     toys.assert_trees_close(params, weights, atol=5e-6)
 
 
+@pytest.mark.by_default(matrix.name_of(QUICK[0]))
 @pytest.mark.parametrize("case", QUICK, ids=matrix.name_of)
 def test_a_pipelined_step_equals_one_device(case):
     check(case)

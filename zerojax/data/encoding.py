@@ -3,6 +3,8 @@
     messages                the assistant's turns count; templates: `zerojax.data.chat`
     prompt, completion      the completion counts; two texts, or two lists of messages
     text                    all count
+    conversations           ShareGPT's, as messages: `zerojax.data.corpora.columns`
+    instruction, output     Alpaca's, as messages, or as prompt and completion without a template
 
 A text is tokenized as a unit. A token counts if any part of it lies in a range that counts.
 transformers has the same rule for `{% generation %}` marks.
@@ -28,15 +30,23 @@ from zerojax.data.conversations import (
     read_texts,
     shortened,
 )
+from zerojax.data.corpora.columns import (
+    alpaca_messages,
+    alpaca_texts,
+    read_tools,
+    sharegpt_messages,
+)
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
 from zerojax.data.special_tokens import SpecialTokens, Tokenized
 
-Form = Literal["messages", "prompt", "text"]
+Form = Literal["messages", "prompt", "text", "sharegpt", "alpaca"]
 KEYS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "text": ("text",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
 }
 """The keys of each form of record."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -128,9 +138,15 @@ class Encoder:
           ValueError: the record has no known form, a value has a wrong type, or no token counts.
         """
         form = self._detect_form(record)
+        if form == "alpaca" and not self._tokenizer.chat_template:
+            form, record = "prompt", alpaca_texts(record)
         values = [record[key] for key in KEYS[form]]
         if form == "messages":
             yield from self._conversation(values[0], 0, record.get("tools"))
+        elif form == "sharegpt":
+            yield from self._conversation(sharegpt_messages(record), 0, read_tools(record))
+        elif form == "alpaca":
+            yield from self._conversation(alpaca_messages(record), 0, read_tools(record))
         elif form == "prompt" and all(isinstance(value, list | tuple) for value in values):
             yield from self._conversation(
                 [*values[0], *values[1]], len(values[0]), record.get("tools")

@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax.data.chat import RENDER_SECONDS, checked_options
 from zerojax.data.cpu_limit import CpuLimit
-from zerojax.data.encoding import Encoded, Encoder, Form
+from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
 from zerojax.progress import working
 from zerojax.user_values import whole_number
@@ -76,6 +76,18 @@ class Examples:
         Raises:
           ValueError: `one_in` is less than 2, or either part would be empty.
         """
+        held_out = self.find_held_out(one_in)
+        return self.select(~held_out), self.select(held_out)
+
+    def find_held_out(self, one_in: int) -> np.ndarray:
+        """Return which examples `hold_out` splits off, bool[E].
+
+        Args:
+          one_in: number of records of which the last is held out, at least 2.
+
+        Raises:
+          ValueError: `one_in` is less than 2, or either part would be empty.
+        """
         one_in = whole_number("one_in", one_in, 2, ", because 1 would hold out everything")
         record = np.unique(self.numbers, return_inverse=True)[
             1
@@ -86,9 +98,14 @@ class Examples:
                 f"cannot hold out one in {one_in} of {len(self)} examples: add examples, or use a "
                 "smaller one_in"
             )
-        return self._those(~held_out), self._those(held_out)
+        return held_out
 
-    def _those(self, chosen: np.ndarray) -> "Examples":
+    def select(self, chosen: np.ndarray) -> "Examples":
+        """Return some of the examples, in the same order.
+
+        Args:
+          chosen: bool[E], True for each example to return.
+        """
         of_token = np.repeat(chosen, self.lengths)
         starts = np.concatenate([[0], np.cumsum(self.lengths[chosen])])
         return Examples(
@@ -110,13 +127,15 @@ def tokenize(
 
     A record holds `messages`, a conversation in the form of OpenAI and transformers; or `prompt`
     and `completion`, two texts or two lists of messages; or `text`. A record with messages may also
-    have `tools`, which are passed to the template.
+    have `tools`, which are passed to the template. The columns of ShareGPT (`conversations`) and of
+    Alpaca (`instruction`, `input`, `output`) are read, too.
 
     Args:
       path: path of a JSONL file, or of a folder that `datasets` saved (`save_to_disk`).
       tokenizer: tokenizer of transformers, as `load_tokenizer(folder)` returns it.
       split: name of the data set to read, such as "train", if the folder holds several.
-      form: "messages", "prompt" or "text"; needed if records have the keys of several forms.
+      form: "messages", "prompt", "text", "sharegpt" or "alpaca"; needed if records have the keys of
+        several forms.
       each_answer: whether to make one example per answer of a conversation, with the preceding
         messages as its context. Use it for templates that render an earlier turn differently from
         the last one, such as Qwen 3's, which removes the thinking from earlier turns.
@@ -135,14 +154,14 @@ def tokenize(
     """
     records = source(path, split)
     options = checked_options(template_options)
-    builder = _Builder()
+    builder = ExampleBuilder()
     with working("tokenize", records.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
         encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
         for number, record in records.records():
             encoder.notices.number = number
             try:
                 for example in encoder.encode(record):
-                    builder.add(example, number)
+                    builder.add(example.tokens, example.counted, number)
             except Exception as error:  # templates raise errors of their own
                 raise ValueError(f"{records.place(number)}: {error}") from error
             advance(1)
@@ -158,7 +177,7 @@ def tokenize(
     return examples
 
 
-class _Builder:
+class ExampleBuilder:
     """Collects examples in contiguous buffers, without a Python object for each."""
 
     def __init__(self) -> None:
@@ -168,10 +187,10 @@ class _Builder:
         self._starts = array.array("q", [0])
         self._numbers = array.array("q")
 
-    def add(self, example: Encoded, number: int) -> None:
-        """Append an example of record `number`."""
-        self._tokens.frombytes(example.tokens.tobytes())
-        self._counted += example.counted.tobytes()
+    def add(self, tokens: np.ndarray, counted: np.ndarray, number: int) -> None:
+        """Append an example of record `number`: tokens i32[n], and which of them count, bool[n]."""
+        self._tokens.frombytes(tokens.tobytes())
+        self._counted += counted.tobytes()
         self._starts.append(len(self._tokens))
         self._numbers.append(number)
 

@@ -63,7 +63,7 @@ class Folder:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Yield each record, without the nulls that `datasets` added."""
         fixed: list[str] = []
-        for name in ("messages", "prompt", "completion", "tools"):
+        for name in ("messages", "prompt", "completion", "conversations", "tools"):
             fixed += self._fixed(name)
         if fixed:
             logger.warning(
@@ -74,8 +74,13 @@ class Folder:
                 self._path,
                 ", ".join(fixed),
             )
-        for row in self._rows:
-            yield _without_nulls(row, self._features)
+        for _, record in self.part(0, len(self)):
+            yield record
+
+    def part(self, begin: int, end: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield (number, record) for the records from `begin` up to `end`."""
+        for number, row in enumerate(self._rows.select(range(begin, end)), begin):
+            yield number, _without_nulls(row, self._features)
 
     def _fixed(self, column: str) -> list[str]:
         """Return the places where a column has fixed keys instead of each record's own keys."""

@@ -25,6 +25,7 @@ class Notices:
         """Start without warnings."""
         self.number = 0
         self._found: dict[str, _Notice] = {}
+        self._logged: set[str] = set()
 
     def add(self, text: str) -> None:
         """Add a warning about the record that is being read."""
@@ -34,7 +35,13 @@ class Notices:
             notice.last = self.number
 
     def log(self, place: Callable[[int], str]) -> None:
-        """Log each warning once; `place` turns a record's number into its place."""
+        """Log each warning once; `place` turns a record's number into its place.
+
+        A later call logs only warnings that an earlier call did not.
+        """
         for text, notice in self._found.items():
+            if text in self._logged:
+                continue
+            self._logged.add(text)
             more = f" (and in {notice.records - 1:,} more)" if notice.records > 1 else ""
             logger.warning("%s%s: %s", place(notice.first), more, text)

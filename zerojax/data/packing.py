@@ -115,6 +115,11 @@ class Rows:
         """Return the number of rows."""
         return len(self.starts) - 1
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Arrays that determine the rows."""
+        return (self.examples.tokens, self.examples.counted, self.order, self.starts)
+
     def members(self, row: int) -> np.ndarray:
         """Return the indices of the examples in a row, in order.
 

@@ -20,6 +20,34 @@ _BLOCK = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
+class Position:
+    """A position between two records.
+
+    Attributes:
+      offset: number of bytes of the file before it; in a folder, the index of the next record.
+      number: number of lines before it; in a folder, the index of the next record.
+    """
+
+    offset: int = 0
+    number: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Some consecutive records.
+
+    Attributes:
+      records: (number, record) of each.
+      end: position after them.
+      is_last: whether no records follow.
+    """
+
+    records: list[tuple[int, Mapping[str, Any]]]
+    end: Position
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """Place that records are read from.
 
@@ -36,6 +64,31 @@ class Source:
         if self.path.is_dir():
             return f"{self.path / (self.split or '')}: example {number}"
         return f"{self.path}:{number}"
+
+    def window(self, begin: "Position", count: int) -> "Window":
+        """Return the next records.
+
+        Args:
+          begin: position of the first one.
+          count: largest number of records.
+
+        Raises:
+          ValueError: a line is not a JSON object, or the folder has no such split.
+        """
+        if self.path.is_dir():
+            folder = Folder(self.path, self.split)
+            end = min(begin.number + count, len(folder))
+            records = [*folder.part(begin.number, end)]
+            return Window(records, Position(end, end), end == len(folder))
+        records = []
+        position = begin
+        with self.path.open("rb") as file:
+            file.seek(begin.offset)
+            while len(records) < count and (line := file.readline(LONGEST_LINE + 1)):
+                position = Position(position.offset + len(line), position.number + 1)
+                records += self._of_line(position.number, line)
+            is_last = not file.read(1)
+        return Window(records, position, is_last)
 
     def records(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield (number, record); empty lines of a file are skipped.
@@ -64,12 +117,13 @@ class Source:
     def _lines(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         with self.path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
-                if len(line) > LONGEST_LINE:
-                    raise ValueError(
-                        f"{self.place(number)}: a line of more than {LONGEST_LINE:,} bytes"
-                    )
-                if line.strip():
-                    yield number, self._record(number, line)
+                yield from self._of_line(number, line)
+
+    def _of_line(self, number: int, line: bytes) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return the record of a line with its number; none if the line is empty."""
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"{self.place(number)}: a line of more than {LONGEST_LINE:,} bytes")
+        return [(number, self._record(number, line))] if line.strip() else []
 
     def _record(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:

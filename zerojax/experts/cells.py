@@ -58,17 +58,17 @@ def count_cells(
     return min(num_tokens, math.ceil(factor * top_k * num_tokens / num_experts))
 
 
-def assign_cells(probabilities: Array, top_k: int, capacity: int) -> Seats:
+def assign_cells(ranks: Array, top_k: int, capacity: int) -> Seats:
     """Return where the tokens of a device go.
 
     Args:
-      probabilities: f32[n, E]; negative for a token that visits no expert.
+      ranks: f32[n, E]; -inf for a token that visits no expert.
       top_k: number of experts k of a token.
       capacity: number of cells C of each expert.
     """
-    num_tokens, num_experts = probabilities.shape
+    num_tokens, num_experts = ranks.shape
     num_pairs = num_tokens * top_k
-    chosen = choose_experts(probabilities, top_k)  # [n, k]
+    chosen = choose_experts(ranks, top_k)  # [n, k]
     experts = chosen.T.reshape(-1)  # [k n]: first choices first
 
     order = jnp.argsort(experts, stable=True)  # [k n]

@@ -88,17 +88,17 @@ class Exchange:
         widths = [(0, n) for n in missing] + [(0, 0)] * (a.ndim - 2)
         return jnp.pad(a, widths, constant_values=value)
 
-    def assign(self, probabilities: Array) -> Seats:
+    def assign(self, ranks: Array) -> Seats:
         """Return where each token goes.
 
         Args:
-          probabilities: f32[B, T, E], padded by negative numbers.
+          ranks: f32[B, T, E], padded by -inf.
 
         Returns:
           Seats whose arrays are [B, T, k], [B, T, k] and [D, E C] for D devices; they count the
           tokens and cells of each device.
         """
-        capacity = self._count_cells(probabilities)
+        capacity = self._count_cells(ranks)
 
         def local(p: Array) -> tuple[Array, ...]:
             tokens = p.reshape(-1, p.shape[-1])
@@ -109,7 +109,7 @@ class Exchange:
         specs = (self._token_spec, self._token_spec, self._device_spec)
         run = self._island(local, (self._token_spec,), specs)
         # The choice has no derivative.
-        return Seats(*run(jax.lax.stop_gradient(probabilities)))
+        return Seats(*run(jax.lax.stop_gradient(ranks)))
 
     def send(self, x: Array, seats: Seats) -> Array:
         """Return the cells with their tokens, on the devices of their experts.

@@ -15,14 +15,21 @@ when a program is compiled.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
 from zerojax.experts.loss import ExpertStats
-from zerojax.experts.routing import measure_balance, measure_z, score_tokens, weigh_experts
+from zerojax.experts.routing import (
+    Routing,
+    Scores,
+    measure_balance,
+    measure_z,
+    score_tokens,
+    weigh_experts,
+)
 from zerojax.user_values import as_integer, positive_number, shown, whole_number
 
 Array = jax.Array
@@ -79,41 +86,104 @@ def moe(
     num_experts = router.shape[-1] if getattr(router, "ndim", 0) else None
     top_k, capacity_factor = check_options(num_experts, top_k, capacity_factor, activation)
     _check_arrays(x, router, up, down, gate)
+    routing = Routing(top_k=top_k, normalize=normalize)
+    scores = score_tokens(x, router, routing)
+
+    def combine(raised: Array, gated: Array | None) -> Array:
+        return activation(raised) if gated is None else activation(gated) * raised
+
+    experts = Experts(up, down, gate, combine=combine)
+    mixed = mix(x, experts, scores, routing, capacity_factor)
+    stats = ExpertStats(
+        balance=measure_balance(scores.probabilities, mixed.chosen),
+        z=measure_z(scores.logits),
+        dropped=mixed.dropped,
+    )
+    return mixed.y, stats
+
+
+class Experts(NamedTuple):
+    """The weights of experts, and how an expert combines its two products.
+
+    Attributes:
+      up: weights [E, H, F].
+      down: weights [E, F, H].
+      gate: weights [E, H, F], or None.
+      up_bias, gate_bias: biases [E, F], or None.
+      down_bias: biases [E, H], or None.
+      combine: function of `x up` and of `x gate`, or None, that returns what `down` multiplies.
+    """
+
+    up: Array
+    down: Array
+    gate: Array | None = None
+    up_bias: Array | None = None
+    gate_bias: Array | None = None
+    down_bias: Array | None = None
+    combine: Callable[[Array, Any], Array] = lambda raised, gated: raised
+
+
+class Mixed(NamedTuple):
+    """What `mix` returns.
+
+    Attributes:
+      y: weighted sum of each token's experts [B, T, H], in x's dtype.
+      chosen: the experts of each token, i32[B, T, k].
+      dropped: fraction of the choices that were dropped, f32[].
+    """
+
+    y: Array
+    chosen: Array
+    dropped: Array
+
+
+def mix(
+    x: Array,
+    experts: Experts,
+    scores: Scores,
+    routing: Routing,
+    capacity_factor: float | None,
+) -> Mixed:
+    """Return the weighted sum of each token's experts, for arguments that fit each other.
+
+    Args:
+      x: tokens [B, T, H].
+      experts: weights in x's dtype.
+      scores: the router's scores of x.
+      routing: options.
+      capacity_factor: cells per expert, as in `moe`.
+    """
     num_rows, num_tokens = x.shape[:2]
-    exchange = find_exchange(up.shape[0], top_k, capacity_factor)
-
-    scores = score_tokens(x, router)
-    # A negative probability marks padding, which visits no expert.
-    seats = exchange.assign(exchange.pad(scores.probabilities, -1.0))
-    sent = exchange.send(exchange.pad(x, 0.0), seats)  # [R, E, e C, H]
-    made = _run_experts(sent, up, down, gate, activation)
-    picked = exchange.receive(made, seats)[:num_rows, :num_tokens]  # [B, T, k, H]
-
+    exchange = find_exchange(experts.up.shape[0], routing.top_k, capacity_factor)
+    # Padding may choose no expert.
+    seats = exchange.assign(exchange.pad(scores.ranks, -jnp.inf))
     chosen = seats.chosen[:num_rows, :num_tokens]  # [B, T, k]
     cells = seats.cells[:num_rows, :num_tokens]
-    weights = weigh_experts(scores.probabilities, chosen, normalize)
+    weights = weigh_experts(scores.probabilities, chosen, routing)
+    if routing.weighs_inputs:
+        x = x * weights.astype(x.dtype)  # k is 1
+        weights = jnp.ones_like(weights)
+
+    sent = exchange.send(exchange.pad(x, 0.0), seats)  # [R, E, e C, H]
+    made = _run_experts(sent, experts)
+    picked = exchange.receive(made, seats)[:num_rows, :num_tokens]  # [B, T, k, H]
     y = jnp.sum(weights[..., None] * picked.astype(jnp.float32), -2).astype(x.dtype)
     num_cells = seats.pairs.shape[1]
-    stats = ExpertStats(
-        balance=measure_balance(scores.probabilities, chosen),
-        z=measure_z(scores.logits),
-        dropped=jnp.mean((cells == num_cells).astype(jnp.float32)),
-    )
-    return y, stats
+    return Mixed(y, chosen, jnp.mean((cells == num_cells).astype(jnp.float32)))
 
 
-def _run_experts(
-    sent: Array,
-    up: Array,
-    down: Array,
-    gate: Array | None,
-    activation: Callable[[Array], Array],
-) -> Array:
+def _run_experts(sent: Array, experts: Experts) -> Array:
     """Return each expert's results for its cells: [R, E, e C, H] -> [R, E, e C, H]."""
-    raised = _multiply(sent, up)  # [R, E, e C, F_tensor]
-    if gate is None:
-        return _multiply(activation(raised), down)
-    return _multiply(activation(_multiply(sent, gate)) * raised, down)
+
+    def product(cells: Array, weights: Array, bias: Array | None) -> Array:
+        made = _multiply(cells, weights)
+        return made if bias is None else made + bias[:, None]
+
+    raised = product(sent, experts.up, experts.up_bias)  # [R, E, e C, F_tensor]
+    gated = None
+    if experts.gate is not None:
+        gated = product(sent, experts.gate, experts.gate_bias)
+    return product(experts.combine(raised, gated), experts.down, experts.down_bias)
 
 
 def _multiply(cells: Array, weights: Array) -> Array:

@@ -25,7 +25,8 @@ batch, token counts.
 A sum is exact whichever dim is cut into R pieces, and it is local if that dim is the batch dim. The
 position of the batch dim is followed from dim 0 of the arguments (`zerojax.activations.flow`). A
 sum in which the batch dim is not found, or for which there is no rule (a kernel, a `while_loop`,
-rows sorted by experts), is reduced where it is made, put in row 0, and reported.
+rows sorted by experts), is reduced where it is made, put in row 0, and reported
+(`ReducedEarly`).
 
 In a pipeline all stages work on embedding and head, each on its part of the tokens:
 
@@ -62,11 +63,50 @@ Array = jax.Array
 logger = logging.getLogger("zerojax")
 
 
+class ReducedEarly:
+    """Logs which sums are reduced in each microbatch, each reason once.
+
+    The sums of embedding and head are traced several times in one step: share one object between
+    the derivatives of a program.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, rule: RowRule) -> None:
+        """Log what `rule` has reduced early, unless an earlier call did."""
+        sums = list(dict.fromkeys(rule.reduced_early))
+        if sums and rule.num_tokens % rule.num_rows:
+            sums = [f"rows of {rule.num_tokens} tokens"]
+        new = [name for name in sums if name not in self._logged]
+        self._logged.update(new)
+        if not new:
+            return
+        if rule.num_tokens % rule.num_rows:
+            axes = " x ".join(f"{axis}={rule.mesh.shape[axis]}" for axis in rule.axes)
+            logger.warning(
+                "reduce_every='step': %s do not divide by %s, so the gradients of embedding and "
+                "head are reduced in each microbatch instead: pad rows to %d tokens",
+                new[0],
+                axes,
+                -(-rule.num_tokens // rule.num_rows) * rule.num_rows,
+            )
+            return
+        logger.warning(
+            "reduce_every='step': the dim of the %s is not found in %s, so the result is reduced "
+            "in each microbatch instead: write it as a product or a sum over that dim, outside of "
+            "kernels and while_loops, or set reduce_every='microbatch', which takes less memory",
+            "tokens" if rule.num_tokens else "batch",
+            ", ".join(new),
+        )
+
+
 def unreduced_grads(
     derivative: Derivative,
     mesh: Mesh,
     is_opaque: IsOpaque = lambda eqn: False,
     unsharded: Sequence[Sequence[Any]] | None = None,
+    early: ReducedEarly | None = None,
 ) -> Derivative:
     """Return a derivative whose gradients are per device: g[R_(data, fsdp), ...] instead of g[...].
 
@@ -81,20 +121,24 @@ def unreduced_grads(
         are left unchanged.
       unsharded: spec of the unsharded leaf of each gradient, in the order of the gradients' leaves;
         None if `expert` splits none of them.
+      early: reports sums that are reduced in each microbatch; None reports each derivative's.
 
     Returns:
       A function of the same arguments. Gradients keep their dtype, and `others` are unchanged.
     """
+    early = early or ReducedEarly()
     if unsharded is None:
-        return _add_rows(derivative, mesh, is_opaque, batch_axes(mesh), None)
+        return _add_rows(derivative, mesh, is_opaque, early, batch_axes(mesh), None)
     positions: dict[tuple[str, ...], set[int]] = {}
     for position, spec in enumerate(unsharded):
         positions.setdefault(row_axes(mesh, spec), set()).add(position)
     for axes, group in positions.items():
         of_batch = tuple(axis for axis in axes if axis != PIPE)
-        derivative = _add_rows(derivative, mesh, is_opaque, of_batch, group)
+        derivative = _add_rows(derivative, mesh, is_opaque, early, of_batch, group)
         if PIPE in axes:
-            derivative = _add_rows(derivative, mesh, is_opaque, (PIPE,), group, of_tokens=True)
+            derivative = _add_rows(
+                derivative, mesh, is_opaque, early, (PIPE,), group, of_tokens=True
+            )
             derivative = _merge_rows(derivative, mesh, axes, group)
     return derivative
 
@@ -137,6 +181,7 @@ def _add_rows(
     derivative: Derivative,
     mesh: Mesh,
     is_opaque: IsOpaque,
+    early: ReducedEarly,
     axes: tuple[str, ...],
     positions: Set[int] | None,
     of_tokens: bool = False,
@@ -147,6 +192,7 @@ def _add_rows(
       derivative: the derivative, as in `unreduced_grads`.
       mesh: the device mesh.
       is_opaque: as in `unreduced_grads`.
+      early: as in `unreduced_grads`.
       axes: axes that split the rows.
       positions: positions of these gradients among the leaves; None for all of them.
       of_tokens: whether the rows are parts of the tokens instead of the batch.
@@ -181,13 +227,7 @@ def _add_rows(
             inputs_with_rows=set(),
         )
         results = traced.rewritten(rewriter)
-        for description in dict.fromkeys(rule.reduced_early):
-            logger.warning(
-                "reduce_every='step': the dim in which %s sums the %s is unknown, so its result "
-                "is reduced in each microbatch",
-                description,
-                "tokens" if of_tokens else "batch",
-            )
+        early.log(rule)
         return results
 
     return run

@@ -2,24 +2,27 @@
 
     score[t, s] = q[t] . k[s] scale,    s <= t,  t - s < window,  segment[t] = segment[s]
     cap         : score -> cap tanh(score / cap)          Gemma 2
+    sinks       : the softmax has one more score per head, whose value is 0        gpt-oss
 
-This is `jax.nn.dot_product_attention`, implemented by cuDNN if supported. Only capped scores, which
-that function lacks, are computed here. A window that is the same in all layers is static, so cuDNN
-can skip what it hides. A window that differs between layers is an array and becomes a mask, as
-segments do.
+This is `jax.nn.dot_product_attention`, implemented by cuDNN if supported. Only capped scores and
+sinks, which that function lacks, are computed here. A window that is the same in all layers is
+static, so cuDNN can skip what it hides. A window that differs between layers is an array and
+becomes a mask, as segments do.
 
 JAX knows which dtypes and head dims cuDNN supports. Whether the installed cuDNN has a kernel for a
 given combination with a mask only shows when it is compiled, and an error then aborts the full
 program. So on a GPU, a small attention of the same kind is compiled once beforehand, and if cuDNN
 refuses it, the XLA implementation is used.
 
-On a mesh with `context`, which splits the tokens of a row, it is `zerojax.attention`.
+On a mesh with `context`, which splits the tokens of a row, it is `zerojax.attention`, which never
+holds the scores [T, T] in full. For long rows it is that on other meshes too ("blocks").
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import logging
+import math
 from typing import Any, Literal
 
 import jax
@@ -29,8 +32,10 @@ from pallas_kernels.dispatch import Target, find_target
 from zerojax.context import attention, find_fault
 from zerojax.sharding import CONTEXT, context_size
 
-Implementation = Literal["auto", "xla", "cudnn"]
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+Implementation = Literal["auto", "xla", "cudnn", "blocks"]
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blocks")
+_MOST_SCORES = 2**30
+"""Maximum size in bytes of a device's scores, or of a mask, that "auto" holds in full."""
 _PROBE_LENGTH = 128
 """Maximum number of tokens of the small attention that is compiled to probe cuDNN."""
 logger = logging.getLogger("zerojax")
@@ -49,6 +54,7 @@ class Kind:
       window: number of latest tokens that a token attends to, including itself; None: all.
       has_mask: whether there is a mask in addition to causality and the window.
       has_cap: whether scores are capped.
+      has_sinks: whether the softmax has one more score per head.
     """
 
     dtype: Any
@@ -59,6 +65,7 @@ class Kind:
     window: int | None = None
     has_mask: bool = False
     has_cap: bool = False
+    has_sinks: bool = False
 
 
 def attend(
@@ -70,6 +77,7 @@ def attend(
     cap: float | None = None,
     window: int | jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Return attention's outputs [B, T, heads, D].
@@ -83,27 +91,37 @@ def attend(
       window: number of latest tokens that a token attends to, including itself; None: all. As an
         array i32[], 0 means all.
       segment_ids: integers [B, T]; tokens attend only to tokens with the same number. None: to all.
-      implementation: "xla", "cudnn", or "auto": cuDNN if supported. The choice is logged. On a mesh
-        with `context`, "auto" is "xla".
+      sinks: one more score for each head's softmax [heads], or None.
+      implementation: "xla", "cudnn", "blocks", or "auto": cuDNN if supported, else "xla" unless
+        scores would take more than 1 GiB of a device, else "blocks". The choice is logged. On a
+        mesh with `context`, "auto" and "xla" are "blocks".
 
     Raises:
       ValueError: `implementation` is "cudnn", but cuDNN does not support this attention; or tokens
         do not divide by `context`.
-      NotImplementedError: the same for cuDNN on a mesh with `context`.
+      NotImplementedError: the same for cuDNN on a mesh with `context`; or sinks with that mesh or
+        with "blocks".
     """
-    if _splits_tokens():
-        return attention(
-            q,
-            k,
-            v,
-            segment_ids=segment_ids,
-            scale=scale,
-            window=window,
-            cap=cap,
-            implementation="cudnn" if implementation == "cudnn" else "xla",
-        )
-    mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
+    kernel: Literal["cudnn", "xla"] = "cudnn" if implementation == "cudnn" else "xla"
+    in_blocks = functools.partial(
+        attention,
+        q,
+        k,
+        v,
+        segment_ids=segment_ids,
+        scale=scale,
+        window=window,
+        cap=cap,
+        implementation=kernel,
+    )
+    if _splits_tokens() or implementation == "blocks":
+        if sinks is not None:
+            raise NotImplementedError(
+                "attention with sinks is not built in blocks: use attention='auto' and context=1"
+            )
+        return in_blocks()
     static_window = window if isinstance(window, int) else None
+    is_masked = segment_ids is not None or isinstance(window, jax.Array)
     kind = Kind(
         dtype=q.dtype,
         length=q.shape[1],
@@ -111,18 +129,24 @@ def attend(
         kv_heads=k.shape[2],
         width=q.shape[3],
         window=static_window,
-        has_mask=mask is not None,
+        has_mask=is_masked,
         has_cap=cap is not None,
+        has_sinks=sinks is not None,
     )
     uses_cudnn = implementation != "xla" and takes_cudnn(
         kind, find_target(q), implementation == "cudnn"
     )
-    if cap is not None:
+    if implementation == "auto" and sinks is None and _is_long(q, uses_cudnn, is_masked):
+        _log_blocks(q.shape[1])
+        return in_blocks()
+    mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
+    if cap is not None or sinks is not None:
         indices = jnp.arange(q.shape[1])
         visible = (indices[:, None] >= indices)[None, None]
         if static_window is not None:
             visible &= indices[:, None] - indices < static_window
-        return _capped(q, k, v, scale, cap, visible if mask is None else visible & mask)
+        visible = visible if mask is None else visible & mask
+        return _with_scores(q, k, v, scale, cap, visible, sinks)
     local = None if static_window is None else (static_window - 1, 0)
     options: dict[str, Any] = {
         "mask": mask,
@@ -145,6 +169,7 @@ def attend_to_cache(
     scale: float,
     cap: float | None = None,
     window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention's outputs [B, T, heads, D] over cached keys and values.
 
@@ -157,21 +182,38 @@ def attend_to_cache(
       positions: i32[B, T], positions of the queries; later slots are not read.
       scale: factor of the scores.
       cap: soft cap of the scores, or None.
-      window: number of latest tokens that a token attends to, including itself; 0 or None: all.
+      window: number of latest tokens that a token attends to, including itself, or an array of it
+        [B, 1, T, 1]; 0 or None: all.
+      sinks: one more score for each head's softmax [heads], or None.
     """
     behind = positions[:, None, :, None] - jnp.arange(k.shape[1])  # [B, 1, T, S]
     visible = behind >= 0
     if window is not None:
         visible &= (window == 0) | (behind < window)
-    if cap is None:
+    if cap is None and sinks is None:
         return _by_xla(q, k, v, mask=visible, scale=scale)
-    return _capped(q, k, v, scale, cap, visible)
+    return _with_scores(q, k, v, scale, cap, visible, sinks)
 
 
 def _splits_tokens() -> bool:
     """Return whether the mesh in scope splits tokens, outside of a shard_map that already did."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and context_size(mesh) > 1 and CONTEXT not in mesh.manual_axes
+
+
+def _is_long(q: jax.Array, uses_cudnn: bool, is_masked: bool) -> bool:
+    """Return whether a device would hold too many scores, or with cuDNN too large a mask."""
+    batch, length, heads, _ = q.shape
+    num_bytes = batch * length**2 * (is_masked if uses_cudnn else 4 * heads)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = getattr(mesh, "manual_axes", ())
+    devices = math.prod(size for axis, size in mesh.shape.items() if axis not in manual)
+    return num_bytes > devices * _MOST_SCORES
+
+
+@functools.cache  # logs each length once
+def _log_blocks(length: int) -> None:
+    logger.info("attention runs in blocks: rows have %d tokens", length)
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -200,10 +242,16 @@ def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) 
     return mask
 
 
-def _capped(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, seen: jax.Array
+def _with_scores(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    cap: float | None,
+    seen: jax.Array,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Return attention with capped scores.
+    """Return attention with capped scores, sinks, or both.
 
     Scores and softmax are float32, as in `jax.nn.dot_product_attention`. `seen` is
     bool[B or 1, 1, T, S].
@@ -213,10 +261,15 @@ def _capped(
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
-        scores = cap * jnp.tanh(scores / cap)
-        weights = jax.nn.softmax(
-            jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max), axis=-1
-        )
+        if cap is not None:
+            scores = cap * jnp.tanh(scores / cap)
+        scores = jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max)
+        if sinks is None:
+            weights = jax.nn.softmax(scores, axis=-1)
+        else:
+            of_heads = sinks.astype(jnp.float32).reshape(k.shape[2], -1, 1, 1)  # [K, G, 1, 1]
+            more = jnp.broadcast_to(of_heads, (*scores.shape[:-1], 1))
+            weights = jax.nn.softmax(jnp.concatenate([scores, more], -1), axis=-1)[..., :-1]
         return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
     if q.dtype == jnp.float16:
@@ -251,6 +304,8 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
 
 def _unsupported(kind: Kind, target: Target) -> str | None:
     """Return why cuDNN's attention does not support such arguments on a device, or None."""
+    if kind.has_sinks:
+        return "it has no sinks"
     return find_fault(kind.dtype, kind.width, kind.has_cap, target)
 
 

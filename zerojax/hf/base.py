@@ -21,6 +21,7 @@ independently trained models do not pass.
 Trained weights are not compared: they differ from any folder.
 """
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -37,8 +38,8 @@ from host_offload.disk import Box
 from pallas_kernels import storage
 from pallas_kernels.nf4 import NOT_FINITE
 from zerojax.checkpoint import CheckpointError, SavedState, first_few
-from zerojax.hf.sources import Source, build_layer_box, cut_rows, read_weight
-from zerojax.weights import DTYPES, WeightFile, open_weights, read_part
+from zerojax.hf.sources import Source, cut_rows, read_weight
+from zerojax.weights import DTYPES, Tensor, WeightFile, open_weights, read_part
 
 ROUNDING = 2.0**-8
 """Relative error of rounding to bfloat16, the coarsest 16-bit dtype."""
@@ -139,13 +140,15 @@ def _middle(size: int, most: int) -> tuple[int, int]:
 def _is_encoded_same(
     saved: SavedState, base: WeightFile, name: str, source: Source, all_numbers: bool
 ) -> bool:
-    """Return whether a quantized weight M[A, B], or one layer of it, equals the folder's.
+    """Return whether a quantized weight M[A, B], or one layer or expert of it, equals the folder's.
 
     Its rows are the rows of the quantized arrays, or are concatenated in them.
     """
     layout = source.layout
-    axes = source.place.axes or (0, 1)
     assert layout is not None
+    if len(base.tensors[name].shape) == 3:
+        return _are_experts_same(saved, base, name, source, all_numbers)
+    axes = source.place.axes or (0, 1)
     # The dims in the order of the quantized arrays, as indices into the file's dims.
     order = axes[::-1] if layout.moved == -2 else axes
     shape = tuple(base.tensors[name].shape[axis] for axis in order)
@@ -167,17 +170,98 @@ def _is_encoded_same(
         numbers = np.asarray(base.read(name, file_box), np.float32)
         if order != (0, 1):
             numbers = numbers.T
-        if not _has_codes(numbers, _Codes(saved, source, box, shape)):
+        if not _has_codes(numbers, _find_codes(saved, source, box, shape)):
             return False
     return True
+
+
+def _are_experts_same(
+    saved: SavedState, base: WeightFile, name: str, source: Source, all_numbers: bool
+) -> bool:
+    """Return whether a tensor of all experts [E, A, B] equals a quantized weight, one by one."""
+    axes = source.place.axes or (0, 1, 2)
+    count = base.tensors[name].shape[0]
+    if axes[0] != 0:
+        raise CheckpointError(f"{name}: dim 0 must be its experts, but axes are {axes}")
+    inner = tuple(axis - 1 for axis in axes[1:])
+    experts = range(count) if all_numbers else [count // 2]
+    for expert in experts:
+        place = source.place._replace(axes=inner, expert=expert)
+        one = _OneExpert(base, name, expert)
+        of_one = dataclasses.replace(source, place=place)
+        if not _is_encoded_same(saved, one, name, of_one, all_numbers):
+            return False
+    return True
+
+
+class _OneExpert:
+    """One expert of a tensor of all experts, used like a file that holds only it."""
+
+    def __init__(self, base: WeightFile, name: str, expert: int) -> None:
+        """Take the file, the tensor's name, and the number of the expert."""
+        self.path = base.path
+        self.tiled = frozenset[str]()
+        tensor = base.tensors[name]
+        self.tensors = {name: Tensor(tensor.shape[1:], tensor.dtype)}
+        self._base = base
+        self._expert = expert
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Return a part of the expert."""
+        return self._base.read(name, ((self._expert, self._expert + 1), *box))[0]
+
+
+def _find_codes(saved: SavedState, source: Source, box: Box, shape: tuple[int, ...]) -> "_Codes":
+    """Return the quantized arrays of a part of a weight M[A, B], or of one expert of M[E, A, B].
+
+    Experts are a dim of the arrays; or rows, each an expert's rows one after the other; or all of
+    their rows are concatenated.
+    """
+    layout = source.layout
+    assert layout is not None
+    layer = source.place.layer
+    expert = source.place.expert
+    front: Box = () if layer is None else ((layer, layer + 1),)
+    if expert is None:
+        return _Codes(saved, source, box, shape, front, is_flat=bool(layout.inner))
+    count = source.shape[len(front)]
+    (a, b), (c, d) = box
+    rows, columns = shape
+    if layout.moved == -3 or rows * columns % storage.BLOCKS[layout.format]:
+        raise CheckpointError(
+            f"{saved.folder}: experts share blocks of {source.leaf} in {layout.format}, so a "
+            "folder with one tensor per expert cannot be compared with it: use frozen_dtype=None"
+        )
+    if len(layout.inner) == 2:
+        first = expert * rows
+        box = ((first + a, first + b), (c, d))
+        return _Codes(saved, source, box, (count * rows, columns), front, is_flat=True)
+    if len(layout.inner) == 1:
+        box = ((expert, expert + 1), (a * columns + c, (b - 1) * columns + d))
+        return _Codes(saved, source, box, (count, rows * columns), front, is_flat=False)
+    front = (*front, (expert, expert + 1))
+    return _Codes(saved, source, box, shape, front, is_flat=False)
 
 
 class _Codes:
     """A checkpoint's quantized arrays for rows, or part of a row, of a weight M[A, B]."""
 
-    def __init__(self, saved: SavedState, source: Source, box: Box, shape: tuple[int, ...]) -> None:
-        """Take the weight `source` with dims `shape`, and the part `box` of it."""
+    def __init__(
+        self,
+        saved: SavedState,
+        source: Source,
+        box: Box,
+        shape: tuple[int, ...],
+        front: Box,
+        *,
+        is_flat: bool,
+    ) -> None:
+        """Take the weight `source` with dims `shape`, and the part `box` of it.
+
+        `front` is the box of the arrays' dims before M's. If `is_flat`, M is concatenated rows.
+        """
         self._saved = saved
+        self._front = front
         self._source = source
         self._box = box
         self._shape = shape
@@ -185,7 +269,7 @@ class _Codes:
         assert layout is not None
         self.format: storage.Format = layout.format
         self._group = layout.group
-        self._is_flat = bool(layout.inner)
+        self._is_flat = is_flat
 
     def read(self, name: str) -> np.ndarray:
         """Return an array's numbers for the blocks, in order, as a vector.
@@ -221,7 +305,7 @@ class _Codes:
         else:
             box = ((a, b), (c // per, d // per))
         inner_box = tuple((int(start), int(stop)) for start, stop in box)
-        leaf_box = build_layer_box(self._source) + inner_box
+        leaf_box = self._front + inner_box
         out = np.empty([stop - start for start, stop in leaf_box], np.dtype(array.dtype))
         read_part(self._saved, leaf, leaf_box, out)
         return out.reshape(-1)[groups] if groups.shape else out.reshape(-1)

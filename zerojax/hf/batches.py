@@ -4,6 +4,7 @@
     targets       signed integers [B, T]     below V; negative ones do not count
     segment_ids   integers [B, T]            any
     positions     integers [B, T]            0 .. 2^24, which float32 represents exactly
+    adapters      a number []                0: without adapters, 1: with them
 
 A wrong key, dtype or shape raises ValueError before anything runs. Arrays may be on the device, and
 each of several processes may hold only a part of them, so the program itself checks the ranges:
@@ -24,6 +25,8 @@ TOKENS = "tokens"
 TARGETS = "targets"
 SEGMENTS = "segment_ids"
 POSITIONS = "positions"
+ADAPTERS = "adapters"
+"""Key of a number by which the outputs of adapters are multiplied."""
 OF_TOKENS = (TOKENS, TARGETS, SEGMENTS, POSITIONS)
 """Keys whose arrays have one number per token."""
 MOST_POSITIONS = 2**24
@@ -47,7 +50,7 @@ def check_batch(batch: Any) -> None:
             "a batch is a dict with 'tokens', and with 'targets' for a loss, but this one is a "
             f"{kind}"
         )
-    known = (*OF_TOKENS, LAST, CACHE)
+    known = (*OF_TOKENS, LAST, CACHE, ADAPTERS)
     if TOKENS not in batch:
         raise ValueError(
             f"a batch has {_listed(batch)}: 'tokens' are needed, and 'targets' for a loss, in "
@@ -64,6 +67,11 @@ def check_batch(batch: Any) -> None:
             _check_array(name, batch[name], ("B", "T"))
     if LAST in batch:
         _check_array(LAST, batch[LAST], ("B",))
+    if ADAPTERS in batch and jnp.ndim(batch[ADAPTERS]):
+        raise ValueError(
+            f"batch['{ADAPTERS}'] has shape {list(jnp.shape(batch[ADAPTERS]))}: one number for the "
+            "whole batch is needed, 0 for the model without adapters"
+        )
     shape = batch[TOKENS].shape
     if not shape[1]:
         raise ValueError(f"batch['tokens'] is {list(shape)}: each row needs at least one token")

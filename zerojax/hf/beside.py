@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from host_offload.disk import NotRegularError, ReadFile, open_regular
 from zerojax.checkpoint import explaining
 from zerojax.hf.config import CONFIG, read_config
+from zerojax.hf.quantized.folder import QUANTIZATION, is_decoded
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 GENERATION = "generation_config.json"
@@ -170,7 +171,7 @@ def copy_beside(
       files: files to copy, as `files_beside` returns them.
       folder: path of the destination folder.
       dtype: dtype of the exported weights, written into `config.json`; None: `config.json` is
-        copied unchanged.
+        copied unchanged, without the description of quantized weights if these were decoded.
 
     Raises:
       OSError: a file cannot be read or written.
@@ -184,11 +185,14 @@ def copy_beside(
             open(target, "xb") as out,
         ):
             shutil.copyfileobj(source, out)
-    if dtype is not None:
-        config = read_config(folder)
+    config = read_config(folder)
+    if dtype is not None or is_decoded(config):
+        if is_decoded(config):
+            del config[QUANTIZATION]
         # transformers reads `dtype`; versions before 4.56 read `torch_dtype`.
         keys = [key for key in ("torch_dtype", "dtype") if key in config]
-        config |= dict.fromkeys(keys or ["dtype"], dtype)
+        if dtype is not None:
+            config |= dict.fromkeys(keys or ["dtype"], dtype)
         with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as out:
             json.dump(config, out, indent=2)
 

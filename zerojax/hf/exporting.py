@@ -5,8 +5,9 @@ The names, layouts and dtypes are taken from the folder `like`, which the weight
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
     merge_lora:                  <-   W^T + s (A B)^T, in float32; with DoRA, scaled to its norms
 
-As in an import, the table of names gives the parameter for each tensor of `like`. The tensor is
-written piece by piece from the checkpoint's records, without a program, model or device.
+As in an import, the table of names gives the parameter for each tensor of `like`, or for each part
+of it. The tensor is written piece by piece from the checkpoint's records, without a program, model
+or device.
 
 Training never wrote frozen weights. So where the checkpoint's number equals the folder's, rounded
 to the checkpoint's dtype, the folder's number is written. The folder's numbers are also written for
@@ -32,24 +33,34 @@ from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
 from zerojax.hf.adapters.lora import Lora
 from zerojax.hf.adapters.peft import PREFIX, peft_config, peft_name
-from zerojax.hf.adapters.start import Remainder, find_adapted
+from zerojax.hf.adapters.start import (
+    Remainder,
+    Table,
+    adapted_stem,
+    build_names,
+    find_adapted,
+    module_at,
+)
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
-from zerojax.hf.config import CONFIG, Family
-from zerojax.hf.importing import ADAPTER, STACK, check_config_sizes, map_names
-from zerojax.hf.model import DECODER, config_of
+from zerojax.hf.config import CONFIG, Family, open_folder
+from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
+from zerojax.hf.mixtures.stacks import BLOCKS
+from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
 from zerojax.hf.sources import Source, cut_rows, map_leaves, map_sources, read_adapter, read_weight
 from zerojax.sharding import without_mesh
 from zerojax.user_values import positive_number
 from zerojax.weights import (
+    DTYPES,
     INDEX_NAME,
+    DividedFile,
+    Place,
     Tensor,
     WeightFile,
+    build_places,
     export_dtype,
     open_checkpoint,
-    open_weights,
-    renaming,
     write_atomically,
     write_safetensors,
 )
@@ -67,6 +78,7 @@ def export_hf(
     dtype: Any = None,
     shard_bytes: float = 5e9,
     merge_lora: bool = False,
+    ema: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
     """Write a checkpoint's weights as a folder for `AutoModelForCausalLM.from_pretrained`.
@@ -89,6 +101,8 @@ def export_hf(
       shard_bytes: maximum bytes per file, exceeded only by a single larger tensor.
       merge_lora: whether to add adapters to the weights that they adapt. A checkpoint with adapters
         needs this, or `export_peft`.
+      ema: whether to write the averages of `zerojax.Ema` or of `zerojax.schedule_free_adamw` in
+        place of the trained weights.
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
@@ -103,24 +117,30 @@ def export_hf(
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
     like = os.path.expanduser(os.fspath(like))
-    base = open_weights(like)
+    base = open_folder(like)
     # Check these first: otherwise they would fail after all weights were written, or leave a folder
     # that transformers cannot use.
     extra_files = files_beside(like)
     end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = map_leaves(saved)
+        leaves = map_leaves(saved, ema)
         lora = _lora_to_merge(saved, leaves, merge_lora)
-        base = _with_start(base, lora, like, families)
-        sources = _sources(saved, base, leaves, like, families)
+        divided = _divided(saved, base, leaves, lora, like, families)
+        sources = _sources(saved, base, divided, leaves, like, families)
         if lora is not None:
             _check_mergeable(lora, leaves)
-        dtypes = {n: kind or tensor.dtype for n, tensor in open_weights(like).tensors.items()}
-        tensors = {n: Tensor(base.tensors[n].shape, dtypes[n]) for n in sources}
-        writer = _Writer(saved, base, like, leaves, sources, tensors, lora)
+        tensors = {
+            n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in divided.parts
+        }
+        others = _others(base, like, families)
+        writer = _Writer(saved, divided, like, leaves, sources, tensors, lora)
+
+        def pieces(name: str) -> Iterator[np.ndarray]:
+            return _copied(base, name) if name in others else writer.pieces(name)
+
         with explaining(f"writing {output}"):
             os.mkdir(output)
-            _write_shards(output, tensors, writer.pieces, shard_bytes)
+            _write_shards(output, tensors | others, pieces, shard_bytes)
             copy_beside(extra_files, output, dtype=kind)
 
 
@@ -175,26 +195,38 @@ def _check_mergeable(lora: Lora, leaves: Mapping[str, tuple[str, bool]]) -> None
         )
 
 
-def _with_start(
+def _divided(
+    saved: SavedState,
     base: WeightFile,
+    leaves: Mapping[str, tuple[str, bool]],
     lora: Lora | None,
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
-) -> WeightFile:
-    """Return a folder's weights as the base of the adapters, without what PiSSA subtracts."""
+) -> DividedFile:
+    """Return a folder's weights, with the parameters of a checkpoint's model as their places.
+
+    With PiSSA's start they lack the factors that the adapters started from.
+    """
+    is_tiled = any(
+        saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
+    )
+    table = map_names(like, families, is_tiled=is_tiled)
     if lora is None or lora.init == "default":
-        return base
-    return Remainder(base, renaming(map_names(like, families, is_tiled=False)), lora)
+        return DividedFile(base, table)
+    return Remainder(base, table, lora)
 
 
 def _sources(
     saved: SavedState,
     base: WeightFile,
+    divided: DividedFile,
     leaves: Mapping[str, tuple[str, bool]],
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder, after comparing config and frozen weights.
+    """Return the parameter of each part of a folder's tensors.
+
+    Config and frozen weights are compared first.
 
     Only a sample of the frozen weights is compared.
 
@@ -202,7 +234,7 @@ def _sources(
       CheckpointError: the folder holds another model or another base; the error names the
         difference.
     """
-    sources = map_sources(saved, base, leaves, like, families)
+    sources = map_sources(saved, divided, leaves, like)
     check_config_sizes(like, base, families, is_whole=True)
     about = {DECODER: config_of(like, families).computes()}
     difference = about_difference(about, saved.about)
@@ -212,7 +244,7 @@ def _sources(
             f"{os.path.join(os.fspath(like), CONFIG)} has {difference[1]}: pass the folder that it "
             "was trained from as `like`"
         )
-    check_base(saved, base, sources, like, all_numbers=False)
+    check_base(saved, divided, sources, like, all_numbers=False)
     return sources
 
 
@@ -222,7 +254,7 @@ class _Writer:
     def __init__(
         self,
         saved: SavedState,
-        base: WeightFile,
+        base: DividedFile,
         like: str,
         leaves: Mapping[str, tuple[str, bool]],
         sources: Mapping[str, Source],
@@ -242,12 +274,13 @@ class _Writer:
         """Yield a tensor's rows piece by piece, in the dtype in which they are written."""
         shape = self._tensors[name].shape
         kind = numpy_dtype(self._tensors[name].dtype)
-        source = self._sources[name]
-        if source.layout is not None:
-            check_base(self._saved, self._base, {name: source}, self._like, all_numbers=True)
+        for part in self._base.parts[name]:
+            source = self._sources[part]
+            if source.layout is not None:
+                check_base(self._saved, self._base, {part: source}, self._like, all_numbers=True)
         for rows in cut_rows(shape, PIECE_BYTES // 4):
             box = (rows, *((0, n) for n in shape[1:]))
-            piece = self._piece(name, box)
+            piece = self._base.join(name, box, self._piece)
             try:
                 with np.errstate(over="raise"):
                     yield np.ascontiguousarray(piece, kind)
@@ -257,7 +290,7 @@ class _Writer:
                 ) from error
 
     def _piece(self, name: str, box: Box) -> np.ndarray:
-        """Return a box of a tensor, in float32 or with the folder's own numbers."""
+        """Return a box of a tensor's part, in float32 or with the folder's own numbers."""
         source = self._sources[name]
         delta = self._delta(source, box)
         if source.layout is not None:
@@ -276,7 +309,7 @@ class _Writer:
         if delta is None:
             return weight
         weight = np.asarray(weight, np.float32) + delta
-        magnitudes = self._leaves.get(f"{_adapted_stem(source.place.name)}{ADAPTER}m")
+        magnitudes = self._leaves.get(f"{adapted_stem(source.place.name)}{ADAPTER}m")
         if magnitudes is None:
             return weight
         # A box has complete rows [out, in], whose norms are the norms of the columns here.
@@ -287,7 +320,7 @@ class _Writer:
 
     def _delta(self, source: Source, box: Box) -> np.ndarray | None:
         """Return what a weight's adapter adds to a box of its tensor; None if it has none."""
-        stem = _adapted_stem(source.place.name)
+        stem = adapted_stem(source.place.name)
         names = [f"{stem}{ADAPTER}{matrix}" for matrix in "ab"]
         if names[0] not in self._leaves:
             return None
@@ -302,13 +335,34 @@ class _Writer:
         return (a[columns] @ b[:, rows]).T * scale
 
 
-def _adapted_stem(name: str) -> str:
-    """Return the name of the module whose adapter changes a parameter; "" if it is no matrix."""
-    stem, _, ending = name.rpartition(".")
-    if ending in ("kernel", "embedding"):
-        return stem
-    # The weights of a tiled MLP have the names of their projections.
-    return f"{name}_proj" if ending in ("gate", "up", "down") else ""
+def _others(
+    base: WeightFile, like: str | os.PathLike[str], families: Mapping[str, Family]
+) -> dict[str, Tensor]:
+    """Return the tensors of a folder that are not read, and that an export copies.
+
+    Raises:
+      CheckpointError: a tensor has a dtype that is not written.
+    """
+    family, config = read_family(like, families)
+    places = build_places(family.table(config))
+    others = {name: tensor for name, tensor in base.tensors.items() if not places(name)}
+    for name, tensor in others.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{base.path}: {name} of {tensor.dtype} cannot be copied: only floating dtypes are "
+                "written. Remove it from the files if the model does not need it"
+            )
+    return others
+
+
+def _copied(file: WeightFile, name: str) -> Iterator[np.ndarray]:
+    """Yield the rows of a tensor that is exported as it is in the folder."""
+    shape = file.tensors[name].shape
+    if not shape:
+        yield np.asarray(file.read(name, ()))
+        return
+    for rows in cut_rows(shape, PIECE_BYTES // 4):
+        yield np.ascontiguousarray(file.read(name, (rows, *((0, n) for n in shape[1:]))))
 
 
 def _write_shards(
@@ -355,6 +409,7 @@ def export_peft(
     *,
     like: str | os.PathLike[str],
     dtype: Any = None,
+    ema: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> None:
     """Write the adapters of a checkpoint as a folder for `peft.PeftModel.from_pretrained`.
@@ -372,11 +427,14 @@ def export_peft(
       out: path of the folder to write; it must not exist.
       like: path of the base's folder, which determines the adapters' names.
       dtype: dtype of the adapters; None: float32.
+      ema: whether to write the averages of `zerojax.Ema` or of `zerojax.schedule_free_adamw` in
+        place of the adapters.
       families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, or
-        weights other than adapters were trained.
+      ValueError: `out` exists, `dtype` is not supported, the model of `like` is not supported, it
+        holds several adapted projections in one matrix, or weights other than adapters were
+        trained.
       CheckpointError: there is no checkpoint, it has no adapters, they were trained on another base
         than `like`, or the `config.json` of `like` has other sizes than its weights (the error
         names the key).
@@ -386,32 +444,37 @@ def export_peft(
     like = os.path.expanduser(os.fspath(like))
     table = map_names(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = map_leaves(saved)
+        leaves = map_leaves(saved, ema)
         lora = read_lora(saved, leaves)
-        base = open_weights(like)
-        matrices = _peft_matrices(saved, leaves, lora, base, table)
+        base = open_folder(like)
+        untiled = DividedFile(base, table)
         trained = _check_trained(saved, leaves, lora, table)
-        _check_beside(matrices, base, like, saved)
+        matrices = _peft_matrices(saved, leaves, lora, untiled, table)
+        _check_beside(matrices, untiled, like, saved)
         check_config_sizes(like, base, families, is_whole=True)
-        started = _with_start(base, lora, like, families)
+        divided = _divided(saved, base, leaves, lora, like, families)
         sources: dict[str, Source] = {}
         if any(ADAPTER not in name for name in leaves):  # else a checkpoint of adapters alone
-            sources = _sources(saved, started, leaves, like, families)
+            sources = _sources(saved, base, divided, leaves, like, families)
         tensors = {name: Tensor(matrices[name].shape, kind.name) for name in sorted(matrices)}
-        for name in sorted(sources):
-            if sources[name].place.name in trained:
-                tensors[f"{PREFIX}{name}"] = Tensor(base.tensors[name].shape, kind.name)
+        tensor_of = build_names(table)
+        whole: dict[str, str] = {}
+        for name, place in untiled.places.items():
+            if place.name in trained:
+                whole[f"{PREFIX}{tensor_of(place)}"] = name
+        for name in sorted(whole):
+            tensors[name] = Tensor(untiled.tensors[whole[name]].shape, kind.name)
         kinds = {name: Tensor(tensor.shape, kind.name) for name, tensor in base.tensors.items()}
-        writer = _Writer(saved, started, like, leaves, sources, kinds)
+        writer = _Writer(saved, divided, like, leaves, sources, kinds)
 
         def pieces(name: str) -> Iterator[np.ndarray]:
-            if name not in matrices:
-                yield from writer.pieces(name.removeprefix(PREFIX))
+            if name in whole:
+                yield from writer.pieces(whole[name])
                 return
             matrix = matrices[name]
             values = read_adapter(saved, matrix.leaf, matrix.layer).T
-            if isinstance(started, Remainder) and matrix.kind != "lora_m":
-                a, b = started.factors(matrix.tensor)
+            if isinstance(divided, Remainder) and matrix.kind != "lora_m":
+                a, b = divided.factors(matrix.tensor)
                 first = a.T if matrix.kind == "lora_a" else -b.T
                 values = np.concatenate([values, first], matrix.rank_dim)
             yield np.ascontiguousarray(values, kind)
@@ -426,21 +489,28 @@ def export_peft(
 
 
 def _check_trained(
-    saved: SavedState,
-    leaves: Mapping[str, tuple[str, bool]],
-    lora: Lora,
-    table: Mapping[str, Any],
+    saved: SavedState, leaves: Mapping[str, tuple[str, bool]], lora: Lora, table: Table
 ) -> set[str]:
     """Return the names of the parameters that were trained in full, as `modules_to_save` says.
 
     Raises:
-      ValueError: other weights were trained too.
+      ValueError: other weights were trained too, or PEFT knows the modules by other names.
     """
-    place_of = renaming(table)
+    tensor_of = build_names(table)
     expected = set[str]()
-    for pattern in table:
-        place = place_of(pattern.replace("{layer}", "0"))
-        if place is not None and lora.saves(pattern.replace("{layer}", "0").rpartition(".")[0]):
+    for place in (place for places in table.values() for place in places):
+        first = place if place.layer is not None else place._replace(layer=0)
+        module = module_at(first)
+        tensor = tensor_of(first)
+        if lora.saves(module) != lora.saves(tensor.rpartition(".")[0]) or (
+            lora.saves(module) and place.part is not None
+        ):
+            raise ValueError(
+                f"modules_to_save={lora.modules_to_save!r}: the module {module} is {tensor} in "
+                "transformers, so PEFT would save others: write everything by "
+                "zerojax.export_hf(merge_lora=True)"
+            )
+        if lora.saves(module):
             expected.add(place.name)
     trained = {
         name
@@ -492,8 +562,8 @@ def _peft_matrices(
     saved: SavedState,
     leaves: Mapping[str, tuple[str, bool]],
     lora: Lora,
-    base: WeightFile,
-    table: Mapping[str, Any],
+    base: DividedFile,
+    table: Table,
 ) -> dict[str, _Matrix]:
     """Return what each tensor of PEFT's file holds, by its name.
 
@@ -501,52 +571,58 @@ def _peft_matrices(
       saved: checkpoint.
       leaves: weights of the checkpoint, as `map_leaves` returns them.
       lora: options of its adapters.
-      base: weights of the folder.
-      table: parameter for each tensor name of the base, as `map_names` returns it.
+      base: weights of the folder, for an untiled model.
+      table: parameters for each tensor name of the base, as `map_names` returns them.
 
     Raises:
+      ValueError: the base holds several projections in one matrix, for which PEFT has one adapter.
       CheckpointError: the folder lacks a matrix that has an adapter.
     """
-    place_of = renaming(table)
-    adapted = find_adapted(base, place_of, lora)
-    patterns: dict[str, str] = {}
-    for pattern in table:
-        place = place_of(pattern.replace("{layer}", "0"))
-        if place is not None and pattern.endswith(".weight"):
-            patterns[place.name.rpartition(".")[0]] = pattern
+    tensor_of = build_names(table)
+    adapted = find_adapted(base.places, lora)
     matrices: dict[str, _Matrix] = {}
     missing = []
     for name in sorted(leaves):
         stem, _, letter = name.partition(ADAPTER)
         if not letter:
             continue
+        _check_undivided(stem, table)
         leaf = leaves[name][0]
         shape = saved.leaves[leaf].shape
         members = adapted.get(stem, {})
-        is_stacked = stem.startswith(STACK)
-        layers = range(shape[0]) if is_stacked else [None]
-        for layer in layers:
+        is_stacked = stem.startswith(BLOCKS)
+        for layer in range(shape[0]) if is_stacked else [None]:
+            place = Place(f"{stem}.{'kernel' if is_stacked else 'embedding'}", layer)
             if layer not in members:
-                tensor = patterns.get(stem, stem).replace("{layer}", str(layer))
-                missing.append(f"adapters for {tensor} which does not exist")
+                missing.append(f"adapters for {tensor_of(place)} which does not exist")
                 continue
-            tensor = members[layer]
             kind = f"lora_{letter}"
-            is_turned = stem.endswith("embed_tokens")
             matrix = _Matrix(
-                tensor,
-                kind,
-                leaf,
-                layer,
-                _doubled(shape[is_stacked:][::-1], kind, lora),
-                int((kind == "lora_a") != is_turned),
+                tensor=members[layer],
+                kind=kind,
+                leaf=leaf,
+                layer=layer,
+                shape=_doubled(shape[is_stacked:][::-1], kind, lora),
+                base_dim=int((kind == "lora_a") != stem.endswith("embed_tokens")),
             )
-            matrices[peft_name(tensor.removesuffix(".weight"), kind)] = matrix
+            matrices[peft_name(tensor_of(place).removesuffix(".weight"), kind)] = matrix
     if missing:
         raise CheckpointError(
             f"{saved.folder} holds another model than {base.path}: {first_few(missing)}"
         )
     return matrices
+
+
+def _check_undivided(stem: str, table: Table) -> None:
+    """Raise ValueError if a module's matrix is a part of a tensor."""
+    for tensor, places in table.items():
+        stems = [adapted_stem(place.name) for place in places]
+        if stem in stems and len(places) > 1:
+            names = ", ".join(name.rpartition(".")[2] for name in stems)
+            raise ValueError(
+                f"the base holds {names} in one matrix, {tensor}, for which PEFT has one adapter: "
+                "merge the adapters by zerojax.export_hf(merge_lora=True)"
+            )
 
 
 def _doubled(shape: tuple[int, ...], kind: str, lora: Lora) -> tuple[int, ...]:
@@ -558,7 +634,7 @@ def _doubled(shape: tuple[int, ...], kind: str, lora: Lora) -> tuple[int, ...]:
 
 def _check_beside(
     matrices: Mapping[str, _Matrix],
-    base: WeightFile,
+    base: DividedFile,
     like: str | os.PathLike[str],
     saved: SavedState,
 ) -> None:

@@ -17,26 +17,29 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from zerojax.checkpoint import CheckpointError, about_difference, first_few
 from zerojax.hf.adapters.lora import Lora
 from zerojax.hf.adapters.peft import check_same, read_peft
 from zerojax.hf.adapters.start import AdaptedFile
-from zerojax.hf.config import (
-    CONFIG,
-    DecoderConfig,
-    Family,
-    decoder_config,
-    find_family,
-    read_config,
-)
-from zerojax.hf.model import DECODER, config_of
+from zerojax.hf.config import CONFIG, DecoderConfig, Family, open_folder
+from zerojax.hf.decoder import Options
+from zerojax.hf.mixtures.block import choose_parts
+from zerojax.hf.mixtures.stacks import stack_of
+from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
 from zerojax.program import Program
 from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
-from zerojax.weights import Place, WeightFile, import_params, open_weights, renaming
+from zerojax.weights import (
+    DividedFile,
+    Place,
+    WeightFile,
+    import_params,
+    read_places,
+)
 
 ADAPTER = ".lora.lora_"
 """Part of a parameter's name that only adapters have."""
@@ -94,42 +97,41 @@ def import_hf(
     folder = os.path.expanduser(os.fspath(folder))
     names = map_names(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
     _check_config(program.model, folder, families)
-    check_config_sizes(folder, open_weights(folder), families, is_whole=False)
+    file = open_folder(folder)
+    check_config_sizes(folder, file, families, is_whole=False)
     _check_tied(folder, names)
-    source = _with_adapters(program.model, folder, adapters, families)
+    source: WeightFile = file
+    rename: Any = names
+    lora = _find_lora(program.model, adapters)
+    if lora is not None and (adapters is not None or lora.use_dora or lora.init != "default"):
+        adapted = AdaptedFile(file, names, lora, adapters)
+        source = adapted
+        rename = lambda name: adapted.places.get(name, name)  # noqa: E731
     # Only adapters may be missing from the folder.
     return import_params(
-        program, source, key=key, rename=names, missing=lambda name: ADAPTER in name
+        program, source, key=key, rename=rename, missing=lambda name: ADAPTER in name
     )
 
 
-def _with_adapters(
-    model: LayeredModel,
-    folder: str,
-    adapters: str | os.PathLike[str] | None,
-    families: Mapping[str, Family],
-) -> str | WeightFile:
-    """Return the weights to import: a folder, or its weights with adapters to start from.
+def _find_lora(model: LayeredModel, adapters: str | os.PathLike[str] | None) -> Lora | None:
+    """Return the options of a model's adapters; None if it has none.
 
     Raises:
-      ValueError: the adapters are not the model's, or a matrix is too small for PiSSA's start.
-      CheckpointError: a file is missing or cannot be read.
+      ValueError: the adapters of a folder are not the model's.
+      CheckpointError: the folder of adapters cannot be read.
     """
-    lora = None
-    if model.about is not None and "lora" in model.about:
-        options = model.about["lora"]
-        lora = Lora(**{**options, "targets": tuple(options["targets"])})
-    if adapters is not None and lora is None:
+    options = (model.about or {}).get("lora")
+    if options is None and adapters is not None:
         raise ValueError(
             f"adapters={os.fspath(adapters)!r}, but the program's model has no adapters: build it "
             "with lora=zerojax.hf.read_peft(adapters)"
         )
-    if lora is None or (adapters is None and not lora.use_dora and lora.init == "default"):
-        return folder
+    if options is None:
+        return None
+    lora = Lora(**{**options, "targets": tuple(options["targets"])})
     if adapters is not None:
         check_same(lora, read_peft(adapters), adapters)
-    place_of = renaming(map_names(folder, families, is_tiled=False))
-    return AdaptedFile(open_weights(folder), place_of, lora, adapters)
+    return lora
 
 
 def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Family]) -> None:
@@ -164,21 +166,23 @@ def check_config_sizes(
     """
     names = map_names(folder, families, is_tiled=False)
     config_path = os.path.join(os.fspath(folder), CONFIG)
-    check_sizes(config_of(folder, families), names, file, config_path, is_whole=is_whole)
+    family, config = read_family(folder, families)
+    params = list_params(config, family.block)
+    check_sizes(config, params, names, file, config_path, is_whole=is_whole)
 
 
-def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
+def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, tuple[Place, ...]]) -> None:
     """Raise ValueError if config.json ties the head to the embedding but they differ."""
-    heads = [name for name in names if name.startswith("lm_head.") and names[name] is None]
+    heads = [name for name in names if name.endswith("lm_head.weight") and not names[name]]
     tables = [
-        name for name, entry in names.items() if _name(entry) == "embed.embed_tokens.embedding"
+        name
+        for name, places in names.items()
+        if places and places[0].name == "embed.embed_tokens.embedding"
     ]
-    if not heads or not tables:
-        return
-    file = open_weights(folder)
-    head = heads[0]
-    table = tables[0]
-    if head not in file.tensors or table not in file.tensors:
+    file = open_folder(folder)
+    head = next((name for name in heads if name in file.tensors), None)
+    table = next((name for name in tables if name in file.tensors), None)
+    if head is None or table is None:
         return
     shape = file.tensors[head].shape
     is_same = shape == file.tensors[table].shape
@@ -196,8 +200,8 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> Non
 
 def map_names(
     folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool
-) -> dict[str, Any]:
-    """Return the parameter for each tensor name of a folder, given the folder's options.
+) -> dict[str, tuple[Place, ...]]:
+    """Return the parameters for each tensor name of a folder, given the folder's options.
 
     Args:
       folder: path of a folder that holds `config.json`.
@@ -205,50 +209,32 @@ def map_names(
       is_tiled: whether the model stores its MLPs in tiles.
 
     Returns:
-      A table like `Family.names`.
+      A table like `Family.names`; tensors that are not read have no place.
 
     Raises:
       ValueError: the folder's model is not supported.
     """
-    raw = read_config(folder)
-    config_path = os.path.join(os.fspath(folder), CONFIG)
-    family = find_family(raw, families, config_path)
-    names = dict(family.names)
-    if decoder_config(raw, family, config_path).tied:
-        # Some files hold the embedding twice; `import_hf` has checked that both are equal.
-        for tensor, entry in names.items():
-            if _name(entry).startswith("head.lm_head."):
-                names[tensor] = None
-    if is_tiled:
-        names = {tensor: _in_tiles(entry) for tensor, entry in names.items()}
+    family, config = read_family(folder, families)
+    names: dict[str, tuple[Place, ...]] = {}
+    for tensor, value in family.table(config).items():
+        places = read_places(value, tensor)
+        # Some files hold a tied embedding twice; `import_hf` has checked that both are equal.
+        if config.tied and any(place.name.startswith("head.lm_head.") for place in places):
+            places = ()
+        names[tensor] = tuple(map(_in_tiles, places)) if is_tiled else places
     return names
 
 
-NameEntry = str | tuple[str, tuple[int, ...]] | None
-"""An entry of a table of names: a parameter's name, (name, axes), or None for an unread tensor."""
-
-
-def _name(entry: NameEntry) -> str:
-    """Return the parameter's name in an entry of a table of names, or "" if it has none."""
-    if entry is None:
-        return ""
-    return entry if isinstance(entry, str) else entry[0]
-
-
-def _in_tiles(entry: NameEntry) -> NameEntry:
-    """Return the entry of a tensor for tiled MLPs: "mlp.up_proj.kernel" becomes "mlp.up"."""
-    if entry is None:
-        return None
-    name = _name(entry)
+def _in_tiles(place: Place) -> Place:
+    """Return the place of a tensor for tiled MLPs: "mlp.up_proj.kernel" becomes "mlp.up"."""
     for untiled, tiled in _TILED.items():
         for suffix, tiled_suffix in (
             (f"{untiled}.kernel", tiled),
             (f"{untiled}.bias", f"{tiled}_bias"),
         ):
-            if name.endswith(suffix):
-                name = name.removesuffix(suffix) + tiled_suffix
-                return name if isinstance(entry, str) else (name, entry[1])
-    return entry
+            if place.name.endswith(suffix):
+                return place._replace(name=place.name.removesuffix(suffix) + tiled_suffix)
+    return place
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -271,13 +257,41 @@ STACK = "blocks."
 """Prefix of the names of parameters that exist once per layer."""
 
 
-def list_params(c: DecoderConfig) -> dict[str, Dims]:
-    """Return the dims, in one layer, of each parameter of a decoder without adapters, by name."""
+def list_params(c: DecoderConfig, block: Any = None) -> dict[str, Dims]:
+    """Return the dims, in one layer, of each parameter of a decoder without adapters, by name.
+
+    Args:
+      c: the decoder.
+      block: class of its layers, if it is a subclass of `zerojax.hf.Block`: its parameters are
+        listed with it, whatever the keys of `config.json` on which their sizes depend.
+    """
     vocab = Size(c.vocab, f"vocab_size={c.vocab}")
+    hidden = Size(c.hidden, f"hidden_size={c.hidden}")
+    rows = vocab
+    if c.extra_tokens:
+        rows = Size(c.vocab + c.extra_tokens, f"{vocab.keys} plus {c.extra_tokens}")
+    params: dict[str, Dims] = {"embed.embed_tokens.embedding": (rows, hidden)}
+    if not c.tied:
+        params["head.lm_head.embedding"] = vocab, hidden
+    params["head.norm.scale"] = (hidden,)
+    if c.norm_bias:
+        params["head.norm.bias"] = (hidden,)
+    known = list_block_params(c)
+    parts = choose_parts(c)
+    for run in c.runs:
+        run_block = block or (parts.blocks[run.has_experts] if c.mixture is not None else None)
+        of_run = known if run_block is None else _params_of(run_block, c, known)
+        params |= {f"{run.prefix}{name}": dims for name, dims in of_run.items()}
+    return params
+
+
+def list_block_params(c: DecoderConfig) -> dict[str, Dims]:
+    """Return the dims of the parameters of a layer with and without experts, by name."""
     hidden = Size(c.hidden, f"hidden_size={c.hidden}")
     width = Size(c.intermediate, f"intermediate_size={c.intermediate}")
     head = Size(c.head_dim, f"head_dim={c.head_dim}")
-    q = Size(c.heads * c.head_dim, f"num_attention_heads={c.heads} times {head.keys}")
+    heads = Size(c.heads, f"num_attention_heads={c.heads}")
+    q = Size(c.heads * c.head_dim, f"{heads.keys} times {head.keys}")
     kv = Size(c.kv_heads * c.head_dim, f"num_key_value_heads={c.kv_heads} times {head.keys}")
     matrices = {
         "self_attn.q_proj": (hidden, q, c.qkv_bias),
@@ -288,49 +302,70 @@ def list_params(c: DecoderConfig) -> dict[str, Dims]:
         "mlp.up_proj": (hidden, width, c.mlp_bias),
         "mlp.down_proj": (width, hidden, c.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if c.post_norms:
-        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
-    if c.qk_norm:
-        norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
-    params: dict[str, Dims] = {
-        "embed.embed_tokens.embedding": (vocab, hidden),
-        "head.norm.scale": (hidden,),
-    }
-    if not c.tied:
-        params["head.lm_head.embedding"] = vocab, hidden
+    if not c.gated:
+        del matrices["mlp.gate_proj"]
+    params: dict[str, Dims] = {}
     for name, (d_in, d_out, has_bias) in matrices.items():
-        params[f"{STACK}{name}.kernel"] = d_in, d_out
+        params[f"{name}.kernel"] = d_in, d_out
         if has_bias:
-            params[f"{STACK}{name}.bias"] = (d_out,)
-    return params | {f"{STACK}{name}.scale": (size,) for name, size in norms.items()}
+            params[f"{name}.bias"] = (d_out,)
+    for name in c.norms:
+        params[f"{name}.scale"] = (hidden,)
+        if c.norm_bias:
+            params[f"{name}.bias"] = (hidden,)
+    if c.qk_norm:
+        params["self_attn.q_norm.scale"] = (q if c.qk_norm_joint else head,)
+        params["self_attn.k_norm.scale"] = (kv if c.qk_norm_joint else head,)
+    if c.sinks:
+        params["self_attn.sinks"] = (heads,)
+    if c.mixture is not None:
+        experts = Size(c.mixture.experts, f"the number of experts={c.mixture.experts}")
+        width = Size(c.mixture.intermediate, f"the width of an expert={c.mixture.intermediate}")
+        params |= {
+            "mlp.router.kernel": (hidden, experts),
+            "mlp.experts.gate_proj": (experts, hidden, width),
+            "mlp.experts.up_proj": (experts, hidden, width),
+            "mlp.experts.down_proj": (experts, width, hidden),
+        }
+    return params
 
 
-def find_places(file: WeightFile, names: Mapping[str, Any]) -> dict[str, Place]:
-    """Return the place of each tensor of a file that is read.
-
-    Args:
-      file: weights of a folder.
-      names: parameter for each tensor name, as `map_names` returns it.
-    """
-    place_of = renaming(names)
-    places: dict[str, Place] = {}
-    for name in file.tensors:
-        place = place_of(name)
-        if place is not None:
-            places[name] = place
-    return places
+def _params_of(block: Any, c: DecoderConfig, known: Mapping[str, Dims]) -> dict[str, Dims]:
+    """Return the dims of the parameters of a class of layers, with their keys where known."""
+    shapes = jax.eval_shape(lambda: nnx.state(block(c, Options(), rngs=nnx.Rngs(0)), nnx.Param))
+    listed: dict[str, Dims] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(shapes))[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        dims = known.get(name, ())
+        is_known = [size.number for size in dims] == list(leaf.shape)
+        unknown = tuple(Size(n, f"{block.__name__}'s {name}") for n in leaf.shape)
+        listed[name] = dims if is_known else unknown
+    return listed
 
 
-def count_layers(places: Mapping[str, Place]) -> int:
-    """Return one more than the highest layer number; 0 if there are no layers."""
-    layers = [place.layer for place in places.values() if place.layer is not None]
-    return 1 + max(layers, default=-1)
+def count_layers(places: Mapping[str, Place]) -> dict[str, int]:
+    """Return one more than the highest layer number, by stack."""
+    counts: dict[str, int] = {}
+    for place in places.values():
+        if place.layer is not None:
+            stack = stack_of(place.name)
+            counts[stack] = max(counts.get(stack, 0), place.layer + 1)
+    return counts
+
+
+def count_experts(places: Mapping[str, Place]) -> dict[str, int]:
+    """Return one more than the highest number of an expert, by parameter with experts."""
+    counts: dict[str, int] = {}
+    for place in places.values():
+        if place.expert is not None:
+            counts[place.name] = max(counts.get(place.name, 0), place.expert + 1)
+    return counts
 
 
 def check_sizes(
     config: DecoderConfig,
-    names: Mapping[str, Any],
+    params: Mapping[str, Dims],
+    names: Mapping[str, tuple[Place, ...]],
     file: WeightFile,
     config_path: str,
     *,
@@ -340,7 +375,8 @@ def check_sizes(
 
     Args:
       config: decoder that the file describes.
-      names: parameter for each tensor name, for a model with untiled MLPs.
+      params: its parameters, as `list_params` returns them.
+      names: parameters for each tensor name, for a model with untiled MLPs.
       file: weights of the folder.
       config_path: path of `config.json`.
       is_whole: whether to check as well that no tensor is missing or superfluous. Otherwise only
@@ -350,16 +386,16 @@ def check_sizes(
       CheckpointError: a size or the number of layers differs (the error names the key), or a tensor
         is missing or superfluous (the error names it).
     """
-    params = list_params(config)
-    places = find_places(file, names)
-    differences = _sizes_that_differ(places, params, file)
-    layers = count_layers(places)
+    divided = DividedFile(file, names)
+    places = divided.places
+    differences = _sizes_that_differ(places, params, divided)
+    layers = sum(count_layers(places).values())
     if layers not in (0, config.layers):
         differences.append(
             f"num_hidden_layers={config.layers}, but the tensors have {layers} layers"
         )
     elif is_whole:
-        differences += _presence(places, params, names, config.layers)
+        differences += _presence(places, params, names, config)
     if differences:
         raise CheckpointError(
             f"{config_path} does not describe the weights next to it: {first_few(differences)}. "
@@ -379,6 +415,8 @@ def _sizes_that_differ(
         place = places[name]
         shape = file.tensors[name].shape
         dims = params[place.name]
+        if place.expert is not None:
+            dims = dims[1:]
         if len(shape) != len(dims):
             numbers = [size.number for size in dims]
             descriptions.setdefault(name, f"{name} {list(shape)}, but the model has {numbers}")
@@ -393,22 +431,25 @@ def _sizes_that_differ(
 
 
 def _presence(
-    places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int
+    places: Mapping[str, Place],
+    params: Mapping[str, Dims],
+    names: Mapping[str, tuple[Place, ...]],
+    config: DecoderConfig,
 ) -> list[str]:
     """Return descriptions of the missing and the superfluous tensors."""
     have = {(place.name, place.layer) for place in places.values()}
-    place_of = renaming(names)
-    patterns: dict[str, str] = {}
-    for pattern in names:
-        place = place_of(pattern.replace("{layer}", "0"))
-        if place is not None:
-            patterns[place.name] = pattern
+    patterns: dict[tuple[str, int | None], str] = {}
+    for pattern, entries in names.items():
+        for place in entries:
+            patterns[place.name, place.layer] = pattern
     missing = []
     for name in params:
-        numbers = range(layers) if name.startswith(STACK) else [None]
-        absent = [layer for layer in numbers if (name, layer) not in have]
-        pattern = patterns.get(name, name)
-        missing += [f"no {pattern.replace('{layer}', str(layer))}" for layer in absent]
+        runs = [run for run in config.runs if name.startswith(run.prefix)]
+        numbers = range(runs[0].num_layers) if runs else [None]
+        for layer in numbers:
+            if (name, layer) not in have:
+                pattern = patterns.get((name, layer), patterns.get((name, None), name))
+                missing.append(f"no {pattern.replace('{layer}', str(layer))}")
     extra = [
         f"{name}, which the model does not have"
         for name, place in places.items()

@@ -151,6 +151,7 @@ NO_CHANGE = _GENERATION | {
     "use_return_dict",
     "xla_device",
     # initialization; "pretraining_tp" splits products into parts with the same sum
+    "init_method",
     "initializer_range",
     "pretraining_tp",
 }
@@ -174,12 +175,12 @@ _DROPOUTS = (
     "hidden_dropout_prob",
     "resid_dropout",
     "resid_pdrop",
+    "residual_dropout",
 )
 _NO_EXPERTS = "mixtures of experts are not supported"
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
+    *NUMBERS_OF_EXPERTS,
     "moe_intermediate_size",
     "num_experts_per_tok",
 )
@@ -188,16 +189,30 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
         **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
+        "norm_topk_prob": (_OFF, "weights that add up to 1 are not supported for this model_type"),
+        "moe_layer_freq": (_ONE, "experts in every n-th layer only are not supported"),
+        "router_jitter_noise": (_ZERO, "noise of the router is not supported; set it to 0"),
+        "clip_qkv": (_OFF, "clipped queries, keys and values are not supported"),
         "is_causal": ((True,), "a decoder does not attend to later tokens"),
         "use_bidirectional_attention": (_OFF, "a decoder does not attend to later tokens"),
         "is_encoder_decoder": (_OFF, "encoders are not supported"),
         "add_cross_attention": (_OFF, "cross attention is not supported"),
         "cross_attention_hidden_size": (_OFF, "cross attention is not supported"),
         "loss_type": ((None, "ForCausalLM"), "the loss is that of a causal language model"),
-        "partial_rotary_factor": (_ONE, "rotating a part of each head is not supported"),
-        "rotary_pct": (_ONE, "rotating a part of each head is not supported"),
+        "partial_rotary_factor": (_ONE, "this model_type rotates whole heads"),
+        "rotary_pct": (_ONE, "this model_type rotates whole heads"),
         "rope_interleaved": (_OFF, "halves of a head are rotated, not adjacent pairs"),
         "use_mrope": (_OFF, "rotations over three axes are not supported"),
+        "hidden_activation": (
+            (None, "gelu_pytorch_tanh"),
+            "this model_type reads hidden_act instead",
+        ),
+        "lm_head_bias": (_OFF, "a bias of logits is not supported"),
+        "full_attn_mod": (_ONE, "this model_type does not have it"),
+        "interpolate_factor": (_ONE, "this factor is not supported"),
+        "no_rope_layers": (_EMPTY, _NOT_OF_THIS),
+        "use_qk_norm": (_OFF, "layer norms of queries and keys are not supported"),
+        "normalization_function": ((None, "rmsnorm"), "other norms are not supported"),
         "pruned_heads": (_EMPTY, "pruned heads are not supported"),
         "per_layer_config": (_EMPTY, "sizes that differ between layers are not supported"),
         "quantization": (_EMPTY, "quantized weights are not read"),
@@ -208,9 +223,9 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         ),
         **dict.fromkeys(
             ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"),
-            (_ONE, "this factor is not supported"),
+            (_ONE, "this model_type does not have this factor"),
         ),
-        "attention_multiplier": (_OFF, "another scale of the scores is not supported"),
+        "attention_multiplier": (_OFF, _NOT_OF_THIS),
         # read by some families only
         **dict.fromkeys(
             (
@@ -271,7 +286,8 @@ def check_keys(
     if unknown:
         shown = ", ".join(f"{key}={reprlib.repr(raw[key])}" for key in sorted(unknown))
         raise ValueError(
-            f"{shown}: unknown, and may change what the model computes; if it does not, remove it"
+            f"{shown}: unknown, and may change what the model computes; if it does not for this "
+            "model_type, remove it"
         )
     if neutral:
         _warn(where, ", ".join(f"{key}={raw[key]!r}" for key in sorted(neutral)))
@@ -313,32 +329,14 @@ _GEMMA4 = (
     "norms of values, layer scales, per-layer embeddings, and layers that share keys and values"
 )
 _QWEN3_5 = "linear attention layers, gated attention outputs, and rotations of a part of each head"
-_MLLAMA = "cross attention layers for images"
-_LLAMA4 = "mixtures of experts, chunked attention, and layers without rotations"
 _MROPE = "rotations over three axes (mrope)"
-_DEEPSEEK = "latent attention and mixtures of experts"
-_COHERE = "layer norms, parallel attention and MLP, and rotations of adjacent pairs"
 
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "cohere": _COHERE,
-        "cohere2": _COHERE,
-        "deepseek_v2": _DEEPSEEK,
-        "deepseek_v3": _DEEPSEEK,
         "gemma3n": _GEMMA3N,
         "gemma3n_text": _GEMMA3N,
         "gemma4": _GEMMA4,
         "gemma4_text": _GEMMA4,
-        "glm4": "rotations of a part of each head, and one matrix for gate and up",
-        "gpt_oss": "mixtures of experts, and attention sinks",
-        "granite": "multipliers of embeddings, scores, residuals and logits",
-        "llama4": _LLAMA4,
-        "llama4_text": _LLAMA4,
-        "ministral3": "scores scaled by position",
-        "mllama": _MLLAMA,
-        "mllama_text_model": _MLLAMA,
-        "olmo2": "norms over all heads together, and norms of outputs only",
-        "phi3": "one matrix for queries, keys and values, and one for gate and up",
         "qwen2_5_vl": _MROPE,
         "qwen2_5_vl_text": _MROPE,
         "qwen2_vl": _MROPE,
@@ -348,7 +346,6 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "qwen3_next": f"mixtures of experts, {_QWEN3_5}",
         "qwen3_vl": _MROPE,
         "qwen3_vl_text": _MROPE,
-        "smollm3": "layers without rotations",
     }
 )
 """By `model_type`: features of the family that are not supported."""

@@ -68,6 +68,11 @@ def number(
     return lambda field: read_number(field, least=least, above=above, most=most, below=below)
 
 
+def numbers(*, above: float, most: float) -> Callable[[Field], list[float]]:
+    """Return a reader of lists of numbers in a range."""
+    return lambda field: [read_number(item, above=above, most=most) for item in field.items()]
+
+
 def integer(least: int, most: int) -> Callable[[Field], int]:
     """Return a reader of integers from `least` to `most`."""
     return lambda field: field.integer(least, most)
@@ -87,6 +92,29 @@ def one_option(*options: str) -> Callable[[Field], str]:
 def read_kinds(field: Field) -> list[str]:
     """Return the kinds of layers in a list."""
     return [one_option(SLIDING, FULL)(item) for item in field.items()]
+
+
+def read_flags(field: Field) -> list[bool]:
+    """Return the flags in a list of 0 and 1."""
+    return [bool(item.integer(0, 1)) for item in field.items()]
+
+
+def read_layers(field: Field) -> list[int]:
+    """Return the numbers of layers in a list."""
+    return [item.integer(0, MOST_LAYERS) for item in field.items()]
+
+
+def read_pattern(field: Field) -> int:
+    """Return the length of a pattern of layers whose last one is full.
+
+    It is a number, or letters for local and global layers, such as "LLLG".
+    """
+    letters = field.value
+    if not isinstance(letters, str):
+        return field.integer(1, MOST_LAYERS)
+    if letters != "L" * (len(letters) - 1) + "G":
+        field.refuse('a number of layers, or letters such as "LLLG",')
+    return len(letters)
 
 
 def read_object(field: Field) -> dict[str, Any]:
@@ -119,12 +147,16 @@ def flag(field: Field) -> bool:
 
 THETA = Key(number(above=1, most=1e30), is_needed=True)
 """Base of the rotations' frequencies."""
+_PART = Key(number(above=0, most=1), null="default")
 _CAP = Key(number(above=0, most=1e6), null="off")
+_MULTIPLIER = Key(number(above=0, most=1e6), null="none")
+_EPS = Key(number(above=0, below=1))
 _FLAG = Key(flag, null="off")
+_COUNT = Key(integer(1, 2**20), null="none")
 KEYS: Mapping[str, Key] = {
     "vocab_size": Key(integer(1, 2**31 - 1), is_needed=True),  # tokens are int32
     "hidden_size": Key(integer(1, 2**20), is_needed=True),
-    "intermediate_size": Key(integer(1, 2**24), is_needed=True),
+    "intermediate_size": Key(integer(1, 2**24)),
     "num_hidden_layers": Key(integer(1, MOST_LAYERS), is_needed=True),
     "num_attention_heads": Key(integer(1, 2**16), is_needed=True),
     "num_key_value_heads": Key(integer(1, 2**16), null="none"),
@@ -132,7 +164,9 @@ KEYS: Mapping[str, Key] = {
     "hidden_act": Key(one_option(*ACTIVATIONS), null="none"),
     "hidden_activation": Key(one_option(*ACTIVATIONS), null="default"),
     "max_position_embeddings": Key(integer(1, 2**53), is_needed=True),
-    "rms_norm_eps": Key(number(above=0, below=1), is_needed=True),
+    "rms_norm_eps": _EPS,
+    "layer_norm_eps": _EPS,
+    "norm_epsilon": _EPS,
     "rope_theta": THETA,
     "rope_local_base_freq": Key(THETA.read),
     "rope_scaling": Key(read_object, null="none"),
@@ -145,10 +179,58 @@ KEYS: Mapping[str, Key] = {
     "final_logit_softcapping": _CAP,
     "query_pre_attn_scalar": Key(number(above=0, most=1e6)),
     "sliding_window": Key(integer(1, 2**31 - 1), null="off"),
-    "sliding_window_pattern": Key(integer(1, MOST_LAYERS)),
+    "sliding_window_pattern": Key(read_pattern, null="none"),
     "max_window_layers": Key(integer(0, 2**31 - 1)),
     "layer_types": Key(read_kinds, null="none"),
     "pad_token_id": Key(integer(-(2**31), 2**31 - 1), null="none"),
+    "use_bias": _FLAG,
+    "attention_out_bias": _FLAG,
+    "partial_rotary_factor": _PART,
+    "original_max_position_embeddings": Key(integer(1, 2**53), null="none"),
+    "no_rope_layers": Key(read_flags, null="none"),
+    "no_rope_layer_interval": Key(integer(1, MOST_LAYERS)),
+    "cross_attention_layers": Key(read_layers, null="default"),
+    "embedding_multiplier": _MULTIPLIER,
+    "attention_multiplier": _MULTIPLIER,
+    "residual_multiplier": _MULTIPLIER,
+    "logits_scaling": _MULTIPLIER,
+    "logit_scale": _MULTIPLIER,
+    "shared_intermediate_size": Key(integer(1, 2**24)),
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _COUNT),
+    "num_experts_per_tok": _COUNT,
+    "moe_intermediate_size": Key(integer(1, 2**24), null="none"),
+    "norm_topk_prob": _FLAG,
+    "output_router_logits": _FLAG,
+    "router_aux_loss_coef": Key(number(least=0, most=1e6), null="off"),
+    "swiglu_limit": Key(number(above=0, most=1e6)),
+    "swiglu_alpha": Key(number(above=0, most=1e6)),
+    "n_shared_experts": Key(integer(0, 2**20), null="none"),
+    "first_k_dense_replace": Key(integer(0, MOST_LAYERS), null="none"),
+    "n_group": _COUNT,
+    "topk_group": _COUNT,
+    "routed_scaling_factor": Key(number(above=0, most=1e6), null="none"),
+    "scoring_func": Key(one_option("softmax", "sigmoid"), null="none"),
+    "topk_method": Key(one_option("greedy", "group_limited_greedy", "noaux_tc"), null="none"),
+    "use_qk_norm": _FLAG,
+    # attention in chunks
+    "attention_chunk_size": Key(integer(1, 2**31 - 1), null="off"),
+    "attn_temperature_tuning": _FLAG,
+    "attn_scale": Key(number(least=0, most=1e3)),
+    "floor_scale": Key(integer(1, 2**31 - 1)),
+    "intermediate_size_mlp": Key(integer(1, 2**24)),
+    "interleave_moe_layer_step": Key(integer(1, MOST_LAYERS)),
+    "moe_layers": Key(read_layers, null="none"),
+    # latent attention
+    "q_lora_rank": _COUNT,
+    "kv_lora_rank": _COUNT,
+    "qk_nope_head_dim": _COUNT,
+    "qk_rope_head_dim": _COUNT,
+    "v_head_dim": _COUNT,
+    "rope_interleave": _FLAG,
+    "decoder_sparse_step": Key(integer(1, MOST_LAYERS), null="none"),
+    "mlp_only_layers": Key(read_layers, null="none"),
+    "position_embedding_type": Key(one_option("rope", "nope", "rope_gptj"), null="none"),
 }
 """Allowed values by key. Each family reads some of these keys."""
 

@@ -2,8 +2,9 @@
 
     tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed, or some of its rows
 
-As in an import, the table of names gives the parameter. A checkpoint stores a quantized weight as
-several arrays, none of which shows the weight's shape. It is taken to be the tensor's shape, if
+As in an import, the table of names gives the parameter. A tensor that holds several parameters is
+divided into its parts first (`zerojax.weights.DividedFile`). A checkpoint stores a quantized weight
+as several arrays, none of which shows the weight's shape. It is taken to be the tensor's shape, if
 quantizing that shape gives arrays of the stored shapes.
 """
 
@@ -27,9 +28,17 @@ from zerojax.checkpoint import (
     of_mlp,
     retiled,
 )
-from zerojax.hf.config import Family
-from zerojax.hf.importing import ADAPTER, count_layers, find_places, map_names
-from zerojax.weights import DTYPES, Place, Tensor, WeightFile, read_part, split_path
+from zerojax.hf.importing import ADAPTER, count_experts, count_layers
+from zerojax.hf.mixtures.stacks import stack_of
+from zerojax.weights import (
+    DTYPES,
+    DividedFile,
+    Place,
+    Tensor,
+    find_average,
+    read_part,
+    split_path,
+)
 
 _ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
 """Pattern of an array's name after the weight's name and `ENCODED`."""
@@ -57,47 +66,52 @@ class Source:
     layout: storage.Layout | None = None
 
 
-def map_leaves(saved: SavedState) -> dict[str, tuple[str, bool]]:
+def map_leaves(saved: SavedState, ema: bool = False) -> dict[str, tuple[str, bool]]:
     """Return a checkpoint's weights by the names used in files.
 
     The values are the name in the checkpoint, and whether the weight is quantized.
+
+    Args:
+      saved: checkpoint.
+      ema: whether to name the averages of the trained weights in place of the weights.
+
+    Raises:
+      CheckpointError: a trained weight does not have exactly one average.
     """
+    frozen = saved.frozen
     leaves: dict[str, tuple[str, bool]] = {}
     for name in saved.leaves:
         if name.startswith("weights"):
             leaf, mark, _ = name.partition(ENCODED)
-            leaves[".".join(split_path(leaf))] = (leaf, bool(mark))
+            source = find_average(name, saved) if ema and name not in frozen else leaf
+            leaves[".".join(split_path(leaf))] = (source, bool(mark))
     return leaves
 
 
 def map_sources(
     saved: SavedState,
-    base: WeightFile,
+    base: DividedFile,
     leaves: Mapping[str, tuple[str, bool]],
     like: str | os.PathLike[str],
-    families: Mapping[str, Family],
 ) -> dict[str, Source]:
-    """Return the parameter of each tensor of a folder, except tensors that are not read.
+    """Return the parameter of each part of a folder's tensors.
 
     Args:
       saved: checkpoint.
       base: weights of the folder.
       leaves: weights of the checkpoint, as `map_leaves` returns them.
       like: path of the folder.
-      families: model families by `model_type`, as for `zerojax.hf.model_of`.
 
     Raises:
       CheckpointError: a tensor has no parameter, its shape differs, or a weight has no tensor in
         `like`; the error names the first ones.
     """
-    is_tiled = any(
-        saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
-    )
-    places = find_places(base, map_names(like, families, is_tiled=is_tiled))
+    places = base.places
     sources: dict[str, Source] = {}
     differences: list[str] = []
     frozen = saved.frozen
     num_layers = count_layers(places)
+    num_experts = count_experts(places)
     for name, place in places.items():
         tensor = base.tensors[name]
         if tensor.dtype not in DTYPES:
@@ -105,7 +119,8 @@ def map_sources(
                 f"{name} of {tensor.dtype} in {like}, which is not a supported floating dtype"
             )
             continue
-        shape = _param_shape(tensor, place, num_layers)
+        layers = num_layers.get(stack_of(place.name), 0)
+        shape = _param_shape(tensor, place, layers, num_experts.get(place.name))
         if place.name not in leaves:
             differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")
             continue
@@ -132,11 +147,15 @@ def map_sources(
     return sources
 
 
-def _param_shape(tensor: Tensor, place: Place, num_layers: int) -> tuple[int, ...]:
+def _param_shape(
+    tensor: Tensor, place: Place, num_layers: int, num_experts: int | None
+) -> tuple[int, ...]:
     """Return the shape of the parameter to which a tensor belongs."""
     shape = tensor.shape
     if place.axes is not None:
         shape = tuple(shape[axis] for axis in place.axes)
+    if num_experts is not None:
+        shape = (num_experts, *shape)
     return shape if place.layer is None else (num_layers, *shape)
 
 
@@ -209,14 +228,13 @@ def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
         read_part(saved, source.leaf, saved_box, out)
     else:
         _retiled(saved, source).read(saved.records, source.leaf, saved_box, out)
-    weight = out[0] if front else out
+    weight = out.reshape(out.shape[len(front) :])
     return weight.transpose(np.argsort(axes))
 
 
 def build_layer_box(source: Source) -> Box:
-    """Return the layer as the first entry of a parameter's box, or nothing if it has no layer."""
-    layer = source.place.layer
-    return () if layer is None else ((layer, layer + 1),)
+    """Return the first entries of a parameter's box, its layer and its expert, if it has them."""
+    return tuple((number, number + 1) for number in source.place.member)
 
 
 def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:

@@ -173,20 +173,21 @@ def _logits(
             "generate needs logits: pass predict= to the model, a function that returns them for a "
             "batch"
         )
-    has_cache = isinstance(model, LayeredModel) and model.cache is not None
-    on_device = not (isinstance(model, LayeredModel) and streams(program.config))
-    if use_cache and not (has_cache and on_device):
-        if has_cache:
-            why = "layers are loaded to the device one by one"
-        else:
-            why = "the model has no cache="
+    cache = model.cache if isinstance(model, LayeredModel) else None
+    why = None
+    if cache is None:
+        why = "the model has no cache="
+    elif streams(program.config):
+        why = "layers are loaded to the device one by one"
+    elif cache.max_length is not None and width > cache.max_length:
+        why = f"this model's cache serves at most {cache.max_length} tokens per row, not {width}"
+    if use_cache and why is not None:
         raise ValueError(f"use_cache=True: {why}; leave it None to read all tokens in each pass")
-    if has_cache and on_device and use_cache is not False:
+    if why is None and use_cache is not False:
         return _Cached(program, state, width)
-    logger.info(
-        "generate reads all tokens in each pass: %s",
-        "no cache" if on_device else "parameters are not on the device",
-    )
+    if why is None:
+        why = "use_cache=False"
+    logger.info("generate reads all tokens in each pass: %s", why)
     return _Uncached(program, state)
 
 

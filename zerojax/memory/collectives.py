@@ -130,7 +130,7 @@ def _full_leaves_sent(layout: Layout, tx: OwnedTransformation) -> dict[str, floa
     sent = {"all_to_all": 0.0, "all_gather": 0.0}
     for leaf, (gathered, returned) in zip(layout.leaves, tx.moved, strict=True):
         axis_sizes = list[int]()
-        for entry in leaf.spec.sharded:
+        for entry in leaf.spec.sharded[leaf.layer_dims :]:
             axis_sizes += [layout.mesh.shape[axis] for axis in parse_axes(entry)]
         devices = math.prod(axis_sizes)
         layers = leaf.shape[0] if leaf.is_stacked else 1

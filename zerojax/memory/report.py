@@ -26,7 +26,8 @@ class MemoryReport:
           - "unreduced": bytes of each device's own sums, with reduce_every="step", in addition to
             these shards.
           - "activations": saved activations between forward and backward; in a streamed step, of
-            all microbatches; in a pipeline, of all slots.
+            all microbatches; in a pipeline, of all slots, and x and its cotangent of one microbatch
+            on their way between stages.
           - "gathered": the largest gathered layer or leaf; two layers with gather_ahead.
           - "in_flight": other records in flight between tiers, and a layer's gradient before it is
             stored, in the tick that holds the most. Together with "gathered" it is the peak of the

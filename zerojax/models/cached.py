@@ -11,14 +11,14 @@ Caches are [B, L, ..], batch first, so they are sharded like activations.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.model import LayeredModel
+from zerojax.models.model import LayeredModel, Stack, list_stacks
 from zerojax.trees import Batch, Context, Params
 
 CACHE = "cache"
@@ -71,13 +71,42 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
             lambda a: jnp.repeat(a[:, None], model.num_layers, 1), layer
         )  # [B, ...] -> [B, L, ...]
 
+    def run(p_head: Params, p_embed: Params, x: Any, batch: Batch) -> Any:
+        return predict(p_head, p_embed, x["x"], without_cache(batch)), x[CACHE]
+
+    cached = dataclasses.replace(
+        model,
+        embed=embed,
+        predict=run,
+        context=None if context is None else lambda batch: context(without_cache(batch)),
+        cache=None,
+    )
+    if not model.stacks:
+        return dataclasses.replace(
+            cached,
+            block=_build_block(cache.block),
+            per_layer={"number": np.arange(model.num_layers), "given": model.per_layer},
+        )
+    stacks: list[Stack] = []
+    per_layer: dict[str, Any] = {}
+    for part, stack in zip(list_stacks(model), model.stacks, strict=True):
+        assert isinstance(cache.block, Mapping)
+        stacks.append(dataclasses.replace(stack, block=_build_block(cache.block[part.name])))
+        numbers = np.arange(part.first, part.first + stack.num_layers)
+        per_layer[part.name] = {"number": numbers, "given": part.model.per_layer}
+    return dataclasses.replace(cached, stacks=stacks, per_layer=per_layer)
+
+
+def _build_block(cache_block: Any) -> Callable[..., Any]:
+    """Return the block of a model with a cache, given a block that reads and returns a cache."""
+
     def block(p: Params, x: Any, key: Any, context: Context, layer: Any) -> Any:
         del key
         number = layer["number"]
         layer_cache = jax.tree.map(
             lambda a: jax.lax.dynamic_index_in_dim(a, number, 1, keepdims=False), x[CACHE]
         )
-        y, layer_cache = cache.block(p, x["x"], layer_cache, context, layer["given"])
+        y, layer_cache = cache_block(p, x["x"], layer_cache, context, layer["given"])
         stacks = jax.tree.map(
             lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, number, 1),
             x[CACHE],
@@ -85,15 +114,4 @@ def with_cache(model: LayeredModel, length: int) -> LayeredModel:
         )
         return {"x": y, CACHE: stacks}
 
-    def run(p_head: Params, p_embed: Params, x: Any, batch: Batch) -> Any:
-        return predict(p_head, p_embed, x["x"], without_cache(batch)), x[CACHE]
-
-    return dataclasses.replace(
-        model,
-        embed=embed,
-        block=block,
-        predict=run,
-        context=None if context is None else lambda batch: context(without_cache(batch)),
-        per_layer={"number": np.arange(model.num_layers), "given": model.per_layer},
-        cache=None,
-    )
+    return block

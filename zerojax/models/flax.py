@@ -387,10 +387,11 @@ class _LayeredFlax:
             return None
 
         def block(p: Params, *args: Any) -> Any:
+            assert callable(cache.block)
             with self.calls.run(False):
                 return without_variables(cache.block(self.block.bind(p, None), *args))
 
-        return Cache(cache.init, block)
+        return Cache(cache.init, block, cache.max_length)
 
     # --- shapes -----------------------------------------------------------------------------------
 

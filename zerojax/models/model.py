@@ -123,11 +123,15 @@ class Cache:
         row: a tree of arrays [rows, ...]; `dtype` is the dtype of activations.
       block: `block(p, x, cache, context, layer) -> (x, cache)`: applies the layer to x[B, T, ...],
         the next T tokens of each row, which also attend to the cached tokens. There is no random
-        key. `context` and `layer` are the model's, or None.
+        key. `context` and `layer` are the model's, or None. For a model with several stacks, a
+        dict of such functions by the stacks' names.
+      max_length: largest number of tokens per row for which a cache gives the same results as
+        reading all tokens; None: any number.
     """
 
     init: Callable[[int, int, Any], Any]
-    block: Callable[..., tuple[Any, Any]]
+    block: Callable[..., tuple[Any, Any]] | Mapping[str, Callable[..., tuple[Any, Any]]]
+    max_length: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +179,7 @@ class LayeredModel:
         without `stacks`.
       about: None, or a JSON-serializable dict that checkpoints store, as in a `Model`.
       cache: None, or a cache for earlier tokens, with which `zerojax.generate` reads each token
-        once; for a model with a single stack, without `enter` and `init_state`.
+        once; for a model without `enter` and `init_state`.
       check_batch: None, or `check_batch(batch)`, which raises ValueError for a batch that the model
         cannot read, as in a `Model`.
     """
@@ -204,13 +208,9 @@ class LayeredModel:
     def __post_init__(self) -> None:
         """Check the values; functions are not called."""
         self._check_parts()
-        if self.cache is not None and (
-            self.stacks or self.enter is not None or self.init_state is not None
-        ):
-            raise ValueError(
-                "a cache needs a model with a single stack, without enter and init_state: leave "
-                "out cache="
-            )
+        has_enter = self.enter is not None or any(stack.enter is not None for stack in self.stacks)
+        if self.cache is not None and (has_enter or self.init_state is not None):
+            raise ValueError("a cache needs a model without enter and init_state: leave out cache=")
         if self.specs is not None and set(self.specs) - {"embed", "block", "head"}:
             raise ValueError(
                 f"specs has keys {sorted(self.specs)}: only 'embed', 'block' and 'head' are allowed"
@@ -270,6 +270,13 @@ class LayeredModel:
         self._check_by_stack("specs['block']", (self.specs or {}).get("block"))
         self._check_by_stack("per_layer", self.per_layer, is_dict=self.per_layer is not None)
         self._check_by_stack("tiles", self.tiles)
+        if self.cache is not None:
+            names = [stack.name for stack in self.stacks]
+            if not isinstance(self.cache.block, Mapping) or set(self.cache.block) != set(names):
+                raise ValueError(
+                    "the block of a cache must be a dict of functions by the names of the stacks, "
+                    f"{names}"
+                )
         frozen = self.frozen.get("block") if isinstance(self.frozen, Mapping) else None
         self._check_by_stack("frozen['block']", frozen)
         for stack in self.stacks:
@@ -393,6 +400,7 @@ def one_stack(model: LayeredModel, stack: Stack) -> LayeredModel:
         block=stack.block,
         enter=stack.enter,
         stacks=(),
+        cache=None,
         specs=None,
         frozen=False,
         tiles=False,  # specs, frozen and tiles are read from the full model

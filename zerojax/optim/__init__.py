@@ -8,6 +8,7 @@ from zerojax.optim.by_record import update_by_record as update_by_record
 from zerojax.optim.ema import Ema as Ema
 from zerojax.optim.ema import check_ema as check_ema
 from zerojax.optim.ema import ema_of_each as ema_of_each
+from zerojax.optim.ema import schedule_free_adamw as schedule_free_adamw
 from zerojax.optim.late_records import LEAST_BYTES as LEAST_BYTES
 from zerojax.optim.late_records import MOST_PIECES as MOST_PIECES
 from zerojax.optim.late_records import DuplexResult as DuplexResult

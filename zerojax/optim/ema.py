@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, as the last part of an optimizer.
+"""Averages of the weights, as the last part of an optimizer: exponential, or schedule-free.
 
     tx = optax.chain(optax.adamw(3e-4), zj.Ema(0.9999))
 
@@ -19,6 +19,20 @@ walked, the average with decay 0.9999 moved by 0.058. Rounding to nearest lost 9
 a step of 1e-4 of the distance is below half a unit of bfloat16. Stochastic rounding was off by
 0.0025, and with decay 0.99 by 59 % of the average's distance from the weights, which is the
 quantity that the average exists for.
+
+Schedule-free AdamW (Defazio et al., arXiv:2405.15682) takes gradients at y, which is the program's
+weights, and is evaluated at x, an average of y. With the update u of Adam without momentum, at z:
+
+    z' = z + u            x' = x + c (z' - x)            y' = (1 - b1) z' + b1 x'
+
+`c = r^2 / sum of r^2` weights each step by its learning rate r. Eliminating z gives
+
+    y' - y = a u + (b1 c / (1 - b1)) (y - x)        with a = 1 - b1 + b1 c
+    x' - x = (c / a) (y' - x)
+
+so x is a moving average of the weights whose rate changes, and takes the place of Adam's first
+moment. optax.contrib.schedule_free stores z instead, from which its x can only be computed next to
+the weights. Here every reader of an `Ema` reads x.
 """
 
 import math
@@ -104,6 +118,87 @@ class Ema(optax.GradientTransformationExtraArgs):
             return updates, EmaState(ema_params, step)
 
         return super().__new__(cls, init, update)
+
+
+class _ScheduleFreeState(NamedTuple):
+    """State of `schedule_free_adamw` besides Adam's second moment and the average.
+
+    Attributes:
+      step: i32[], number of updates so far.
+      weight_sum: f32[], sum of the squared learning rates so far.
+    """
+
+    step: jax.Array
+    weight_sum: jax.Array
+
+
+def schedule_free_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Return schedule-free AdamW, which needs no decay of its learning rate.
+
+    It computes what `optax.contrib.schedule_free_adamw` computes, up to rounding. Its state is
+    Adam's second moment and the average x of the weights: 8 bytes per parameter, as for AdamW.
+    Evaluate, export and generate with x, which is read like the average of a `zerojax.Ema`:
+    `program.ema_params(state)`, `program.iter_params(state, ema=True)`, `export_hf(..., ema=True)`.
+    Like `Ema` it must be last in a chain.
+
+    Args:
+      learning_rate: rate, or a schedule that only warms up.
+      b1: fraction of x in the weights at which gradients are taken, between 0 and 1.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: decoupled decay of the weights, multiplied by the rate.
+
+    Raises:
+      ValueError: `b1` is not between 0 and 1.
+    """
+    number = as_number(b1)
+    if number is None or not 0 < number < 1:
+        raise ValueError(f"b1={b1!r} of schedule_free_adamw: between 0 and 1, such as 0.9")
+    b1 = number
+    adam = optax.chain(
+        optax.scale_by_rms(decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True),
+        optax.add_decayed_weights(weight_decay),
+    )
+
+    def init(params: Params) -> Any:
+        state = _ScheduleFreeState(jnp.int32(0), jnp.float32(0))
+        average = EmaState(jax.tree.map(jnp.copy, params), None)
+        return adam.init(params), state, average
+
+    def update(updates: Any, state: Any, params: Params = None, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        if params is None:
+            raise ValueError(
+                "schedule_free_adamw was called without params: call tx.update(grads, state, "
+                "params)"
+            )
+        adam_state, (step, weight_sum), average = state
+        directions, adam_state = adam.update(updates, adam_state, params)
+        rate = learning_rate(step) if callable(learning_rate) else learning_rate
+        rate = jnp.asarray(rate, jnp.float32)
+        weight_sum = weight_sum + rate**2
+        share = jnp.where(weight_sum > 0, rate**2 / weight_sum, 0.0)  # c: 1 in the first step
+        factor = 1 - b1 + b1 * share  # a
+        pull = b1 * share / (1 - b1)
+        updates = jax.tree.map(
+            lambda u, y, x: pull * (y - x) - factor * rate * u,
+            directions,
+            params,
+            average.ema_params,
+        )
+        after = optax.apply_updates(params, updates)
+        x = jax.tree.map(lambda x, y: x + (share / factor) * (y - x), average.ema_params, after)
+        counted = _ScheduleFreeState(step + 1, weight_sum)
+        return updates, (adam_state, counted, EmaState(x, None))
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def ema_leaves(opt_map: OptStateMap) -> dict[int, list[int]]:

@@ -15,6 +15,11 @@ device then works on ceil(L / N) layers.
 In a streamed step only one layer is on the device, so there are no layers to divide: the value is
 gathered, and each device computes the result and keeps its own shard. Unstacked leaves are left to
 XLA, which partitions their products itself.
+
+In a pipeline a record holds one layer of every stage. The devices of a stage work on its layers
+alone, and nothing is sent over `pipe`:
+
+    x[L / p, p_pipe, D_fsdp, F] -> x[(L / p)_fsdp, p_pipe, D, F]      an all_to_all in each stage
 """
 
 import logging
@@ -45,7 +50,7 @@ from zerojax.optim.leaf_rule import (
     owner_by_path,
     without_branches,
 )
-from zerojax.sharding import STAGES, Spec, named, parse_axes
+from zerojax.sharding import STAGES, Spec, named, pad_spec, parse_axes
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
 from zerojax.trees import Grads, OptState, Params
 
@@ -117,8 +122,6 @@ def by_layer(
       ValueError: the optimizer combines layers or leaves and also makes decisions from shapes, so
         that it would treat stacks differently than layers; or it reads the shapes of several leaves
         at the same time; or it works only on single layers, and combines leaves.
-      NotImplementedError: the optimizer combines elements of a leaf, and a pipeline stacks the
-        layers of its stages side by side.
     """
     is_elementwise = False
     if not isinstance(on_stacks, ValueError):
@@ -144,12 +147,6 @@ def by_layer(
     by_leaf = leaf_rule(tx, params, stacked, layer_state, layer_update)
     if not isinstance(by_leaf, str):
         _check_reads_one_leaf(diffs, params, stacked)
-        if any(num_dims > 1 for num_dims in stacked):
-            raise NotImplementedError(
-                "an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB) is not "
-                "supported on a mesh with pipe: use an elementwise optimizer such as optax.adamw, "
-                "or pipe=1"
-            )
         return layer_transformation(by_leaf)
     if isinstance(on_stacks, ValueError):
         raise ValueError(
@@ -316,11 +313,9 @@ class _ByLayers:
 
     def whole(self, index: int, value: Array) -> Array:
         """Return x[L, D_fsdp, F] as x[L_fsdp, D, F], with L padded to a multiple of the devices."""
-        spec = self._spec(index)
-        leaf = self.layout.leaves[index]
-        if not leaf.is_stacked or not any(spec):
+        axes = self._layer_axes(index)
+        if not axes:
             return value
-        axes = _axes(spec)
         num_layers = value.shape[0]
         num_devices = math.prod(self.mesh.shape[axis] for axis in axes)
         num_rows = -(-num_layers // num_devices) * num_devices
@@ -330,23 +325,36 @@ class _ByLayers:
             if num_rows % num_layers:
                 copies.append(value[: num_rows % num_layers])
             value = jnp.concatenate(copies)
-        layer_spec = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
-        path = _path((None, *layer_spec), axes) if layer_spec else [_front(axes, value.ndim)]
+        stages, layer_spec = self._value_specs(index, value.shape)
+        if layer_spec:
+            path = _path((None, *stages, *layer_spec), axes)
+        else:
+            path = [pad_spec((_spec_entry(axes), *stages), value.ndim)]
         return _reshard(value, self.mesh, path)
 
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[L_fsdp, D, F] as y[L, D_fsdp, F], without the padding."""
-        spec = self._spec(index)
-        leaf = self.layout.leaves[index]
-        if not leaf.is_stacked or not any(spec):
+        axes = self._layer_axes(index)
+        if not axes:
             return value
-        axes = _axes(spec)
-        layer_spec = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
-        path = _path((None, *layer_spec), axes)[::-1] if layer_spec else [(None,) * value.ndim]
+        stages, layer_spec = self._value_specs(index, value.shape)
+        if layer_spec:
+            path = _path((None, *stages, *layer_spec), axes)[::-1]
+        else:
+            path = [pad_spec((None, *stages), value.ndim)]
         return _reshard(value, self.mesh, path)[: like.shape[0]]
 
-    def _spec(self, index: int) -> Spec:
-        return self.layout.leaves[index].spec.sharded
+    def _layer_axes(self, index: int) -> list[str]:
+        """Return the mesh axes that split the layers of a stack; none for an unstacked leaf."""
+        leaf = self.layout.leaves[index]
+        return _axes(leaf.spec.sharded[leaf.layer_dims :]) if leaf.is_stacked else []
+
+    def _value_specs(self, index: int, shape: Sequence[int]) -> tuple[Spec, Spec | None]:
+        """Return the spec of a stack's dim of stages, if any, and of one layer of a value."""
+        leaf = self.layout.leaves[index]
+        dims = leaf.layer_dims
+        spec = leaf.spec.sharded
+        return spec[1:dims], _spec_like(spec[dims:], leaf.layer_shape, shape[dims:])
 
 
 class Gathered:
@@ -359,12 +367,11 @@ class Gathered:
 
     def whole(self, index: int, value: Array) -> Array:
         """Return x[D_fsdp, F] of parameter leaf `index` as x[D, F]."""
-        spec = self._spec(index)
-        leaf = self.layout.leaves[index]
+        stages, spec = self._specs(index)
         if not any(spec):
             return value
-        shards = _spec_like(spec, leaf.record_shape, value.shape)
-        gathered = (None,) * value.ndim
+        gathered = pad_spec(stages, value.ndim)
+        shards = self._shards(index, value)
         # Both ends are constrained: otherwise XLA might gather the inputs of the value, which are
         # larger.
         return _reshard(value, self.mesh, [shards, gathered] if shards else [gathered])
@@ -372,16 +379,24 @@ class Gathered:
     def shard(self, index: int, value: Array, like: Any) -> Array:
         """Return y[D, F] of parameter leaf `index` as y[D_fsdp, F]."""
         del like
-        spec = self._spec(index)
-        leaf = self.layout.leaves[index]
-        shards = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
-        gathered = (None,) * value.ndim
+        stages, spec = self._specs(index)
+        gathered = pad_spec(stages, value.ndim)
+        shards = self._shards(index, value) if any(spec) else None
         return _reshard(value, self.mesh, [gathered, shards] if shards else [gathered])
 
-    def _spec(self, index: int) -> Spec:
+    def _specs(self, index: int) -> tuple[Spec, Spec]:
+        """Return the spec of a record's dim of stages, if any, and of one layer."""
         leaf = self.layout.leaves[index]
         spec = leaf.spec.sharded if STAGES[self.layout.config.stage].opt_state else leaf.spec.base
-        return spec[leaf.lead :]
+        return spec[leaf.lead : leaf.layer_dims], spec[leaf.layer_dims :]
+
+    def _shards(self, index: int, value: Array) -> Spec | None:
+        """Return the spec of a value that has the elements of a leaf in their order, or None."""
+        stages, spec = self._specs(index)
+        layer_spec = _spec_like(
+            spec, self.layout.leaves[index].layer_shape, value.shape[len(stages) :]
+        )
+        return (*stages, *layer_spec) if layer_spec else None
 
 
 def _axes(spec: Spec) -> list[str]:
@@ -406,11 +421,6 @@ def _spec_like(spec: Spec, shape: Sequence[int], value_shape: Sequence[int]) -> 
         return None
     entries = iter([entry for entry, n in zip(spec, shape, strict=True) if n != 1])
     return tuple(None if n == 1 else next(entries) for n in value_shape)
-
-
-def _front(axes: Sequence[str], ndim: int) -> Spec:
-    """Return the spec that splits dim 0 by all of `axes`."""
-    return (_spec_entry(axes), *(None,) * (ndim - 1))
 
 
 def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:

@@ -7,9 +7,11 @@ Examples are Muon, Adafactor, LAMB, LARS and Novograd.
 The update of a layer's leaf depends only on that leaf of that layer, and on values that no gradient
 reaches: a count, a learning rate, the loss, constants. So layers can be updated one after the
 other, on any device, and each leaf of the state belongs to one parameter leaf whatever its shape,
-such as a factored moment or a scalar for each matrix. This property is proven by tracing, as for
-elementwise optimizers (`zerojax.optim.elementwise`): the update is traced over the tree of one
-layer, whose leaves have no layer dim, and each value's leaf is followed.
+such as a factored moment or a scalar for each matrix. In a pipeline a record holds one layer of
+every stage (`zerojax.state.wide`), and the rule is mapped over the stages as it is over the layers
+of a stack. The property is proven by tracing, as for elementwise optimizers
+(`zerojax.optim.elementwise`): the update is traced over the tree of one layer, whose leaves have no
+layer dim, and each value's leaf is followed.
 
 The traced equations themselves are then the rule: the equations that a leaf's results need are
 evaluated on that leaf. Masks and labels have seen the paths, dims and sizes of one layer's tree, as
@@ -28,7 +30,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.extend.core as jex
@@ -46,6 +48,7 @@ from zerojax.jaxprs import (
     list_regions,
     read,
 )
+from zerojax.sharding import PIPE
 from zerojax.trees import Grads, OptState, Params
 
 Array = jax.Array
@@ -58,6 +61,26 @@ _LOCAL = POINTWISE | REDUCTIONS | _MOVES | {"broadcast_in_dim"}
 A reshape runs on shards only if it merges no dims.
 """
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+
+
+class LayerDims(NamedTuple):
+    """Sizes of the leading dims of a value that count layers.
+
+    Attributes:
+      layers: number of layers, or of records, in a stack; None for one of them.
+      stages: number of pipeline stages, each with a layer in a record; None if a record is a layer.
+    """
+
+    layers: int | None = None
+    stages: int | None = None
+
+    def map(self, function: Any) -> Any:
+        """Return a function of one layer's values, mapped over all layers."""
+        if self.stages is not None:
+            function = jax.vmap(function, axis_size=self.stages, spmd_axis_name=PIPE)
+        if self.layers is not None:
+            function = jax.vmap(function, axis_size=self.layers)
+        return function
 
 
 class Move(Protocol):
@@ -124,7 +147,7 @@ class LeafRule:
     Attributes:
       params: abstract float32 parameters, including stacks of layers.
       stacked: for each parameter leaf, the number of leading dims that count layers: 1 for
-        [L, ...].
+        [L, ...], and 2 for the records of p pipeline stages [L / p, p, ...].
       layer_state: the abstract state over one layer's tree.
       owners: for each state leaf, the index of the parameter leaf that it belongs to; None if all
         leaves share it.
@@ -190,23 +213,31 @@ class LeafRule:
 
     # --- one leaf ---------------------------------------------------------------------------------
 
-    def first_states(self, index: int, weight: Array, layers: int | None) -> list[Array]:
+    def _stack_dims(self, index: int, weight: Array) -> LayerDims:
+        """Return the dims of layers of a leaf."""
+        return LayerDims(*weight.shape[: self.stacked[index]])
+
+    def _record_dims(self, index: int, weight: Array) -> LayerDims:
+        """Return the dims of layers of one record of a leaf."""
+        return LayerDims(None, *weight.shape[: max(0, self.stacked[index] - 1)])
+
+    def first_states(self, index: int, weight: Array, dims: LayerDims) -> list[Array]:
         """Return the initial state of a parameter leaf.
 
         Args:
           index: index of the parameter leaf.
-          weight: float32 weight of one layer or of a stack.
-          layers: number of layers in the stack; None for one layer or an unstacked leaf.
+          weight: float32 weight of one record or of a stack.
+          dims: sizes of the weight's dims that count layers.
         """
         program = self.init
         outputs = [program.outputs[j] for j in self.list_state_leaves(index)]
         inputs = {program.inputs[index]: weight}
-        return _run(program.live(outputs), inputs, {}, outputs, layers)
+        return _run(program.live(outputs), inputs, {}, outputs, dims)
 
     def first_shared(self) -> list[Array]:
         """Return the state that all leaves share, before the first step."""
         outputs = [self.init.outputs[j] for j in self.shared]
-        return _run(self.init.live(outputs), {}, {}, outputs, None)
+        return _run(self.init.live(outputs), {}, {}, outputs, LayerDims())
 
     def scalars(self, shared: Sequence[Array], loss: Array) -> Slots:
         """Return the values that depend on no leaf, by slot.
@@ -239,18 +270,18 @@ class LeafRule:
         weight: Array,
         states: Sequence[Array],
         scalars: Slots,
-        layers: int | None,
+        dims: LayerDims,
         move: Move,
     ) -> tuple[Array, list[Array]]:
         """Return the update of a leaf, and the leaf's state after it.
 
         Args:
           index: index of the parameter leaf.
-          grad: float32 gradient of one layer or of a stack.
-          weight: float32 weight of one layer or of a stack.
-          states: one array for each of `list_state_leaves(index)`, for one layer or for a stack.
+          grad: float32 gradient of one record or of a stack.
+          weight: float32 weight of one record or of a stack.
+          states: one array for each of `list_state_leaves(index)`, for one record or for a stack.
           scalars: values returned by `scalars`.
-          layers: number of layers in the stack; None for one layer or an unstacked leaf.
+          dims: sizes of the weight's dims that count layers.
           move: how values reach the devices that hold full leaves.
         """
         phases = self._phases[index]
@@ -258,16 +289,18 @@ class LeafRule:
         values = {grad_slots[index]: grad, param_slots[index]: weight}
         for j, state in zip(self.list_state_leaves(index), states, strict=True):
             values[state_slots[j]] = state
-        values = _advance(phases.before, values, scalars, layers)
+        values = _advance(phases.before, values, scalars, dims)
         if phases.middle:
             gathered = {slot: move.whole(index, values[slot]) for slot in phases.entering}
-            # The gathered values may have more layers than the stack, because of padding.
-            num_rows = layers if layers is None else next(iter(gathered.values())).shape[0]
-            results = _run(phases.middle, gathered, scalars, phases.leaving, num_rows)
+            padded = dims
+            if dims.layers is not None:
+                # The gathered values may have more layers than the stack, because of padding.
+                padded = dims._replace(layers=next(iter(gathered.values())).shape[0])
+            results = _run(phases.middle, gathered, scalars, phases.leaving, padded)
             for slot, value in zip(phases.leaving, results, strict=True):
                 values[slot] = move.shard(index, value, weight)
-            values = _advance(phases.after, values, scalars, layers)
-        update, *states_after = _run((), values, scalars, phases.outputs, layers)
+            values = _advance(phases.after, values, scalars, dims)
+        update, *states_after = _run((), values, scalars, phases.outputs, dims)
         return update, states_after
 
     @functools.cached_property
@@ -304,11 +337,10 @@ class LeafRule:
     # --- the whole tree ---------------------------------------------------------------------------
 
     def init_tree(self, params: Params) -> OptState:
-        """Return the initial state of the full tree; the state of a stack has a layer dim."""
+        """Return the initial state of the full tree; the state of a stack has its layer dims."""
         leaves: list[Any] = [None] * len(self.owners)
         for i, weight in enumerate(jax.tree.leaves(params)):
-            layers = weight.shape[0] if self.stacked[i] else None
-            states = self.first_states(i, weight, layers)
+            states = self.first_states(i, weight, self._stack_dims(i, weight))
             for j, value in zip(self.list_state_leaves(i), states, strict=True):
                 leaves[j] = value
         for j, value in zip(self.shared, self.first_shared(), strict=True):
@@ -336,8 +368,8 @@ class LeafRule:
         for i, (grad, weight) in enumerate(zip(jax.tree.leaves(grads), weights, strict=True)):
             state_leaves = self.list_state_leaves(i)
             states = [before[j] for j in state_leaves]
-            layers = weight.shape[0] if self.stacked[i] else None
-            update, states = self.update_leaf(i, grad, weight, states, scalars, layers, move)
+            dims = self._stack_dims(i, weight)
+            update, states = self.update_leaf(i, grad, weight, states, scalars, dims, move)
             updates.append(update)
             for j, value in zip(state_leaves, states, strict=True):
                 after[j] = value
@@ -355,12 +387,12 @@ class LeafRule:
         loss: Array,
         move: Move,
     ) -> tuple[list[Array], list[Array]]:
-        """Update one record: the leaves of one layer, or one unstacked leaf.
+        """Update one record: one layer, one layer of every pipeline stage, or one unstacked leaf.
 
         Args:
           leaf_ids: indices of parameter leaves.
-          grads: float32 gradients, one for each leaf of `leaf_ids`, without a layer dim.
-          params: float32 weights, one for each leaf of `leaf_ids`, without a layer dim.
+          grads: float32 gradients of the record, one for each leaf of `leaf_ids`.
+          params: float32 weights of the record, one for each leaf of `leaf_ids`.
           states: the state leaves that belong to `leaf_ids`, in the order of the state.
           shared: the state that all leaves share, before the step.
           loss: f32[], the loss of the step.
@@ -377,8 +409,9 @@ class LeafRule:
         for n, i in enumerate(leaf_ids):
             state_leaves = self.list_state_leaves(i)
             leaf_states = [before[j] for j in state_leaves]
+            dims = self._record_dims(i, params[n])
             update, leaf_states = self.update_leaf(
-                i, grads[n], params[n], leaf_states, scalars, None, move
+                i, grads[n], params[n], leaf_states, scalars, dims, move
             )
             weights.append(optax.apply_updates(params[n], update))
             after.update(zip(state_leaves, leaf_states, strict=True))
@@ -388,19 +421,19 @@ class LeafRule:
         """Return the initial states of one record, in the order of the state."""
         after: dict[int, Array] = {}
         for i, weight in zip(leaf_ids, weights, strict=True):
-            states = self.first_states(i, weight, None)
+            states = self.first_states(i, weight, self._record_dims(i, weight))
             after.update(zip(self.list_state_leaves(i), states, strict=True))
         return [after[j] for j in sorted(after)]
 
 
 def _advance(
-    instructions: Sequence[Instruction], values: Slots, scalars: Slots, layers: int | None
+    instructions: Sequence[Instruction], values: Slots, scalars: Slots, dims: LayerDims
 ) -> Slots:
     """Return `values` together with all results of the equations."""
     wanted: list[int] = []
     for i in instructions:
         wanted += i.outs
-    results = _run(instructions, values, scalars, wanted, layers)
+    results = _run(instructions, values, scalars, wanted, dims)
     return values | dict(zip(wanted, results, strict=True))
 
 
@@ -409,11 +442,11 @@ def _run(
     values: Mapping[int, Array],
     scalars: Slots,
     wanted: Sequence[Ref],
-    layers: int | None,
+    dims: LayerDims,
 ) -> list[Array]:
-    """Evaluate equations, with a vmap over `layers` if it is not None.
+    """Evaluate equations, mapped over the layers in the dims of `dims`.
 
-    With the vmap, results that do not depend on the layer have a layer dim too.
+    Results that do not depend on the layer have these dims too.
     """
 
     def run_layer(arrays: Sequence[Array]) -> list[Array]:
@@ -421,10 +454,7 @@ def _run(
         evaluate(instructions, slots)
         return [jnp.asarray(read(ref, slots)) for ref in wanted]
 
-    arrays = list(values.values())
-    if layers is None:
-        return run_layer(arrays)
-    return jax.vmap(run_layer, axis_size=layers)(arrays)
+    return dims.map(run_layer)(list(values.values()))
 
 
 def _divided(

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig, resolve_activations
-from zerojax.models import LayeredModel, Model
+from zerojax.models import LayeredModel, Model, list_stacks
 from zerojax.sharding import PIPE, list_axes, num_stages
 from zerojax.state import StageOrder
 
@@ -49,8 +49,8 @@ def check_pipeline(
 
 def _check_model(model: LayeredModel, stages: int) -> None:
     unsupported = {
-        "several stacks of layers": bool(model.stacks),
-        "`enter`": model.enter is not None,
+        "several stacks of layers": len(model.stacks) > 1,
+        "`enter`": any(stack.model.enter is not None for stack in list_stacks(model)),
         "`init_state`": model.init_state is not None,
     }
     for what, is_present in unsupported.items():

@@ -130,6 +130,21 @@ class StepTicks:
         carry, dy = self._run_head(carry, tick, y, dy)
         return self._backward(carry, tick, dy, x)
 
+    def evaluate(self, x: Tree, tick: Ticks, added: Loss | None) -> tuple[Tree, Tree, Loss | None]:
+        """Run the forward units of one tick of an evaluation, which saves nothing.
+
+        Args:
+          x: input of each stage's chunk, [p, B, T, H].
+          tick: the tick.
+          added: sums of what the layers add to the loss, or None.
+
+        Returns:
+          The input of each stage's next chunk, the output of each stage, and `added`.
+        """
+        carry = Carry(x, None, [], [], [], jnp.float32(0), {}, added)
+        carry, _, y = self._forward(carry, tick, None)
+        return carry.x, y, carry.added
+
     # --- parts of a tick --------------------------------------------------------------------------
 
     def _forward(self, carry: Carry, tick: Ticks, dy: Tree) -> tuple[Carry, Tree, Tree]:
@@ -160,7 +175,7 @@ class StepTicks:
         y = jax.tree.map(lambda a: a[last], y)
 
         def derive(y: Tree, sums: list[Array]) -> Any:
-            grads, done = self._derive_head(self._spread(y), tick.meets_head)
+            grads, done = self._derive_head(self.spread(y), tick.meets_head)
             return _added(sums, grads), done
 
         def skip(y: Tree, sums: list[Array]) -> Any:
@@ -191,7 +206,7 @@ class StepTicks:
             batch, key = self._microbatch(tick.leaves)
             return _added(sums, self.embed_head.derive_embed(self.unstacked, batch, key, dx))
 
-        leaving = self._spread(jax.tree.map(lambda a: a[0], dx))
+        leaving = self.spread(jax.tree.map(lambda a: a[0], dx))
         unstacked = jax.lax.cond(
             tick.leaves >= 0, derive, lambda dx, sums: sums, leaving, carry.unstacked
         )
@@ -216,7 +231,7 @@ class StepTicks:
         take = lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, keepdims=False)  # noqa: E731
         return jax.tree.map(take, self.batch), None if self.keys is None else self.keys[number]
 
-    def _spread(self, x: Tree) -> Any:
+    def spread(self, x: Tree) -> Any:
         """Split the tokens of one microbatch's activations over the stages too.
 
         In a stream that `tensor` splits, each device sends its own tokens, and they are gathered
@@ -227,7 +242,7 @@ class StepTicks:
         return jax.tree.map(lambda a: self._split_tokens(a, (PIPE,)), x)
 
     def _collect(self, dy: Tree) -> Any:
-        """Return cotangents whose tokens `_spread` has split, on their way back to a stage."""
+        """Return cotangents whose tokens `spread` has split, on their way back to a stage."""
         if self.layers.plan.stream.is_stream:
             dy = jax.tree.map(lambda a: self._split_tokens(a, (PIPE, TENSOR)), dy)
         return dy

@@ -207,6 +207,48 @@ def build_pipeline_schedule(
     )
 
 
+def build_forward_ticks(schedule: PipelineSchedule) -> Ticks:
+    """Return the forward units of a step without its backward units, in T = v M + p - 1 ticks.
+
+    Args:
+      schedule: the schedule of the step.
+    """
+    fill, steady, _ = (phase.ticks for phase in schedule.phases)
+    return Ticks(
+        forward=_joined(fill.forward, steady.forward),
+        backward=_joined(fill.backward, steady.backward),
+        enters=np.concatenate([fill.enters, steady.enters]),
+        meets_head=np.concatenate([fill.meets_head, steady.meets_head]),
+        leaves=np.concatenate([fill.leaves, steady.leaves]),
+    )
+
+
+def build_single_ticks(num_stages: int, num_chunks: int) -> Ticks:
+    """Return the ticks in which one microbatch passes all chunks, v p of them, without backward.
+
+    Args:
+      num_stages: number of stages, p.
+      num_chunks: number of chunks of layers on each stage, v.
+    """
+    ticks = np.arange(num_stages * num_chunks, dtype=np.int32)
+    chunk, stage = np.divmod(ticks, num_stages)
+    none = np.full((len(ticks), num_stages), -1, np.int32)
+    has_unit = stage[:, None] == np.arange(num_stages)
+    microbatch = np.where(has_unit, 0, none)
+    return Ticks(
+        forward=Units(np.where(has_unit, chunk[:, None], none), microbatch, microbatch),
+        backward=Units(none, none, none),
+        enters=np.where(ticks == 0, 0, none[:, 0]),
+        meets_head=np.where(ticks == ticks[-1], 0, none[:, 0]),
+        leaves=none[:, 0],
+    )
+
+
+def _joined(first: Units, second: Units) -> Units:
+    """Return the units of consecutive ticks."""
+    return Units(*map(np.concatenate, zip(first, second, strict=True)))
+
+
 def _check_microbatches(p: int, num_microbatches: int, v: int) -> None:
     """Check that microbatches form groups, and log a warning if there are fewer than stages.
 
@@ -224,16 +266,21 @@ def _check_microbatches(p: int, num_microbatches: int, v: int) -> None:
             f"microbatches in groups of {p}. Use num_microbatches={nearest}, or pipe_chunks=1"
         )
     if num_microbatches < p:
+        # There are no chunks: otherwise, microbatches would divide by p.
+        ticks = num_microbatches + p - 1
         logger.warning(
-            "num_microbatches=%d is less than pipe=%d, so some stages are idle in every tick: the "
-            "bubble is (pipe - 1)/(pipe_chunks x num_microbatches) = %d/%d = %.0f %% of the "
-            "computation's time. Use at least %d microbatches",
+            "num_microbatches=%d for pipe=%d: each stage has work in %d of %d ticks and is idle "
+            "for %.0f %% of a step. It is idle for %.0f %% with num_microbatches=%d, and for %.0f "
+            "%% with %d",
             num_microbatches,
             p,
-            p - 1,
-            v * num_microbatches,
-            100 * (p - 1) / (v * num_microbatches),
+            num_microbatches,
+            ticks,
+            100 * (p - 1) / ticks,
+            100 * (p - 1) / (2 * p - 1),
             p,
+            100 * (p - 1) / (5 * p - 1),
+            4 * p,
         )
 
 

@@ -36,9 +36,14 @@ from zerojax.optim import RecordUpdate
 from zerojax.ordering import wait_for
 from zerojax.pipeline.layers import StageLayers
 from zerojax.pipeline.run import Carry, StepTicks
-from zerojax.pipeline.schedule import build_pipeline_schedule
+from zerojax.pipeline.schedule import (
+    build_forward_ticks,
+    build_pipeline_schedule,
+    build_single_ticks,
+)
 from zerojax.pipeline.stages import Stages
-from zerojax.pipeline.ticks import Units
+from zerojax.pipeline.ticks import Ticks
+from zerojax.sharding import join_microbatches, num_batch_shards
 from zerojax.state import Index, StateRecords, TrainState, with_loss_scale
 from zerojax.streamed import (
     BackwardResult,
@@ -269,7 +274,7 @@ class PipelineStep:
             tracer=self.tracer,
             residuals=residuals,
             stacks=self.plan.pick(self.plan.weight_stacks(params[BLOCKS]), self.stack.layer),
-            inputs=LayerInputs(keys, context, per_layer_arrays(self.model)),
+            inputs=LayerInputs(keys, context, per_layer_arrays(self.tracer.model)),
             d_added=scale if residuals.block.adds else None,
         )
         ticks = StepTicks(
@@ -338,11 +343,14 @@ class PipelineStep:
     def eval(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the loss of a batch; if there are metrics, a dict of both.
 
-        The batch is one microbatch, without random keys.
+        Microbatches pass through the layers (`_count_microbatches`), without random keys. The loss
+        is of the whole batch.
         """
         del model_state
-        unstacked, y, added = self._eval_layers(params, batch)
-        loss, _ = self.eval_embed_head.head(unstacked, y, batch, None, None)
+        ticks, y, added = self._eval_layers(params, batch)
+        # As in a step, all stages work on the head, each on its part of the tokens.
+        y = ticks.spread(y)
+        loss, _ = self.eval_embed_head.head(ticks.unstacked, y, batch, None, None)
         value = with_blocks(loss, None).value()
         metrics = dict(loss.metrics)
         if added is not None:
@@ -353,49 +361,86 @@ class PipelineStep:
     def apply(self, params: Params, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict` for a batch.
 
-        The batch is one microbatch, without random keys.
+        Microbatches pass through the layers, without random keys.
         """
         del model_state
-        unstacked, y, _ = self._eval_layers(params, batch)
-        return self.eval_embed_head.predict(unstacked, y, batch, None)
+        ticks, y, _ = self._eval_layers(params, batch)
+        return self.eval_embed_head.predict(ticks.unstacked, y, batch, None)
 
-    def _eval_layers(self, params: Params, batch: Batch) -> tuple[Params, Any, Loss | None]:
-        """Return the leaves of embedding and head, the last layer's output, and the addition.
+    def _count_microbatches(self, batch: Batch) -> int:
+        """Return the number of microbatches in which an evaluation's batch passes the layers.
 
-        The batch passes the chunks one after another; in each tick one stage has work.
+        It is a step's, or 1 if the batch does not divide by it, or if the blocks add to the loss:
+        their additions, such as a balance of experts, are of the whole batch.
         """
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
         x, inputs = self.abstract_entered(abstract)
+        sizes = {a.shape[0] for a in jax.tree.leaves(batch) if a.ndim}
+        count = self.config.num_microbatches
+        parts = count * num_batch_shards(self.mesh)
+        if len(sizes) != 1 or sizes.pop() % parts:
+            return 1
+        return count if self.tracer.abstract_added(x, inputs, 1) is None else 1
+
+    def _eval_layers(self, params: Params, batch: Batch) -> tuple[StepTicks, Any, Loss | None]:
+        """Return the ticks, the last layer's output for the whole batch, and the addition."""
+        microbatches = Microbatches(self.mesh, self._count_microbatches(batch))
+        count = microbatches.count
+        batch, _ = microbatches.split(batch, None)
+        if count == 1:
+            batch = jax.tree.map(lambda a: a[None], batch)
+        first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
+        x, inputs = self.abstract_entered(first)
         inputs = dataclasses.replace(inputs, keys=None)
-        unstacked = self.eval_embed_head.load(params)
         context = None
         if self.model.context is not None:
-            context = jax.tree.map(lambda a: a[None], self.eval_embed_head.context(batch))
+            context = jax.lax.map(self.eval_embed_head.context, batch)
+        stages = self.stages
         layers = StageLayers(
-            stages=self.stages,
+            stages=stages,
             plan=self.plan,
             tracer=self.tracer,
             residuals=self.tracer.plan_residuals(x, inputs, 1),
             stacks=self.plan.pick(self.plan.weight_stacks(params[BLOCKS]), self.stack.layer),
-            inputs=LayerInputs(None, context, per_layer_arrays(self.model)),
+            inputs=LayerInputs(None, context, per_layer_arrays(self.tracer.model)),
         )
-        entering, _ = self.eval_embed_head.embed(unstacked, batch, None, None)
-        stages = self.stages
-        empty = jax.tree.map(lambda a: jnp.zeros((stages.count, *a.shape), a.dtype), entering)
-        x = layers.constrain(stages.select(stages.numbers == 0, entering, empty))
-        added = self.tracer.abstract_added(entering, inputs, 1)
+        ticks = StepTicks(
+            stages=stages,
+            layers=layers,
+            embed_head=self.eval_embed_head,
+            unstacked=self.eval_embed_head.load(params),
+            batch=batch,
+            keys=None,
+            scale=jnp.float32(1),
+            total_weight=None,
+            num_chunks=self.order.num_chunks,
+        )
+        zeros = jax.tree.map(lambda a: jnp.zeros((stages.count, *a.shape), a.dtype), x)
+        added = self.tracer.abstract_added(x, inputs, 1)
         added = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), added)
+        # Each stage keeps its own outputs, so the last stage's are sent once.
+        outputs = jax.tree.map(
+            lambda a: jnp.zeros((stages.count, count, *a.shape[1:]), a.dtype), zeros
+        )
 
-        def tick(number: Array, carry: Any) -> Any:
-            x, added = carry
-            chunk, stage = number // stages.count, number % stages.count
-            chunks = jnp.where(stages.numbers == stage, chunk, -1)
-            none = jnp.zeros_like(chunks)
-            y, _, added, _ = layers.forward(Units(chunks, none, none), x, [], added, None)
-            return stages.send_up(y), added
+        def run(carry: Any, tick: Ticks) -> tuple[Any, None]:
+            x, outputs, added = carry
+            x, y, added = ticks.evaluate(x, tick, added)
+            place = jnp.maximum(tick.meets_head, 0)
 
-        num_ticks = self.order.num_stages * self.order.num_chunks
-        x, added = jax.lax.fori_loop(0, num_ticks, tick, (x, added))
-        # The last stage sent its output to the first.
-        y = self.plan.stream.constrain(jax.tree.map(lambda a: a[0], x))
-        return unstacked, y, added
+            def put(stack: Array, a: Array) -> Array:
+                old = jax.lax.dynamic_index_in_dim(stack, place, 1, keepdims=False)
+                a = jnp.where(tick.meets_head >= 0, a, old)
+                return jax.lax.dynamic_update_index_in_dim(stack, a, place, 1)
+
+            return (x, jax.tree.map(put, outputs, y), added), None
+
+        if count > 1:
+            table = build_forward_ticks(self.table)
+        else:
+            table = build_single_ticks(stages.count, self.order.num_chunks)
+        outputs = stages.map(jax.vmap(self.plan.stream.constrain))(outputs)
+        carry = (layers.constrain(zeros), outputs, added)
+        (_, outputs, added), _ = jax.lax.scan(run, carry, table)
+        y = join_microbatches(jax.tree.map(lambda a: a[-1], outputs))
+        return ticks, self.plan.stream.constrain(y), added

@@ -25,7 +25,7 @@ from zerojax.config import ZeroConfig, streams
 from zerojax.hlo import Rates, Simulation, find_rates, module_name, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program import LoweredStep, Program, build_train_step
-from zerojax.sharding import describe_optional_axes, own_mesh, without_mesh
+from zerojax.sharding import PIPE, describe_optional_axes, num_stages, own_mesh, without_mesh
 from zerojax.trees import Batch
 from zerojax.user_values import whole_number
 
@@ -218,6 +218,13 @@ class _Attempts:
 
 def _check_one_gpu(mesh: Mesh) -> None:
     """Raise NotImplementedError for a mesh that is not one GPU."""
+    if num_stages(mesh) > 1:
+        raise NotImplementedError(
+            f"autotune does not support a mesh with {PIPE}={num_stages(mesh)}: it chooses settings "
+            "of the host link for steps on one GPU. In a pipeline, choose num_microbatches, "
+            "pipe_chunks and activations: build a program with each, and compare "
+            "program.schedule.bubble and program.memory(batch)"
+        )
     if axes := describe_optional_axes(mesh):
         raise NotImplementedError(
             f"autotune does not support a mesh with {axes}: it predicts steps on one GPU: pass "

@@ -141,8 +141,6 @@ def assemble(
     """
     _check_arguments(model, config)
     mesh = own_mesh(mesh)
-    if mesh.shape[TENSOR] == 1:  # nothing to split, and no reason to stream
-        config = dataclasses.replace(config, partition_activations=False)
     check_optimizer(tx)
     # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see the
     # wrapper's state.
@@ -152,6 +150,8 @@ def assemble(
     if num_stages(mesh) > 1:
         model, config, order = check_pipeline(model, config, mesh)
         state_model = widen_model(model, order)
+    elif mesh.shape[TENSOR] == 1:  # nothing to split, and no reason to stream
+        config = dataclasses.replace(config, partition_activations=False)
     with jax.set_mesh(mesh):
         records = StateRecords(build_layout(state_model, tx, config, mesh, by_layer))
         gathered_early = GatheredEarly()

@@ -292,7 +292,9 @@ class Program:
 
         It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. For a streamed
         step it contains the saved activations of the layers; for a resident step, embedding and
-        head are included.
+        head are included. For a step in pipeline stages it contains the saved activations of the
+        layers in all slots. The activations in `program.memory` have two arrays more: x and its
+        cotangent for one microbatch, on their way between stages.
 
         Args:
           batch: arrays, or a tree of ShapeDtypeStruct, with global shapes.

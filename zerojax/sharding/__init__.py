@@ -6,6 +6,7 @@ from zerojax.sharding.batches import abstract_batch as abstract_batch
 from zerojax.sharding.batches import batch_part as batch_part
 from zerojax.sharding.batches import batch_size as batch_size
 from zerojax.sharding.batches import check_batch as check_batch
+from zerojax.sharding.batches import join_microbatches as join_microbatches
 from zerojax.sharding.batches import place_any_batch as place_any_batch
 from zerojax.sharding.batches import place_batch as place_batch
 from zerojax.sharding.batches import split_microbatches as split_microbatches

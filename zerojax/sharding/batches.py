@@ -29,7 +29,7 @@ from zerojax.sharding.activations import ActivationSpec
 from zerojax.sharding.mesh import batch_axes, num_batch_shards
 from zerojax.sharding.scope import is_on_another_mesh
 from zerojax.sharding.specs import named
-from zerojax.trees import Batch
+from zerojax.trees import Batch, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,3 +381,11 @@ def split_microbatches(batch: Batch, count: int) -> Any:
         return jnp.moveaxis(a.reshape(a.shape[0] // count, count, *a.shape[1:]), 1, 0)
 
     return jax.tree.map(split, batch)
+
+
+def join_microbatches(tree: Tree) -> Any:
+    """Return arrays of all microbatches as those of one batch: [M, B / M, ..] -> [B, ..].
+
+    It is the inverse of `split_microbatches`.
+    """
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:]), tree)

@@ -13,6 +13,7 @@ Nothing is allocated.
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -357,7 +358,21 @@ def _count_device_layers(leaves: Sequence[Leaf], config: ZeroConfig) -> dict[str
     num_layers = {leaf.stack: leaf.shape[0] for leaf in leaves if leaf.is_stacked}
     # Rounded twice, because 0.29 * 100 is 28.999999999999996.
     share = config.opt_state_device_fraction
-    return {name: int(round(share * count, 9)) for name, count in num_layers.items()}
+    device_layers = {name: int(round(share * count, 9)) for name, count in num_layers.items()}
+    if share and num_layers and not any(device_layers.values()):
+        count = max(num_layers.values())
+        in_stage = any(leaf.order is not None for leaf in leaves)
+        layers = f"{count} layers of a stage" if in_stage else f"{count} layers"
+        logger.warning(
+            "opt_state_device_fraction=%s keeps no optimizer state on the device: %s of %s is less "
+            "than one. Use at least 1/%d = %s",
+            share,
+            share,
+            layers,
+            count,
+            math.ceil(1000 / count) / 1000,
+        )
+    return device_layers
 
 
 # --- arrays of the state --------------------------------------------------------------------------

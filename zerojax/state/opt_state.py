@@ -126,8 +126,8 @@ def opt_state_specs(
     """Return a LeafSpec for each leaf of the optimizer state.
 
     A leaf that mirrors one of `params` gets that parameter's spec. A factored or extra leaf is
-    split by its own shape, after the dims that number the records of the parameter that it belongs
-    to.
+    split by its own shape, after the dims that count the layers of the parameter that it belongs
+    to; a dim of pipeline stages is split as the parameter's.
 
     Args:
       opt_map: the parameter leaf that owns each state leaf.
@@ -140,8 +140,13 @@ def opt_state_specs(
     def spec(shape: tuple[int, ...], owner: int | None) -> LeafSpec:
         if owner is not None and shape == params[owner].shape:
             return params[owner].spec
-        lead = 0 if owner is None else params[owner].lead
-        return leaf_spec(shape, mesh, axes, first_dim=lead, min_shard_bytes=min_shard_bytes)
+        lead = 0
+        base = None
+        if owner is not None:
+            param = params[owner]
+            lead = max(param.lead, param.layer_dims)
+            base = param.spec.base[: param.layer_dims]
+        return leaf_spec(shape, mesh, axes, base, first_dim=lead, min_shard_bytes=min_shard_bytes)
 
     return tuple(
         spec(tuple(leaf.shape), owner)

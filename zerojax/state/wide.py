@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.models import BLOCKS, LayeredModel, abstract_block
+from zerojax.models import BLOCKS, LayeredModel, Stack, abstract_block, list_stacks
 from zerojax.sharding import PIPE, broadcast_specs, pad_spec
 from zerojax.state.train_state import Split, is_stored
 from zerojax.trees import Params
@@ -137,29 +137,25 @@ def widen_model(model: LayeredModel, order: StageOrder) -> WideModel:
       model: a model of one stack of layers, without `enter`, `init_state` and `tiles`.
       order: the order of its layers in the records.
     """
+    (stack,) = list_stacks(model)
 
     def init_block(keys: Array) -> Params:
-        return jax.vmap(model.init_block, spmd_axis_name=PIPE)(keys)
+        return jax.vmap(stack.model.init_block, spmd_axis_name=PIPE)(keys)
 
     def block(*args: Any) -> Any:
         raise AssertionError("a record of a pipeline is not run as a layer")
 
-    abstract = abstract_block(model)
+    abstract = abstract_block(stack.model)
     specs = dict(model.specs or {})
-    block_specs = broadcast_specs(specs.get("block"), abstract)
+    block_specs = broadcast_specs(stack.of(specs.get("block")), abstract)
     wide_specs = [PartitionSpec(PIPE, *spec) for spec in block_specs]
     specs["block"] = jax.tree.unflatten(jax.tree.structure(abstract), wide_specs)
+    wide = {"num_layers": order.num_records, "init_block": init_block, "block": block}
+    if stack.name:
+        specs["block"] = {stack.name: specs["block"]}
+        wide = {"stacks": (Stack(stack.name, **wide),)}
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(LayeredModel)}
-    fields.update(
-        num_layers=order.num_records,
-        init_block=init_block,
-        block=block,
-        specs=specs,
-        context=None,
-        per_layer=None,
-        cache=None,
-        check_batch=None,
-    )
+    fields.update(wide, specs=specs, context=None, per_layer=None, cache=None, check_batch=None)
     return WideModel(**fields, order=order, layer=model)
 
 

@@ -37,6 +37,7 @@ from zerojax.compat import most_link_groups, num_update_groups
 from zerojax.config import ZeroConfig, streams
 from zerojax.grads import (
     Derivative,
+    ReducedEarly,
     float32_grads,
     reduced,
     unreduced_grads,
@@ -242,6 +243,7 @@ class StreamedPlan:
         self.leaves = layout.all_leaves
         self.count = config.num_microbatches
         self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
+        self._early = ReducedEarly()
         self.update = update
         if update is None:
             self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
@@ -504,7 +506,7 @@ class StreamedPlan:
             derivative = float32_grads(derivative, self.layout.platform, is_loop)
         if self.layout.reduces_once:
             unsharded = [() if i is None else self.gathered_spec(i) for i in leaf_ids]
-            return unreduced_grads(derivative, self.mesh, is_loop, unsharded)
+            return unreduced_grads(derivative, self.mesh, is_loop, unsharded, self._early)
         return derivative
 
     def grad_dtype(self, index: int) -> Any:

@@ -269,15 +269,17 @@ def import_params(
         floating, and read as float32. Or a tree of numpy or JAX arrays, structured or named like
         the parameters: nested dicts and lists, or a flat dict with names as in safetensors. The
         arrays are not changed, and are read one record at a time; each process needs all of them.
-        Or a `zerojax.weights.WeightFile`.
+        Or an opened file of weights (`zerojax.weights.WeightFile`).
       key: random key from `jax.random.key`, as for `program.init`.
       rename: mapping from the file's names to the model's. Either a table by name, in which
         `{layer}` stands for the number of a layer, `{"h.{layer}.up.weight": ("blocks.up.kernel",
         (1, 0)), "wte": "embed.table"}`: a value is a name; or a pair of a name and the order of the
-        file's dims, as for `numpy.transpose`; or None for a tensor that is not read. Names that are
-        not in the table stay the same. Or a function from one name to such a value, or to a
-        `zerojax.weights.Place` if layers are stacked. The tensors of layers are stacked as they are
-        read.
+        file's dims, as for `numpy.transpose`; or a `zerojax.weights.Place`; or a list of places,
+        each with a `zerojax.weights.Part`, for a tensor that holds several parameters; or None for
+        a tensor that is not read. `{expert}` stands for the number of an expert: experts are
+        stacked too, after the layers. `{rest}` stands for any end of a name, if the value is None.
+        Names that are not in the table stay the same. Or a function from one name to such a value.
+        The tensors of layers and experts are stacked as they are read.
       missing: "error" requires all weights in the file. "init" takes missing weights, such as
         adapters, from `program.init(key)`. A function of a name returns whether that weight may be
         missing.
@@ -356,7 +358,7 @@ def _check_on_device(program: Program, computed: str) -> None:
 
 
 def _open_source(
-    path: str | os.PathLike[str] | WeightFile | Tree, program: Program, stack: contextlib.ExitStack
+    path: str | os.PathLike[str] | Tree, program: Program, stack: contextlib.ExitStack
 ) -> _Source:
     """Open a path of weights, or wrap a tree of arrays; `stack` closes it.
 
@@ -365,9 +367,9 @@ def _open_source(
       CheckpointError: the file cannot be read, or has an unknown format.
       DamagedError: the checkpoint is damaged.
     """
-    if isinstance(path, WeightFile):
-        return _Source(path)
     if not isinstance(path, str | os.PathLike):
+        if hasattr(path, "tensors") and hasattr(path, "read"):
+            return _Source(path)
         return _Source(ArrayTree(path), ValueError)
 
     path = os.path.expanduser(os.fspath(path))

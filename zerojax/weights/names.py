@@ -15,7 +15,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -102,14 +102,18 @@ def map_weights(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], s
                 "of them"
             )
         # A frozen weight is its own average.
-        weights[path] = _find_average(name, saved) if ema and name not in frozen else name
+        weights[path] = find_average(name, saved) if ema and name not in frozen else name
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no weights")
     return dict(sorted(weights.items(), key=lambda item: ".".join(item[0])))
 
 
-def _find_average(name: str, saved: SavedState) -> str:
+def find_average(name: str, saved: SavedState) -> str:
     """Return the checkpoint name of a weight's average.
+
+    Args:
+      name: name of the weight in the checkpoint.
+      saved: the checkpoint.
 
     Raises:
       CheckpointError: the weight does not have exactly one average.
@@ -189,7 +193,6 @@ class Tensor:
     dtype: str
 
 
-@runtime_checkable
 class WeightFile(Protocol):
     """A file of weights in any format, or arrays in its place.
 

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from host_offload.disk import Box, ReadFile, TruncatedError, numpy_dtype, reserve
@@ -42,6 +43,9 @@ ALIGNMENT = 8
 """Alignment in bytes to which the header is padded, so that a mapped file's tensors are aligned."""
 MOST_HEADER_BYTES = 100_000_000
 """Largest header, as in the safetensors library."""
+
+BYTES = {"U8": np.uint8, "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+"""Dtypes of the codes of quantized weights, by the names in safetensors."""
 
 
 @without_mesh
@@ -145,6 +149,11 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
+def _kind(dtype: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a tensor in a file."""
+    return np.dtype(BYTES[dtype]) if dtype in BYTES else numpy_dtype(dtype)
+
+
 class SafetensorsFile:
     """A safetensors file.
 
@@ -223,8 +232,8 @@ class SafetensorsFile:
             tensor = self.tensors[name] = Tensor(entry["shape"].integers(), dtype)
             offsets = entry["data_offsets"].integers()
             # Tensors of unsupported dtypes may have any size.
-            is_supported = dtype in DTYPES
-            num_bytes = entry["shape"].num_bytes(numpy_dtype(dtype).itemsize if is_supported else 1)
+            is_supported = dtype in DTYPES or dtype in BYTES
+            num_bytes = entry["shape"].num_bytes(_kind(dtype).itemsize if is_supported else 1)
             if len(offsets) != 2:
                 entry["data_offsets"].refuse("[start, stop]")
             start, stop = offsets
@@ -260,7 +269,7 @@ class SafetensorsFile:
           CheckpointError: the file cannot be read; the error gives the byte.
         """
         tensor = self.tensors[name]
-        kind = numpy_dtype(tensor.dtype)
+        kind = _kind(tensor.dtype)
         out = np.empty([stop - start for start, stop in box], kind)
         try:
             self._file.read_box(self._starts[name], tensor.shape, kind, box, out)

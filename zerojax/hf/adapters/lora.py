@@ -117,6 +117,12 @@ class Lora:
         """Factor of the adapters' output."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
+    @property
+    def can_be_off(self) -> bool:
+        """Whether the model without the adapters' output is the base."""
+        changes_base = self.use_dora or self.init != "default" or bool(self.modules_to_save)
+        return not changes_base and not set(ENDS) & set(self.targets)
+
     def saves(self, module: str) -> bool:
         """Return whether a module is trained in full.
 
@@ -217,6 +223,15 @@ def check_lora(lora: Lora, config: DecoderConfig, mlp_tiles: int) -> None:
         raise ValueError(
             f"mlp_tiles={mlp_tiles} cannot be combined with dropout={lora.dropout} for down_proj, "
             "whose input is never in memory in full: use mlp_tiles=0, dropout=0, or other targets"
+        )
+
+
+def check_switch(lora: Lora) -> None:
+    """Raise ValueError if a batch cannot switch adapters off by `adapters`."""
+    if not lora.can_be_off:
+        raise ValueError(
+            f"a batch has 'adapters', but the model without the output of {lora} is not the base: "
+            "only adapters of projections without use_dora, init and modules_to_save are switched"
         )
 
 

@@ -14,55 +14,108 @@ W, too.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from host_offload.disk import Box
 from zerojax.checkpoint import CheckpointError, first_few
-from zerojax.hf.adapters.lora import Lora
+from zerojax.hf.adapters.lora import Lora, module_of
 from zerojax.hf.adapters.peft import BASE, PREFIX, open_peft, peft_name
 from zerojax.hf.adapters.singular import find_factors, product
-from zerojax.weights import Place, Tensor, WeightFile
+from zerojax.hf.mixtures.stacks import BLOCKS, stack_of
+from zerojax.weights import LAYER, DividedFile, Place, Tensor, WeightFile
 
 _PIECE = 1 << 24
 """Number of elements read at a time."""
+Table = Mapping[str, tuple[Place, ...]]
+"""Parameters for each tensor name of a folder, as `map_names` returns them."""
 Members = dict[int | None, str]
 """Names of the tensors of one parameter, by layer; None if the parameter is not stacked."""
 
 
-class Remainder:
+def adapted_stem(name: str) -> str:
+    """Return the name of the module whose adapter changes a parameter; "" if it is no matrix."""
+    stem, _, ending = name.rpartition(".")
+    if ending in ("kernel", "embedding"):
+        return stem
+    # The weights of a tiled MLP have the names of their projections.
+    return f"{name}_proj" if ending in ("gate", "up", "down") else ""
+
+
+def find_adapted(places: Mapping[str, Place], lora: Lora) -> dict[str, Members]:
+    """Return the tensors that have adapters, by the name of their module's parameters.
+
+    For example {"blocks.self_attn.q_proj": {0: "model.layers.0.self_attn.q_proj.weight", ...}}.
+
+    Args:
+      places: places of a folder's tensors.
+      lora: options of the adapters.
+    """
+    stems: dict[str, Members] = {}
+    for name, place in places.items():
+        stem = adapted_stem(place.name)
+        if stem.rpartition(".")[2] in lora.targets:
+            stems.setdefault(stem, {})[place.layer] = name
+    return stems
+
+
+def find_saved(places: Mapping[str, Place], lora: Lora) -> list[str]:
+    """Return the tensors of modules that are trained in full."""
+    return [name for name, place in places.items() if lora.saves(module_at(place))]
+
+
+def module_at(place: Place) -> str:
+    """Return the name of a parameter's module, as `Lora.saves` compares it."""
+    part, *path = place.name.split(".")
+    if part in ("embed", "head"):
+        return module_of(tuple(path))
+    stack = stack_of(place.name)
+    name = place.name.removeprefix(BLOCKS).removeprefix(f"{stack}." if stack else "")
+    return module_of(tuple(name.split(".")), place.layer or 0)
+
+
+def build_names(table: Table) -> Callable[[Place], str]:
+    """Return a function from a place to the name of its tensor in transformers.
+
+    If a parameter has several names in the table, it is the first.
+    """
+    patterns: dict[tuple[str, int | None], str] = {}
+    for pattern, places in table.items():
+        for place in places:
+            patterns.setdefault((place.name, place.layer), pattern)
+
+    def name(place: Place) -> str:
+        pattern = patterns.get((place.name, place.layer)) or patterns[place.name, None]
+        return pattern.replace(LAYER, str(place.layer))
+
+    return name
+
+
+class Remainder(DividedFile):
     """A folder's weights without the factors that PiSSA's adapters start from.
 
     Attributes:
-      path: path of the base.
-      tensors: shapes and dtypes of the base's tensors by their names. A matrix without its factors
-        is float32.
-      tiled: names of tensors that are known to be stacks of tiles.
+      tensors: as of a `DividedFile`; a matrix without its factors is float32.
     """
 
-    def __init__(
-        self, base: WeightFile, place_of: Callable[[str], Place | None], lora: Lora
-    ) -> None:
+    def __init__(self, file: WeightFile, table: Table, lora: Lora) -> None:
         """Find the adapted matrices.
 
         Args:
-          base: weights of the folder.
-          place_of: function from a tensor's name to the place of its parameter in an untiled model.
+          file: weights of the folder.
+          table: parameters for each tensor name.
           lora: options of the adapters.
         """
-        self.path = base.path
-        self.tiled = base.tiled
-        self.tensors = dict(base.tensors)
-        self._base = base
+        super().__init__(file, table)
         self._lora = lora
         self._lock = threading.Lock()
         self._factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self._stems = find_adapted(base, place_of, lora)
+        self._stems = find_adapted(self.places, lora)
         self._adapted = {name for members in self._stems.values() for name in members.values()}
         if lora.init != "default":
             for name in self._adapted:
-                self.tensors[name] = Tensor(base.tensors[name].shape, "float32")
+                self.tensors[name] = Tensor(self.tensors[name].shape, "float32")
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Return a part of a tensor.
@@ -72,24 +125,24 @@ class Remainder:
           ValueError: a matrix has fewer singular values than the rank.
         """
         if self._lora.init == "default" or name not in self._adapted:
-            return self._base.read(name, box)
+            return super().read(name, box)
         a, b = self.factors(name)
         rows, columns = box
         subtracted = product(a[slice(*columns)], b[:, slice(*rows)], self._lora.scale)
-        weight = np.asarray(self._base.read(name, box), np.float64)
+        weight = np.asarray(super().read(name, box), np.float64)
         return np.asarray(weight - subtracted, np.float32)
 
     def factors(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the A and B that are subtracted from a matrix with PiSSA's start."""
         with self._lock:
             if name not in self._factors:
-                shape = self._base.tensors[name].shape
+                shape = self.tensors[name].shape
                 if min(shape) < self._lora.rank:
                     raise ValueError(
                         f"rank={self._lora.rank} of a Lora with init={self._lora.init!r}: {name} "
                         f"{list(shape)} has only {min(shape)} singular values"
                     )
-                weight = self._base.read(name, tuple((0, n) for n in shape))
+                weight = super().read(name, tuple((0, n) for n in shape))
                 self._factors[name] = find_factors(
                     np.asarray(weight, np.float32),
                     self._lora.rank,
@@ -108,29 +161,30 @@ class AdaptedFile(Remainder):
 
     def __init__(
         self,
-        base: WeightFile,
-        place_of: Callable[[str], Place | None],
+        file: WeightFile,
+        table: Table,
         lora: Lora,
         adapters: str | os.PathLike[str] | None = None,
     ) -> None:
         """Find the adapted matrices.
 
         Args:
-          base: weights of the folder.
-          place_of: function from a tensor's name to the place of its parameter in an untiled model.
+          file: weights of the folder.
+          table: parameters for each tensor name.
           lora: options of the adapters.
           adapters: folder of adapters to start from; None starts new ones.
 
         Raises:
           CheckpointError: the folder of adapters lacks tensors, or has others.
         """
-        super().__init__(base, place_of, lora)
+        super().__init__(file, table, lora)
         self._peft = None if adapters is None else open_peft(adapters)
         self._norms: dict[str, np.ndarray] = {}
+        self._name = build_names(table)
         self._saved: dict[str, str] = {}
-        for name in base.tensors:
-            if place_of(name) is not None and lora.saves(name.rpartition(".")[0]):
-                self._saved[name] = f"{PREFIX}{name}"
+        if self._peft is not None:
+            for name in find_saved(self.places, lora):
+                self._saved[name] = f"{PREFIX}{self._name(self.places[name])}"
         self._matrices = {
             f"{stem}.lora.{matrix}": (stem, matrix)
             for stem in self._stems
@@ -141,6 +195,21 @@ class AdaptedFile(Remainder):
         for name, (stem, matrix) in self._matrices.items():
             self.tensors[name] = Tensor(self._shape(stem, matrix), "float32")
 
+    def _module(self, name: str) -> str:
+        """Return the name in transformers of an adapted matrix's module.
+
+        Raises:
+          CheckpointError: the matrix is a part of a tensor, for which PEFT has one adapter.
+        """
+        place = self.places[name]
+        tensor = self._name(place)
+        if place.part is not None:
+            raise CheckpointError(
+                f"{self.path} holds {place.name} in one matrix with others, {tensor}, for which "
+                "PEFT has one adapter: such adapters cannot be read"
+            )
+        return tensor.removesuffix(".weight")
+
     def _list_matrices(self) -> list[str]:
         """Return the names of an adapter's matrices that this file provides."""
         has_factors = self._peft is not None or self._lora.init != "default"
@@ -149,12 +218,12 @@ class AdaptedFile(Remainder):
 
     def _check_names(self, peft: WeightFile) -> None:
         """Raise CheckpointError if a folder of adapters lacks tensors, or has others."""
-        expected = {saved: self._base.tensors[name].shape for name, saved in self._saved.items()}
+        expected = {saved: self.tensors[name].shape for name, saved in self._saved.items()}
         for stem, members in self._stems.items():
             for name in members.values():
                 for matrix in self._list_matrices():
                     shape = self._layer_shape(stem, matrix)[::-1]
-                    expected[peft_name(name.removesuffix(".weight"), matrix)] = shape
+                    expected[peft_name(self._module(name), matrix)] = shape
         differences = [f"no {name}" for name in sorted(expected.keys() - peft.tensors.keys())]
         for name in sorted(peft.tensors.keys() - expected):
             if not self._is_base(peft, name):
@@ -168,17 +237,18 @@ class AdaptedFile(Remainder):
 
     def _is_base(self, peft: WeightFile, name: str) -> bool:
         """Return whether a tensor of PEFT's file holds the base's own weights, unchanged."""
-        base_name = name.removeprefix(PREFIX).removesuffix(BASE) + ".weight"
-        if not name.endswith(BASE) or base_name not in self._adapted:
+        if not name.endswith(BASE):
             return False
-        tensor = peft.tensors[name]
-        if tensor.shape != self._base.tensors[base_name].shape:
+        module = name.removeprefix(PREFIX).removesuffix(BASE)
+        adapted = [tensor for tensor in self._adapted if self._module(tensor) == module]
+        shape = peft.tensors[name].shape
+        if not adapted or shape != self.tensors[adapted[0]].shape:
             return False
-        boxes = [(rows, *((0, n) for n in tensor.shape[1:])) for rows in _cut(tensor.shape)]
+        boxes = [(rows, *((0, n) for n in shape[1:])) for rows in _cut(shape)]
         return all(
             np.array_equal(
                 np.asarray(peft.read(name, box), np.float32),
-                np.asarray(self._base.read(base_name, box), np.float32),
+                np.asarray(DividedFile.read(self, adapted[0], box), np.float32),
             )
             for box in boxes
         )
@@ -191,7 +261,7 @@ class AdaptedFile(Remainder):
 
     def _layer_shape(self, stem: str, matrix: str) -> tuple[int, ...]:
         """Return the shape of an adapter's matrix, in one layer."""
-        d_out, d_in = self._base.tensors[next(iter(self._stems[stem].values()))].shape
+        d_out, d_in = self.tensors[next(iter(self._stems[stem].values()))].shape
         if stem.endswith("embed_tokens"):
             d_out, d_in = d_in, d_out
         rank = self._lora.rank
@@ -219,7 +289,7 @@ class AdaptedFile(Remainder):
     def _matrix(self, name: str, matrix: str) -> np.ndarray:
         """Return a matrix of the adapter of one tensor of the base, in float32."""
         if self._peft is not None:
-            peft_tensor = peft_name(name.removesuffix(".weight"), matrix)
+            peft_tensor = peft_name(self._module(name), matrix)
             shape = self._peft.tensors[peft_tensor].shape
             values = self._peft.read(peft_tensor, tuple((0, n) for n in shape))
             return np.asarray(values, np.float32).T
@@ -231,36 +301,13 @@ class AdaptedFile(Remainder):
         """Return the norms f32[out] of a matrix W[out, in] of the base, one for each output."""
         with self._lock:
             if name not in self._norms:
-                shape = self._base.tensors[name].shape
+                shape = self.tensors[name].shape
                 norms = []
                 for rows in _cut(shape):
-                    weight = np.asarray(self._base.read(name, (rows, (0, shape[1]))), np.float64)
-                    norms.append(np.linalg.norm(weight, axis=1))
+                    weight = DividedFile.read(self, name, (rows, (0, shape[1])))
+                    norms.append(np.linalg.norm(np.asarray(weight, np.float64), axis=1))
                 self._norms[name] = np.concatenate(norms).astype(np.float32)
             return self._norms[name]
-
-
-def find_adapted(
-    base: WeightFile, place_of: Callable[[str], Place | None], lora: Lora
-) -> dict[str, Members]:
-    """Return the tensors that have adapters, by the name of their module's parameters.
-
-    For example {"blocks.self_attn.q_proj": {0: "model.layers.0.self_attn.q_proj.weight", ...}}.
-
-    Args:
-      base: weights of the folder.
-      place_of: function from a tensor's name to the place of its parameter in an untiled model.
-      lora: options of the adapters.
-    """
-    stems: dict[str, Members] = {}
-    for name in base.tensors:
-        place = place_of(name)
-        if place is None:
-            continue
-        stem, _, ending = place.name.rpartition(".")
-        if ending in ("kernel", "embedding") and stem.rpartition(".")[2] in lora.targets:
-            stems.setdefault(stem, {})[place.layer] = name
-    return stems
 
 
 def _cut(shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Corpora as people publish them: other columns, several files with weights, larger than memory."""

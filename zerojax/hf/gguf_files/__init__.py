@@ -1,0 +1,1 @@
+"""Folders written as one GGUF file, for llama.cpp."""

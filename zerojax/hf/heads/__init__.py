@@ -1,0 +1,1 @@
+"""What a decoder is trained for: its loss, and its outputs."""

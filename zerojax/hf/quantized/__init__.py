@@ -1,0 +1,1 @@
+"""Decode the quantized weights of Hugging Face folders as they are read."""
