@@ -134,6 +134,8 @@ def test_lora_plus_trains_b_at_its_own_rate():
             lora_plus(optax.adamw, *arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning")
 @pytest.mark.exhaustive  # by default, the groups of parameters are checked alone
 def test_lora_plus_trains_as_in_peft(tmp_path):
     import functools
