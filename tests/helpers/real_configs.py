@@ -1,4 +1,4 @@
-"""`config.json` of nine published models: their keys and options, with sizes that run quickly."""
+"""`config.json` of published models: their keys and options, with sizes that run quickly."""
 
 from typing import Any
 
@@ -76,5 +76,106 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu", **_SIZES, "initializer_range": 0.02, "model_type": "llama", "pretraining_tp": 1,
         "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "transformers_version": "4.35.0", "use_cache": True,
+    },
+    "phi3-mini": {
+        "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1, "embd_pdrop": 0.0,
+        "eos_token_id": 2, "hidden_act": "silu", **_SIZES, "initializer_range": 0.02, "model_type": "phi3",
+        "original_max_position_embeddings": 64, "pad_token_id": 3, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 5, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "attention_bias": False,
+    },
+    "phi4-mini": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "embd_pdrop": 0.0, "eos_token_id": 2, "full_attn_mod": 1, "hidden_act": "silu", **_SIZES, "hidden_size": 64,
+        "initializer_range": 0.02, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "model_type": "phi3",
+        "original_max_position_embeddings": 8, "pad_token_id": 3, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [1, 1.1, 1.3, 3.0, 9.1, 32.0], "short_factor": [1, 1, 1, 1, 1.1, 1.2], "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0", "use_cache": True,
+    },
+    "gemma": {
+        "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+        "eos_token_id": 1, "head_dim": 16, "hidden_act": "gelu", "hidden_activation": None, **_SIZES, "num_key_value_heads": 1,
+        "initializer_range": 0.02, "model_type": "gemma", "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers_version": "4.38.0.dev0", "use_cache": True,
+    },
+    "olmo2": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
+        "hidden_act": "silu", **_SIZES, "num_key_value_heads": 4, "initializer_range": 0.02, "model_type": "olmo2",
+        "pad_token_id": 3, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": False,
+    },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 2,
+        "hidden_act": "silu", **_SIZES, "num_key_value_heads": 4, "initializer_range": 0.02, "layer_types": [_SLIDING, _SLIDING, _FULL],
+        "model_type": "olmo3", "pad_token_id": 3, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 16, "rope_type": "yarn",
+        },
+        "rope_theta": 500000, "sliding_window": 5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.0", "use_cache": True,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", **_SIZES, "initializer_range": 0.02, "layer_types": [_FULL] * 3,
+        "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 0], "pad_token_id": 3, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False,
+    },
+    "granite3.1": {
+        "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attention_multiplier": 0.0625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu",
+        **_SIZES, "initializer_range": 0.02, "logits_scaling": 8.0, "mlp_bias": False, "model_type": "granite",
+        "pad_token_id": 0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 5000000.0,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.47.0.dev0", "use_cache": True,
+    },
+    "granite4-micro": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attention_multiplier": 0.0625, "bos_token_id": 0, "embedding_multiplier": 12, "eos_token_id": 0, "hidden_act": "silu",
+        **_SIZES, "init_method": "mup", "initializer_range": 0.1, "layer_types": ["attention"] * 3, "logits_scaling": 10,
+        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 48, "mamba_d_state": 256,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 2, "mamba_proj_bias": False, "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_local_experts": 0, "output_router_logits": False,
+        "pad_token_id": 3, "position_embedding_type": "rope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 64,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.56.0", "use_cache": True,
+    },
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": [1, 2],
+        "head_dim": 16, "hidden_act": "silu", **_SIZES, "initializer_range": 0.02, "model_type": "glm4", "pad_token_id": 3,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": True,
+    },
+    "exaone4": {
+        "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "head_dim": 12, "hidden_act": "silu", **_SIZES, "initializer_range": 0.02, "layer_types": [_SLIDING, _SLIDING, _FULL],
+        "model_type": "exaone4", "pad_token_id": 0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 16,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 1000000, "sliding_window": 5, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": True,
+    },
+    "command-r7b": {
+        "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
+        "cache_implementation": "hybrid", "eos_token_id": 3, "head_dim": 12, "hidden_act": "silu", **_SIZES,
+        "initializer_range": 0.02, "layer_norm_eps": 1e-05, "logit_scale": 0.25, "model_type": "cohere2", "order_of_interleaved_layers": "local_attn_first",
+        "pad_token_id": 0, "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0,
+        "sliding_window": 5, "sliding_window_pattern": 2, "torch_dtype": "bfloat16", "transformers_version": "4.48.0.dev0",
+        "use_cache": True, "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+        "use_parallel_embedding": True,
+    },
+    "starcoder2": {
+        "activation_function": "gelu", "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True, "bos_token_id": 0, "embedding_dropout": 0.0, "eos_token_id": 0,
+        "hidden_act": "gelu_pytorch_tanh", **_SIZES, "initializer_range": 0.018042, "layer_norm_epsilon": 1e-05,
+        "mlp_type": "default", "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm",
+        "residual_dropout": 0.0, "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True,
+        "sliding_window": 5, "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_bias": True, "use_cache": True,
     },
 }  # fmt: skip

@@ -87,6 +87,10 @@ REFUSED = {
         {**EXAONE4, "sliding_window_pattern": None},
         "sliding_window_pattern is null: a number of layers is needed, or layer_types",
     ),
+    "theta of some layers": (
+        {"model_type": "olmo3", "sliding_window": 5, "pad_token_id": 0, "rope_theta": 1e4},
+        "rope_theta=10000: versions of transformers disagree",
+    ),
     "multiplier": (
         {"model_type": "granite", "residual_multiplier": 0},
         "residual_multiplier is 0, and a number, above 0",
@@ -94,6 +98,10 @@ REFUSED = {
     "experts by default": (
         {"model_type": "granitemoehybrid"},
         "num_local_experts=None: only 0 is supported for this model_type",
+    ),
+    "kinds by default": (
+        {"model_type": "granitemoehybrid", "num_local_experts": 0},
+        "layer_types is missing: this model_type needs a kind for each layer",
     ),
     "state space layers": (
         {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba"] * 3},
@@ -299,7 +307,10 @@ REFUSED = {
         {"attention_dropout": float("nan")},
         "attention_dropout=nan: dropout is not supported",
     ),
-    "rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotating a part"),
+    "rotary": (
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5: this model_type rotates whole heads",
+    ),
     "pruned": (
         {"pruned_heads": {"0": [1]}},
         "pruned_heads={'0': .*: pruned heads are not supported",

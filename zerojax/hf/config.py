@@ -574,6 +574,8 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
     # transformers writes 0 for a pattern without windows.
     if raw.get("sliding_window", 0) is None and is_same(raw.get("sliding_window_pattern"), 0):
         del raw["sliding_window_pattern"]
+    if family.kinds and raw.get("layer_types") is None:
+        raise ValueError("layer_types is missing: this model_type needs a kind for each layer")
     if family.kinds and isinstance(raw.get("layer_types"), list):
         raw["layer_types"] = [
             family.kinds.get(kind, kind) if isinstance(kind, str) else kind
@@ -781,17 +783,21 @@ def _layer_kinds(
         }[family.windows]
         kinds = [SLIDING if of(i) else FULL for i in range(layers)]
     if len(kinds) != layers:
-        raise ValueError(
-            f"layer_types has {len(kinds)} kinds, but num_hidden_layers={layers}: one kind per "
-            "layer is needed"
-        )
+        raise ValueError(_about_length(kinds, layers))
     if SLIDING in kinds and window is None:
         why = "use_sliding_window is not true" if is_unused else "sliding_window is null"
         raise ValueError(
-            f"{why}, but layer_types has {SLIDING!r}, which needs sliding_window, a positive "
-            "integer"
+            f"{why}, but layer_types has {SLIDING!r}, for which this model_type needs "
+            "sliding_window, a positive integer"
         )
     return kinds, window or 0
+
+
+def _about_length(kinds: Sequence[str], layers: int) -> str:
+    return (
+        f"layer_types has {len(kinds)} kinds, but num_hidden_layers={layers}: one kind per layer "
+        "is needed"
+    )
 
 
 def _check_kinds(value: object, kinds: list[str]) -> None:
@@ -799,6 +805,8 @@ def _check_kinds(value: object, kinds: list[str]) -> None:
     file_kinds = read_kinds(Field(value, "layer_types"))
     if file_kinds == kinds:
         return
+    if len(file_kinds) != len(kinds):
+        raise ValueError(_about_length(file_kinds, len(kinds)))
     expected = reprlib.repr(kinds)
     if len(set(kinds)) == 1:
         expected = f"{kinds[0]!r} in each of {len(kinds)} layers"
@@ -839,6 +847,19 @@ def _ropes(
         )
     if family.ropes_by_kind:
         by_kind = _ropes_by_kind(field)
+    default = family.defaults.get("rope_theta")
+    is_flat = "rope_theta" not in by_kind[SLIDING].value and SLIDING in kinds
+    if (
+        family.ropes_by_kind
+        and is_flat
+        and "rope_local_base_freq" not in family.reads
+        and value["rope_theta"] != default
+    ):
+        raise ValueError(
+            f"rope_theta={value['rope_theta']:g}: versions of transformers disagree whether it is "
+            f"for layers with a window too; allowed: {default:g}, or rope_parameters with an "
+            "object that has rope_theta for each kind of layer"
+        )
     thetas = {
         FULL: value["rope_theta"],
         SLIDING: value["rope_local_base_freq"] or value["rope_theta"],

@@ -199,8 +199,8 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "add_cross_attention": (_OFF, "cross attention is not supported"),
         "cross_attention_hidden_size": (_OFF, "cross attention is not supported"),
         "loss_type": ((None, "ForCausalLM"), "the loss is that of a causal language model"),
-        "partial_rotary_factor": (_ONE, "rotating a part of each head is not supported"),
-        "rotary_pct": (_ONE, "rotating a part of each head is not supported"),
+        "partial_rotary_factor": (_ONE, "this model_type rotates whole heads"),
+        "rotary_pct": (_ONE, "this model_type rotates whole heads"),
         "rope_interleaved": (_OFF, "halves of a head are rotated, not adjacent pairs"),
         "use_mrope": (_OFF, "rotations over three axes are not supported"),
         "hidden_activation": (
@@ -223,9 +223,9 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         ),
         **dict.fromkeys(
             ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"),
-            (_ONE, "this factor is not supported"),
+            (_ONE, "this model_type does not have this factor"),
         ),
-        "attention_multiplier": (_OFF, "another scale of the scores is not supported"),
+        "attention_multiplier": (_OFF, _NOT_OF_THIS),
         # read by some families only
         **dict.fromkeys(
             (
@@ -286,7 +286,8 @@ def check_keys(
     if unknown:
         shown = ", ".join(f"{key}={reprlib.repr(raw[key])}" for key in sorted(unknown))
         raise ValueError(
-            f"{shown}: unknown, and may change what the model computes; if it does not, remove it"
+            f"{shown}: unknown, and may change what the model computes; if it does not for this "
+            "model_type, remove it"
         )
     if neutral:
         _warn(where, ", ".join(f"{key}={raw[key]!r}" for key in sorted(neutral)))

@@ -281,7 +281,7 @@ def _longrope(plain: np.ndarray, read: Mapping[str, Any], max_positions: int, wh
         if len(read[name]) != len(plain):
             raise ValueError(
                 f"{where}.{name} has {len(read[name])} numbers, but {len(plain)} pairs of dims are "
-                "rotated: one number per pair is needed"
+                "rotated (head_dim times partial_rotary_factor): one number per pair is needed"
             )
     factor = max_positions / length if read["factor"] is None else read["factor"]
     temperature = read["attention_factor"]

@@ -230,7 +230,7 @@ KEYS: Mapping[str, Key] = {
     "rope_interleave": _FLAG,
     "decoder_sparse_step": Key(integer(1, MOST_LAYERS), null="none"),
     "mlp_only_layers": Key(read_layers, null="none"),
-    "position_embedding_type": Key(one_option("rope", "nope"), null="none"),
+    "position_embedding_type": Key(one_option("rope", "nope", "rope_gptj"), null="none"),
 }
 """Allowed values by key. Each family reads some of these keys."""
 
