@@ -468,7 +468,10 @@ def _peft_matrices(
     for tensor, places in table.items():
         stems = [place.name.removesuffix(".kernel") for place in places]
         adapted = [stem for stem in stems if f"{stem}{ADAPTER}a" in adapters]
-        if not adapted or (places[0].name, places[0].layer) in named:
+        if not places or not adapted:
+            continue
+        place = places[0]
+        if (place.name, place.layer) in named:
             continue
         if len(places) > 1:
             names = ", ".join(stem.rpartition(".")[2] for stem in adapted)
@@ -476,13 +479,13 @@ def _peft_matrices(
                 f"the base holds {names} in one matrix, {tensor}, for which PEFT has one adapter: "
                 "merge the adapters by zerojax.export_hf(merge_lora=True)"
             )
-        named.add((places[0].name, places[0].layer))
+        named.add((place.name, place.layer))
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         for matrix in "ab":
             leaf = adapters[f"{stems[0]}{ADAPTER}{matrix}"]
             pattern = f"{module}.lora_{matrix.upper()}.weight"
             layers = range(saved.leaves[leaf].shape[0])
-            for layer in layers if places[0].layer is None else [places[0].layer]:
+            for layer in layers if place.layer is None else [place.layer]:
                 matrices[pattern.replace(LAYER, str(layer))] = (leaf, layer)
     return matrices
 
