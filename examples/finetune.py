@@ -545,7 +545,7 @@ def model_flops_per_token(options: Options) -> float:
     """
     c = config_of(options.model)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    layer, head = c.hidden * (2 * q + 2 * kv + 3 * c.intermediate), c.vocab * c.hidden
+    layer, head = c.hidden * (2 * q + 2 * kv + 3 * c.visited_width), c.vocab * c.hidden
     whole = flops_per_token(c.layers, q, options.seq, layer, head)
     return whole - 2.0 * (c.layers * layer + head) if has_adapters(options) else whole
 

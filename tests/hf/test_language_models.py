@@ -6,6 +6,7 @@ docs/fine_tuning.md says how.
 import math
 import pathlib
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,13 +122,14 @@ def test_the_text_half_of_a_folder_is_trained_and_the_rest_is_copied(tmp_path, k
     )
     save(program, state, tmp_path / "trained")
     zj.export_hf(tmp_path / "trained", tmp_path / "out", like=like)
-    loaded, info = transformers.AutoModelForImageTextToText.from_pretrained(
+    pair: Any = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "out",
         output_loading_info=True,
         attn_implementation="eager",
         dtype=torch.float32,
         trust_remote_code=False,
     )
+    loaded, info = pair
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ours = np.asarray(program.apply(state, batch_of()))
     assert (

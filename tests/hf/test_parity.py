@@ -30,7 +30,7 @@ LOGITS, LOSS, GRADIENT, STEPS = 1e-4, 1e-5, 1e-5, 1e-4
 """Largest allowed differences."""
 
 
-@pytest.mark.by_default(*FAMILIES, "phi4-mini", "glm4", "cohere2", "starcoder2")
+@pytest.mark.by_default(*FAMILIES, "phi4-mini", "cohere2")
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     theirs, batch = write(case, tmp_path), batch_of()

@@ -108,13 +108,15 @@ def train(num_tiles: int, axes: dict[str, int], fields: dict[str, Any], folder: 
 
 @functools.cache
 def whole() -> Any:
-    return train(1, *CASES["plain"], None)
+    axes, fields = CASES["plain"]
+    return train(1, axes, fields, None)
 
 
 @pytest.mark.by_default("step", "context")
 @pytest.mark.parametrize("case", CASES)
 def test_tiles_of_tokens_train_as_the_whole_does(case, tmp_path):
-    losses, params = train(2, *CASES[case], tmp_path)
+    axes, fields = CASES[case]
+    losses, params = train(2, axes, fields, tmp_path)
     expected, weights = whole()
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     if params is not None:

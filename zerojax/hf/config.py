@@ -180,6 +180,16 @@ class DecoderConfig:
         return self.layers * block + mlps + rows * h + norm
 
     @property
+    def visited_width(self) -> float:
+        """Width of the MLP, or of the experts that a token visits, on average over layers."""
+        if self.mixture is None:
+            return self.intermediate
+        m = self.mixture
+        sparse = sum(m.sparse) / self.layers
+        visited = m.routing.top_k * m.intermediate + m.shared
+        return sparse * visited + (1 - sparse) * self.intermediate
+
+    @property
     def runs(self) -> tuple[Run, ...]:
         """Runs of layers with experts or without, each of which is a stack."""
         sparse = (False,) * self.layers if self.mixture is None else self.mixture.sparse

@@ -252,7 +252,13 @@ class Block(nnx.Module):
         self.mlp: Any = self.build_mlp(c, o, rngs=rngs)
 
     def build_attention(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Return attention: x[B, T, H] -> [B, T, H]."""
+        """Return attention, a module that maps x[B, T, H] to [B, T, H], with the same `cached`.
+
+        Args:
+          c: sizes and options of the decoder.
+          o: options of `zerojax.hf.model_of`, such as adapters.
+          rngs: random numbers of its initial values.
+        """
         return Attention(c, o, rngs=rngs)
 
     def build_mlp(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> nnx.Module:

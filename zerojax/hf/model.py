@@ -47,7 +47,7 @@ from zerojax.hf.decoder import TENSOR, Batch, Cached, Embed, Head, Options
 from zerojax.hf.heads.task import TokenLoss, build_task, switch_adapters
 from zerojax.hf.mixtures.block import Untrained, choose_parts
 from zerojax.hf.mixtures.stacks import Run, join_stacks
-from zerojax.hf.names import FAMILIES
+from zerojax.hf.names import FAMILIES, PROJECTIONS
 from zerojax.models import (
     LAST,
     Cache,
@@ -128,6 +128,7 @@ def model_of(
         and unknown keys of `config.json` that may change what is computed are refused.
     """
     family, config = read_family(folder, families)
+    lora = _narrowed(lora, config)
     options = Options(
         lora=lora,
         attention=attention,
@@ -192,6 +193,19 @@ def model_of(
     )
 
 
+def _narrowed(lora: Lora | None, config: DecoderConfig) -> Lora | None:
+    """Return adapters for all projections of attention if a mixture is given adapters for all.
+
+    PEFT adapts experts too if it is given the names of an MLP's projections.
+    """
+    if lora is None or config.mixture is None or set(lora.targets) != set(PROJECTIONS):
+        return lora
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if config.latent is not None:
+        targets = ["o_proj"] if config.latent.query_rank is not None else ["q_proj", "o_proj"]
+    return dataclasses.replace(lora, targets=tuple(targets))
+
+
 def _check_options(options: Options, config: DecoderConfig) -> None:
     """Raise ValueError if an option is unknown, or two of them cannot be combined."""
     if options.attention not in IMPLEMENTATIONS:
@@ -210,7 +224,8 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
     if config.mixture is not None and adapted:
         raise ValueError(
             f"targets={targets!r} of a Lora: {', '.join(sorted(adapted))} are projections of "
-            "experts, which have no adapters: choose from q_proj, k_proj, v_proj and o_proj"
+            "experts, which have no adapters: choose from q_proj, k_proj, v_proj and o_proj, or "
+            "'all' for all of attention"
         )
     if config.latent is not None:
         known = {"o_proj"} | ({"q_proj"} if config.latent.query_rank is None else set())

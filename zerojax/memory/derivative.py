@@ -9,14 +9,14 @@ A streamed step traces a layer's derivative, whose arguments include what forwar
 step traces the derivative of its objective, with the loops over layers and what they save.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.activations import Split
-from zerojax.memory.alive import find_peak_bytes
+from zerojax.memory.alive import find_peak_bytes, split_like_batch
 from zerojax.sharding import CONTEXT, EXPERT, ActivationSpec, parse_axes
 from zerojax.state import Layout, Leaf, join_frozen
 from zerojax.streamed import StreamedStep, derivative_jaxpr
@@ -45,7 +45,7 @@ def layer_working_bytes(streamed: StreamedStep, shapes: Batch) -> dict[str, int]
     for loops, plan, (_, x, given) in zip(streamed.loops, plans, inputs, strict=True):
         args = loops.tracer.abstract_call(x, given, streamed.microbatches.count)
         jaxpr = derivative_jaxpr(plan.block, *args)
-        split = _split_like_batch(layout, jax.tree.leaves(args[1])[0].shape[0])
+        split = split_like_batch(ActivationSpec(layout.mesh), jax.tree.leaves(args[1])[0].shape[0])
         leaves = [layout.all_leaves[i] for i in loops.stack.leaves.in_tree]
         splits = _split_weights(leaves, args[0], 1)
         splits += [split(aval.shape) for aval in jaxpr.in_avals[len(splits) :]]
@@ -85,7 +85,7 @@ def objective_working_bytes(layout: Layout, objective: Any, micro: Batch) -> int
 
     jaxpr = jax.make_jaxpr(derivative)(params, frozen, micro, model_state)
     rows = [a.shape[0] for a in jax.tree.leaves(micro) if a.shape]
-    split = _split_like_batch(layout, rows[0] if rows else 0)
+    split = split_like_batch(ActivationSpec(layout.mesh), rows[0] if rows else 0)
     splits = _split_weights(layout.leaves, params, 0)
     splits += [split(aval.shape) for aval in jaxpr.in_avals[len(splits) :]]
     num_results = len(jaxpr.out_avals)
@@ -95,12 +95,6 @@ def objective_working_bytes(layout: Layout, objective: Any, micro: Batch) -> int
 def _shape(a: Any) -> jax.ShapeDtypeStruct:
     """Return an array's shape and dtype, without its sharding."""
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
-
-
-def _split_like_batch(layout: Layout, rows: int) -> Callable[[Sequence[int]], Split]:
-    """Return the split of an array by its shape, as if its dim 0 were the batch if it may be."""
-    spec = ActivationSpec(layout.mesh)
-    return lambda shape: tuple(map(parse_axes, spec.given(tuple(shape), rows)))
 
 
 def _split_weights(leaves: Sequence[Leaf], weights: Params, lead: int) -> list[Split]:

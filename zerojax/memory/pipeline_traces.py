@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.activations import sent_over_tensor
 from zerojax.jaxprs import flatten
-from zerojax.memory.working import peak_working_bytes
+from zerojax.memory.alive import find_peak_bytes, split_like_batch
 from zerojax.models import BLOCKS, call_embed, call_head, floating, merged, with_blocks
 from zerojax.pipeline import PipelineStep
 from zerojax.sharding import PIPE, ActivationSpec, Spec, parse_axes
@@ -77,14 +77,15 @@ class UnitTraces:
           grad_itemsize: bytes of an element of a gradient; None for those of its dtype.
         """
         trace = self.units[unit]
-        return peak_working_bytes(
+        return find_peak_bytes(
             trace.closed,
-            trace.specs,
-            self.activations,
-            self.batch_size,
-            range(trace.num_weights) if copies_weights else (),
-            trace.saved,
-            grad_itemsize,
+            [tuple(map(parse_axes, spec)) for spec in trace.specs],
+            self.step.mesh.shape,
+            split_like_batch(self.activations, self.batch_size),
+            weights=range(trace.num_weights) if copies_weights else (),
+            saved=trace.saved,
+            adds_results=True,
+            result_itemsize=grad_itemsize,
         )
 
     def read_leaves(self, unit: str) -> set[int]:

@@ -74,7 +74,7 @@ def over_tokens(function: Callable[[Any], Any], x: Any, *, num_tiles: int) -> An
             f"over_tokens: a tile of the tokens is {list(cut.tile)}, and the function returned "
             f"{[list(a.shape) for a in jax.tree.leaves(result)]}: dims 0 and 1 must stay"
         )
-    y = _compute(_Tiled(traced.jaxpr, cut), tuple(traced.consts), tuple(jax.tree.leaves(x)))
+    y: Any = _compute(_Tiled(traced.jaxpr, cut), tuple(traced.consts), tuple(jax.tree.leaves(x)))
     return jax.tree.unflatten(jax.tree.structure(result), y)
 
 

@@ -16,7 +16,7 @@ from zerojax.hf import model_of
 
 need("torch", "transformers", "peft")
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
 )
 
 LORA = zj.Lora(rank=3, alpha=12, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -56,6 +56,30 @@ def set_base(theirs, program, state):
         put(layer.mlp.experts.down_proj, experts["down_proj"].swapaxes(1, 2))
         put(layer.mlp.gate.weight, ours["mlp"]["router"]["kernel"].T)
     return largest
+
+
+@pytest.mark.exhaustive  # by default test_lora.py tracks PEFT
+def test_adapters_of_all_projections_are_on_attention(tmp_path):
+    import peft
+
+    like = tmp_path / "model"
+    theirs = write("glm4_moe", like)
+    model = model_of(like, lora=zj.Lora(rank=3, alpha=12, targets="all"))
+    program = program_of(model, "device", tmp_path)
+    state = zj.import_hf(program, like, key=jax.random.key(1))
+    with zj.Checkpointer(tmp_path / "ckpt") as ckpt:
+        ckpt.save(program, state)
+    zj.export_peft(tmp_path / "ckpt", tmp_path / "adapters", like=like)
+    losses = []
+    for step in range(5):
+        state, metrics = program.step(state, batch_of(step))
+        losses.append(float(jax.block_until_ready(metrics["loss"])))
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True)
+    trained = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    assert len(trained) == 2 * 4 * 3
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert count == sum(p.numel() for p in trained)
+    np.testing.assert_allclose(losses, torch_losses(adapted, parameters=trained), rtol=0, atol=1e-4)
 
 
 # by default test_lora.py tracks PEFT from disk, and the other file here imports experts

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import hf_models
 import jax
@@ -34,9 +35,10 @@ def load(folder):
     """Return a folder's model in transformers, without missing or unexpected keys."""
     import transformers
 
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype="float32"
     )
+    model, info = loaded
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 

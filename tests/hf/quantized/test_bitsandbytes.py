@@ -173,7 +173,7 @@ def test_arrays_that_do_not_fit_are_named(tmp_path, name):
         open_folder(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "mxfp4"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "hqq"])
 def test_other_methods_are_refused_by_name(tmp_path, method):
     config = {"model_type": "llama", "quantization_config": {"quant_method": method, "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))

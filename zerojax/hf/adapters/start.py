@@ -78,7 +78,7 @@ def module_at(place: Place) -> str:
 def build_names(table: Table) -> Callable[[Place], str]:
     """Return a function from a place to the name of its tensor in transformers.
 
-    If a parameter has several names in the table, it is the first.
+    If a parameter has several names in the table, it is the first; if none, the parameter's own.
     """
     patterns: dict[tuple[str, int | None], str] = {}
     for pattern, places in table.items():
@@ -86,8 +86,8 @@ def build_names(table: Table) -> Callable[[Place], str]:
             patterns.setdefault((place.name, place.layer), pattern)
 
     def name(place: Place) -> str:
-        pattern = patterns.get((place.name, place.layer)) or patterns[place.name, None]
-        return pattern.replace(LAYER, str(place.layer))
+        pattern = patterns.get((place.name, place.layer)) or patterns.get((place.name, None))
+        return place.name if pattern is None else pattern.replace(LAYER, str(place.layer))
 
     return name
 
