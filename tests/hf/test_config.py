@@ -518,8 +518,8 @@ def test_the_most_layers_take_a_moment(tmp_path):
     [
         ({"attention": "flash"}, "attention='flash' is unknown"),
         (
-            {"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all")},
-            "mlp_tiles=2 cannot be combined with adapters for down_proj",
+            {"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all", use_dora=True)},
+            "mlp_tiles=2 cannot be combined with use_dora=True for gate_proj, up_proj, down_proj",
         ),
         ({"mlp_tiles": 3}, "3"),
         ({"trainable": lambda path, value: False}, "matches no parameter"),

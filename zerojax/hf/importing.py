@@ -106,7 +106,7 @@ def import_hf(
     if lora is not None and (adapters is not None or lora.use_dora or lora.init != "default"):
         adapted = AdaptedFile(file, names, lora, adapters)
         source = adapted
-        rename = lambda name: adapted.places.get(name, name)  # noqa: E731
+        rename = adapted.rename
     # Only adapters may be missing from the folder.
     return import_params(
         program, source, key=key, rename=rename, missing=lambda name: ADAPTER in name

@@ -38,18 +38,22 @@ class Kind:
       options: options of the Lora.
       case: model, one of `hf_models.CASES`.
       model: options of `model_of`.
-      base_dim: sizes of the model.
+      tiers: tiers of the program's config.
     """
 
     options: dict[str, Any]
     case: str = "llama"
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tiers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 ENDS = ("q_proj", "embed_tokens", "lm_head")
 KINDS = {
     "rslora": Kind({"use_rslora": True, "targets": "all"}),
-    "dora": Kind({"use_dora": True, "targets": "all", "use_rslora": True}, "qwen2"),
+    "dora": Kind(
+        {"use_dora": True, "targets": ("q_proj", "down_proj")}, "qwen2", {}, {"frozen": "nvme"}
+    ),
+    "dora-all": Kind({"use_dora": True, "targets": "all", "use_rslora": True}, "llama-biases"),
     "pissa": Kind({"init": "pissa", "targets": "all"}),
     "pissa-iterated": Kind({"init": "pissa_niter_4", "targets": "all"}),
     "pissa-dora": Kind({"init": "pissa", "use_dora": True, "use_rslora": True}),
@@ -94,14 +98,14 @@ def params_of(program: zj.Program, state: zj.TrainState) -> list[np.ndarray]:
     return [np.asarray(a) for _, tree in pieces for a in jax.tree.leaves(tree)]
 
 
-@pytest.mark.by_default("dora", "ends")
+@pytest.mark.by_default("dora")
 @pytest.mark.parametrize("name", list(KINDS))
 def test_kind_trains_and_exports_as_in_peft(tmp_path, name):
     kind = KINDS[name]
     like = tmp_path / "model"
     theirs = write(kind.case, like)
     model = model_of(like, lora=lora_of(kind), **kind.model)
-    program = program_of(model, "device", tmp_path, 1)
+    program = program_of(model, "device", tmp_path, 1, **kind.tiers)
     state = zj.import_hf(program, like, key=jax.random.key(1))
     np.testing.assert_allclose(
         program.apply(state, batch_of()), numpy_logits(theirs), rtol=0, atol=1e-4
@@ -130,7 +134,7 @@ def test_kind_trains_and_exports_as_in_peft(tmp_path, name):
         )
 
 
-@pytest.mark.by_default("dora")
+@pytest.mark.exhaustive  # by default, a folder of PEFT is exported again with its bits
 @pytest.mark.parametrize("name", ["rslora", "dora", "ends", "embedding-scaled", "saved", "tiles"])
 def test_training_goes_on_from_an_exported_folder_with_the_same_bits(tmp_path, name):
     kind = KINDS[name]
@@ -180,10 +184,18 @@ def test_training_goes_on_from_a_folder_of_peft(tmp_path, name):
     program = program_of(model_of(like, lora=lora), "device", tmp_path, 1)
     state = zj.import_hf(program, like, key=jax.random.key(1), adapters=tmp_path / "adapters")
     np.testing.assert_allclose(program.apply(state, batch_of()), logits, rtol=0, atol=1e-5)
+    if name != "pissa":  # which is exported with twice the rank
+        ckpt = checkpoint(program, state, tmp_path / "first")
+        zj.export_peft(ckpt, tmp_path / "again", like=like)
+        written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+        for key, value in load_file(tmp_path / "again" / "adapter_model.safetensors").items():
+            np.testing.assert_array_equal(value, written[key])
     losses, state = losses_of(program, state, steps=3)
     np.testing.assert_allclose(
         losses, torch_losses(adapted, steps=3, parameters=parameters), rtol=0, atol=1e-4
     )
+    if name == "ends":
+        return  # its second export is read by `test_kind_trains_and_exports_as_in_peft`
     ckpt = checkpoint(program, state, tmp_path / "ckpt")
     zj.export_peft(ckpt, tmp_path / "out", like=like)
     np.testing.assert_allclose(
@@ -192,3 +204,30 @@ def test_training_goes_on_from_a_folder_of_peft(tmp_path, name):
         rtol=0,
         atol=1e-4,
     )
+
+
+@pytest.mark.exhaustive  # by default, test_lora.py merges adapters
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_adapters_of_joined_projections_start_and_merge(tmp_path, init, base):
+    """Phi-3's files hold queries, keys and values in one matrix, and gate and up in another."""
+    like = tmp_path / "model"
+    sizes = {"hidden_size": 64, "intermediate_size": 256}
+    theirs = write("phi3", like, shard="1GB", **sizes)
+    lora = zj.Lora(rank=2, alpha=5, targets="all", use_dora=True, init=init)
+    fields = {} if base == "float32" else {"frozen_dtype": "nf4"}
+    program = program_of(model_of(like, lora=lora), "device", tmp_path, 1, **fields)
+    state = zj.import_hf(program, like, key=jax.random.key(1))
+    if base == "float32":
+        np.testing.assert_allclose(
+            program.apply(state, batch_of()), numpy_logits(theirs), rtol=0, atol=1e-4
+        )
+    _, state = losses_of(program, state, steps=2)
+    ckpt = checkpoint(program, state, tmp_path / "ckpt")
+    zj.export_hf(ckpt, tmp_path / "merged", like=like, merge_lora=True)
+    merged = numpy_logits(load(tmp_path / "merged"))
+    assert np.abs(merged - numpy_logits(theirs)).max() > 1e-3
+    if base == "float32":
+        np.testing.assert_allclose(program.apply(state, batch_of()), merged, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"in one matrix, .* for which PEFT has one adapter"):
+        zj.export_peft(ckpt, tmp_path / "adapters", like=like)

@@ -112,6 +112,16 @@ def test_folders_of_adapters_that_do_not_fit_are_refused(tmp_path):
         zj.import_hf(plain, like, key=jax.random.key(0), adapters=folder)
 
 
+def test_adapters_that_are_not_beside_the_base_are_not_switched_off(tmp_path):
+    write("llama", tmp_path)
+    batch = batch_of() | {"adapters": np.float32(0)}
+    for options in ({"use_dora": True}, {"init": "pissa"}, {"modules_to_save": ("norm",)}):
+        check = model_of(tmp_path, lora=zj.Lora(rank=2, alpha=4, **options)).check_batch
+        assert check is not None
+        with pytest.raises(ValueError, match="a batch has 'adapters', but the model without"):
+            check(batch)
+
+
 def test_lora_plus_trains_b_at_its_own_rate():
     a = jnp.ones((2, 3))
     params = {
@@ -169,7 +179,7 @@ def test_lora_plus_trains_as_in_peft(tmp_path):
     np.testing.assert_allclose(ours, losses, rtol=0, atol=1e-4)
 
 
-def test_noise_is_uniform_bounded_and_in_training_alone(tmp_path):
+def test_noise_is_uniform_bounded_and_in_training_alone():
     from flax import nnx
 
     from zerojax.hf.adapters.layers import Noise
@@ -183,6 +193,10 @@ def test_noise_is_uniform_bounded_and_in_training_alone(tmp_path):
     assert (np.asarray(noise(x)) != values).any()
     noise.eval()
     assert not np.asarray(noise(x)).any()
+
+
+@pytest.mark.exhaustive  # by default, the noise is checked alone
+def test_a_step_trains_with_noise_and_an_evaluation_has_none(tmp_path):
     write("llama", tmp_path, num_hidden_layers=1)
     lora = zj.Lora(rank=2, alpha=4)
     program = program_of(

@@ -28,7 +28,7 @@ PLACES = {
 }
 
 
-@pytest.mark.by_default("dora-float32-frozen-nvme")
+@pytest.mark.exhaustive  # by default, test_adapter_kinds.py trains DoRA over a base on disk
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("base", ["float32", "nf4"])
 @pytest.mark.parametrize("name", list(KINDS))

@@ -195,6 +195,11 @@ class AdaptedFile(Remainder):
         for name, (stem, matrix) in self._matrices.items():
             self.tensors[name] = Tensor(self._shape(stem, matrix), "float32")
 
+    def rename(self, name: str) -> Place:
+        """Return the place of a tensor, for `import_params`: tensors are divided already."""
+        place = self.places.get(name)
+        return Place(name) if place is None else place._replace(part=None)
+
     def _module(self, name: str) -> str:
         """Return the name in transformers of an adapted matrix's module.
 
