@@ -1,15 +1,21 @@
 """A model learns another model's most likely tokens by the divergence that torch computes."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_decoder
 from chat_tokenizers import byte_tokenizer, conversation
 from chat_tokenizers import write as write_lines
+from flax import nnx
 from hf_models import need, program_of, torch_logits, write
 
 from zerojax import data, import_hf
-from zerojax.hf import FAMILIES, model_of
+from zerojax.hf import FAMILIES, config_of, model_of
+from zerojax.hf.decoder import Embed, Head
 from zerojax.preferences import TeacherRows, distillation_loss, read_outputs, teacher_outputs
 from zerojax.weights import renaming
 
@@ -28,11 +34,12 @@ def write_all(folder, case="llama"):
     return teacher, student, data.pack(examples, SEQ)
 
 
-def divergence(student, teacher, batch, top_k, hard):
+def divergence(student, teacher, batch, top_k, hard) -> Any:
     """Return the loss by torch, from full logits of both models, row by row."""
     import torch
 
-    total, count = 0.0, 0
+    total: Any = 0.0
+    count = 0
     for row in range(len(batch["tokens"])):
         for segment in range(1, batch["segment_ids"][row].max() + 1):
             at = np.flatnonzero(batch["segment_ids"][row] == segment)
@@ -54,7 +61,50 @@ def divergence(student, teacher, batch, top_k, hard):
     return total / count
 
 
-@pytest.mark.by_default("5-0.25-llama")
+def test_log_probabilities_of_several_tokens_need_no_logits(tmp_path):
+    """The head has a cap, and a token counts nowhere if it is negative."""
+    folder = small_decoder.write(tmp_path, model_type="gemma2", final_logit_softcapping=2.0)
+    config = config_of(folder)
+    embed, head = (part(config, rngs=nnx.Rngs(0)) for part in (Embed, Head))
+    embed.embed_tokens.embedding[...] = jax.random.normal(
+        jax.random.key(1), (config.vocab, config.hidden)
+    )
+    x = jax.random.normal(jax.random.key(2), (2, 5, config.hidden))
+    ids = jax.random.randint(jax.random.key(3), (2, 5, 3), 0, config.vocab).at[0, 1].set(-1)
+
+    def ours(x):
+        return head.log_probs(embed, x, ids, None)
+
+    def expected(x):
+        log_probs = jax.nn.log_softmax(head.logits(embed, x))
+        chosen = jnp.take_along_axis(log_probs, jnp.maximum(ids, 0), axis=-1)
+        return jnp.where(ids >= 0, chosen, 0)
+
+    weight = jax.random.normal(jax.random.key(4), ids.shape)
+    results = [
+        jax.jit(jax.value_and_grad(lambda x, of=of: (jnp.sum(weight * of(x)), of(x))[0]))(x)
+        for of in (ours, expected)
+    ]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
+def test_divergence_of_all_tokens_is_that_of_full_distributions():
+    rng = np.random.default_rng(0)
+    theirs, ours = (jax.nn.log_softmax(jnp.float32(rng.normal(size=(2, 3, 7)))) for _ in range(2))
+    batch = {
+        "tokens": np.zeros((2, 3), np.int32),
+        "targets": np.asarray([[1, -1, 2], [3, 4, -1]], np.int32),
+        "teacher_ids": np.broadcast_to(np.arange(7, dtype=np.int32), (2, 3, 7)),
+        "teacher_log_probs": np.asarray(theirs),
+    }
+    loss = distillation_loss()(ours, batch)
+    kl = (np.exp(theirs) * (np.asarray(theirs) - np.asarray(ours))).sum(-1)
+    assert loss.weight == 4
+    assert float(loss.total) == pytest.approx(kl[batch["targets"] >= 0].sum(), abs=1e-5)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["llama", "gemma2"])
 @pytest.mark.parametrize("hard", [0.0, 0.25])
 @pytest.mark.parametrize("top_k", [1, 5, VOCAB])

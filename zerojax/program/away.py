@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from host_offload.device import check_host_memory, host_memory_error
 from zerojax.state import Layout, OnDisk, TrainState, is_away
@@ -76,7 +77,7 @@ def _moves(leaf: Any) -> bool:
     """Return whether a leaf of a state is an array on the device, other than a scalar or a key."""
     if not isinstance(leaf, jax.Array) or not leaf.ndim:
         return False
-    return not is_away(leaf) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return not is_away(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _move(leaf: jax.Array, sharding: Any) -> jax.Array:
