@@ -4,7 +4,7 @@ B is trained with `ratio` times the rate of A. As in PEFT, so are vectors (DoRA'
 and biases), all other matrices have A's rate, and an embedding's adapter has a rate of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ def lora_plus(
         rate_b: Rate = lambda count: ratio * schedule(count)  # noqa: E731
     else:
         rate_b = ratio * positive_number("learning_rate", learning_rate)
-    groups = {
+    groups: dict[Hashable, optax.GradientTransformation] = {
         "lora_a": optimizer(learning_rate),
         "lora_b": optimizer(rate_b),
         "embedding": optimizer(embedding_rate),
