@@ -65,7 +65,7 @@ def test_log_probabilities_of_several_tokens_need_no_logits(tmp_path):
     """The head has a cap, and a token counts nowhere if it is negative."""
     folder = small_decoder.write(tmp_path, model_type="gemma2", final_logit_softcapping=2.0)
     config = config_of(folder)
-    embed, head = (part(config, rngs=nnx.Rngs(0)) for part in (Embed, Head))
+    embed, head = Embed(config, rngs=nnx.Rngs(0)), Head(config, rngs=nnx.Rngs(0))
     embed.embed_tokens.embedding[...] = jax.random.normal(
         jax.random.key(1), (config.vocab, config.hidden)
     )
@@ -124,7 +124,7 @@ def test_divergence_and_its_gradients_are_those_of_full_logits(tmp_path, top_k, 
     loss, grads = program.grads(state, batch)
     expected = divergence(student, teacher, batch, top_k, hard)
     expected.backward()
-    assert expected.item() > 0.1
+    assert expected.item() > 0.01  # a thousand times the bound
     assert abs(float(loss["loss"]) - expected.item()) < 1e-5
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
