@@ -65,7 +65,8 @@ def test_log_probabilities_of_several_tokens_need_no_logits(tmp_path):
     """The head has a cap, and a token counts nowhere if it is negative."""
     folder = small_decoder.write(tmp_path, model_type="gemma2", final_logit_softcapping=2.0)
     config = config_of(folder)
-    embed, head = Embed(config, rngs=nnx.Rngs(0)), Head(config, rngs=nnx.Rngs(0))
+    embed = Embed(config, rngs=nnx.Rngs(0))
+    head = Head(config, rngs=nnx.Rngs(0))
     embed.embed_tokens.embedding[...] = jax.random.normal(
         jax.random.key(1), (config.vocab, config.hidden)
     )
