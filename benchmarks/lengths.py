@@ -26,6 +26,7 @@ import optax
 
 import zerojax as zj
 from zerojax import aot
+from zerojax.hf import model_of
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -68,7 +69,7 @@ def compile_step(options: argparse.Namespace, case: str, tokens: int, tiles: int
     of_model, fields = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
-        model = zj.hf.model_of(folder, seq_tiles=tiles, attention=options.attention, **of_model)
+        model = model_of(folder, seq_tiles=tiles, attention=options.attention, **of_model)
     config = zj.ZeroConfig(precision="bf16", activations=HOST, **fields)
     mesh = aot.gpu_mesh("h100", gpus_per_host=1)
     program = zj.build_train_step(model, optax.adamw(1e-5), config, mesh)

@@ -470,7 +470,10 @@ def num_steps(options: Options, rows: Rows | Mixture | Stream) -> int:
 
 
 def build(
-    options: Options, mesh: jax.sharding.Mesh, steps: int, rows: Rows | None = None
+    options: Options,
+    mesh: jax.sharding.Mesh,
+    steps: int,
+    rows: Rows | Mixture | Stream | None = None,
 ) -> tuple[zj.Program, zj.Plan | None]:
     """Build the model of a folder, its optimizer and the train step.
 
@@ -531,7 +534,9 @@ def build_lora(options: Options) -> zj.Lora | None:
     )
 
 
-def abstract_batch(options: Options, rows: Rows | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(
+    options: Options, rows: Rows | Mixture | Stream | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch over all processes."""
     a = jax.ShapeDtypeStruct((options.batch_size, options.seq), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
@@ -545,7 +550,8 @@ def model_flops_per_token(options: Options) -> float:
     """
     c = config_of(options.model)
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    layer, head = c.hidden * (2 * q + 2 * kv + 3 * c.visited_width), c.vocab * c.hidden
+    layer = round(c.hidden * (2 * q + 2 * kv + 3 * c.visited_width))
+    head = c.vocab * c.hidden
     whole = flops_per_token(c.layers, q, options.seq, layer, head)
     return whole - 2.0 * (c.layers * layer + head) if has_adapters(options) else whole
 

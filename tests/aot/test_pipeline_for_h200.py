@@ -162,3 +162,52 @@ def test_stage_3_gathers_each_layer_twice_in_each_tick():
     )
     ticks = 16 + 3
     assert gathered == pytest.approx(2 * ticks * LAYERS / 4 * 2 * layer_elements(c), rel=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis", ["data", "context"])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_are_reduced_within_stages(stage, chunks, axis):
+    """With `context`, each tick sums its layers' gradients; they are not gathered over `pipe`."""
+    c = gpt.GPTConfig(
+        layers=4,
+        hidden=256,
+        heads=2,
+        seq=256,
+        vocab=512,
+        dtype=jnp.bfloat16,
+        tied=False,
+        attention="gather" if axis == "context" else "xla",
+    )
+    config = zj.ZeroConfig(
+        precision="bf16",
+        stage=stage,
+        num_microbatches=4,
+        pipe_chunks=chunks,
+        reduce_every="step",
+        activations="selective",
+    )
+    sizes: dict[str, int] = {axis: 2}
+    mesh = aot.gpu_mesh("h200", pipe=2, fsdp=2, **sizes)
+    tokens = jax.ShapeDtypeStruct((16, c.seq), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    with zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), config, mesh) as program:
+        text = program.lower(batch).compile().as_text() or ""
+        counted = program.memory(batch).collectives
+        layer = sum(
+            math.prod(each.layer_shape) for each in program.layout.leaves if each.is_stacked
+        )
+    sent = collections.Counter[str]()
+    for each in hlo.collectives(text, 1, mesh=mesh):
+        axes = set((each.axes or "").split("+")) - {""}
+        if each.op == "all-gather" and axes == {"pipe"}:
+            assert each.num_bytes < layer
+        is_sum = each.op == "all-reduce" or (each.op == "reduce-scatter" and axes != {"context"})
+        if is_sum and each.num_bytes > 64:  # no metric
+            devices = math.prod(mesh.shape[name] for name in axes)
+            rounds = 2 if each.op == "all-reduce" else 1
+            share = (devices - 1) / devices
+            sent[each.op] += round(rounds * share * each.num_bytes * each.times)
+    assert sent["reduce-scatter"] == counted["reduce_scatter"]
+    assert sent["all-reduce"] == counted["all_reduce"]

@@ -9,7 +9,7 @@ from hf_models import write as write_model
 
 from zerojax.data import PairRows, pack_pairs, read_preferences
 
-VOCAB = 259
+VOCAB = 260
 SEQ = 32
 
 

@@ -1,5 +1,6 @@
 """Losses, gradients and steps over the same pairs are those of TRL's trainers, in float32."""
 
+import importlib
 import os
 import pathlib
 from typing import Any
@@ -45,24 +46,19 @@ def trainer_of(
 ) -> Any:
     """Return TRL's trainer of a kind."""
     import datasets
-    import trl  # pyright: ignore[reportMissingImports]
-    from trl.experimental.cpo import (  # pyright: ignore[reportMissingImports]
-        CPOConfig,
-        CPOTrainer,
-    )
-    from trl.experimental.orpo import (  # pyright: ignore[reportMissingImports]
-        ORPOConfig,
-        ORPOTrainer,
-    )
 
+    # Its modules load names on demand, which pyright does not see.
+    trl: Any = importlib.import_module("trl")
+    cpo: Any = importlib.import_module("trl.experimental.cpo")
+    orpo: Any = importlib.import_module("trl.experimental.orpo")
     kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "sigmoid": (trl.DPOTrainer, trl.DPOConfig, {"loss_type": ["sigmoid"], "max_length": None}),
         "ipo": (trl.DPOTrainer, trl.DPOConfig, {"loss_type": ["ipo"], "max_length": None}),
         "kto": (trl.KTOTrainer, trl.KTOConfig, {"max_length": None}),
-        "orpo": (ORPOTrainer, ORPOConfig, {}),
+        "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig, {}),
         "simpo": (
-            CPOTrainer,
-            CPOConfig,
+            cpo.CPOTrainer,
+            cpo.CPOConfig,
             {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": GAMMA},
         ),
     }

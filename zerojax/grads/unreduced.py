@@ -256,14 +256,15 @@ def reduced(
     """
     mesh = sharding.mesh
     spec = pad_spec(sharding.spec, value.ndim - 1)
-    shards = tuple(axis for axis in row_axes(mesh, unsharded) if axis != DATA)
+    whole = pad_spec(unsharded, value.ndim - 1)
+    shards = tuple(axis for axis in row_axes(mesh, whole) if axis != DATA)
     is_split = without_axes(spec, *shards) != spec
     if is_split and CONTEXT in list_axes(spec):
-        total = _scattered(value, mesh, spec, shards)
+        total = _scattered(value, mesh, spec, whole, shards)
         return jax.lax.with_sharding_constraint(total, sharding)
     if mesh.shape[DATA] > 1 and is_split:
         value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
-        rows = NamedSharding(mesh, PartitionSpec(DATA, shards))
+        rows = NamedSharding(mesh, PartitionSpec(DATA, shards, *whole))
         value = jnp.sum(jax.lax.with_sharding_constraint(value, rows), 1)
         value = jax.lax.with_sharding_constraint(
             value, NamedSharding(mesh, PartitionSpec(DATA, *spec))
@@ -271,7 +272,9 @@ def reduced(
     return jax.lax.with_sharding_constraint(jnp.sum(value, 0), sharding)
 
 
-def _scattered(value: Array, mesh: Any, spec: Sequence[Any], shards: tuple[str, ...]) -> Array:
+def _scattered(
+    value: Array, mesh: Any, spec: Sequence[Any], whole: Sequence[Any], shards: tuple[str, ...]
+) -> Array:
     """Add up the rows by a reduce_scatter over some axes: g[R_(data, fsdp), D, F] -> g[D_fsdp, F].
 
     On a mesh with `context` the rows are sums over `context` already, and each device still has to
@@ -282,6 +285,7 @@ def _scattered(value: Array, mesh: Any, spec: Sequence[Any], shards: tuple[str, 
       value: the unreduced gradient.
       mesh: the device mesh.
       spec: spec of the reduced gradient.
+      whole: spec of the unsharded leaf. An axis that the function does not name is gathered.
       shards: axes that split the rows, without `data`.
     """
     dim = next(d for d, entry in enumerate(spec) if set(shards) & set(parse_axes(entry)))
@@ -290,11 +294,13 @@ def _scattered(value: Array, mesh: Any, spec: Sequence[Any], shards: tuple[str, 
         part = jax.lax.psum_scatter(rows[0], shards, scatter_dimension=dim, tiled=True)
         return jax.lax.psum(part, DATA) if mesh.shape[DATA] > 1 else part
 
+    entries = list(whole)
+    entries[dim] = (*parse_axes(whole[dim]), *shards)
     return jax.shard_map(
         add,
         mesh=mesh,
-        in_specs=PartitionSpec((DATA, *shards)),
-        out_specs=PartitionSpec(*(None,) * dim, shards),
-        axis_names={DATA, *shards},
+        in_specs=PartitionSpec((DATA, *shards), *whole),
+        out_specs=PartitionSpec(*entries),
+        axis_names={DATA, *shards, *list_axes(whole)},
         check_vma=False,
     )(value)

@@ -416,11 +416,32 @@ class Head(nnx.Module):
     def log_probs(
         self, embed: Embed, x: jax.Array, targets: jax.Array, tiles: int | None
     ) -> jax.Array:
-        """Return the log-probability of each target, f32[B, T]; 0 for negative targets.
+        """Return the log-probability of each target, in the targets' shape; 0 for negative ones.
 
-        The arguments are those of `loss`.
+        Args:
+          embed: embedding, used if the head is tied.
+          x: [B, T, H], output of the last layer.
+          targets: integers [B, T], or [B, T, K] for K tokens at each position.
+          tiles: number of vocabulary tiles; None: chosen by size.
         """
         z, w = self._joined(embed, x)
-        return -linear_cross_entropy(
-            z, w, wide(targets), reduction="none", softcap=self.cap, num_tiles=tiles
+        targets = wide(targets)
+        first = targets if targets.ndim == 2 else targets[..., 0]
+        log_probs = -linear_cross_entropy(
+            z, w, first, reduction="none", softcap=self.cap, num_tiles=tiles
         )
+        if targets.ndim == 2:
+            return log_probs
+        rows = w.T
+
+        @jax.checkpoint
+        def logit(ids: jax.Array) -> jax.Array:
+            products = z.astype(jnp.float32) * jnp.take(rows, jnp.maximum(ids, 0), axis=0)
+            out = jnp.sum(products, axis=-1)
+            return out if self.cap is None else self.cap * jnp.tanh(out / self.cap)
+
+        # log p(k) = z(k) - lse, and lse = z(0) - log p(0). One token after the other, so that only
+        # [B, T, H + r] of the matrix's rows are held.
+        logits = jax.lax.map(logit, jnp.moveaxis(targets, -1, 0))  # [K, B, T]
+        others = jnp.moveaxis(logits - logits[0] + log_probs, 0, -1)
+        return jnp.where(targets >= 0, others, 0)

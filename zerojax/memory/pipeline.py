@@ -10,7 +10,8 @@ each tick a device holds, whatever the number of microbatches is,
 and what the largest of its units needs: embedding, forward or backward of one layer, head. With
 T = v M + p - 1 ticks in each direction, it sends
 
-    layers             K T gathers in each direction at stage 3; one reduction a step, or K T
+    layers             K T gathers in each direction at stage 3; one reduction a step, or K T;
+                       with one reduction, K T all_reduces over `context`
     embedding          at stage 3 gathers in T ticks, and for M derivatives
     head               2 M gathers at stage 3, for each microbatch's loss and derivative
     between stages     x in T ticks, dx in T ticks
@@ -36,7 +37,7 @@ from zerojax.memory.pipeline_steps import UnitBytes, pipeline_operations
 from zerojax.memory.pipeline_traces import UnitTraces
 from zerojax.memory.report import RunningBytes
 from zerojax.pipeline import PipelineStep
-from zerojax.sharding import DATA, STAGES, TENSOR, local_elements, stored_spec
+from zerojax.sharding import DATA, STAGES, TENSOR, context_size, local_elements, stored_spec
 from zerojax.state import Leaf
 from zerojax.trees import Batch
 
@@ -270,15 +271,22 @@ class PipelineBytes:
         replicas = mesh.shape[DATA]
         elements = local_elements(leaf.shape, leaf.spec.base, mesh)
         size = elements * reduced_itemsize(layout, leaf)
+        # The sums have no rows over `context`: each tick adds up its layers' gradients.
+        context = context_size(mesh) if layout.reduces_once else 1
+        over_context = 0.0
+        if leaf.is_stacked:
+            over_context = 2 * size * _ring(context) * gathers / 2
         if not splits_state(layout, leaf):
-            copies = shards * replicas
-            return {} if leaf.frozen else {"all_reduce": 2 * size * _ring(copies) * reductions}
+            copies = shards * replicas // context
+            all_reduced = 2 * size * _ring(copies) * reductions + over_context
+            return {} if leaf.frozen else {"all_reduce": all_reduced}
         ring = elements * _ring(shards)
         sent = {"all_gather": ring * leaf.dtype.itemsize * (gathers if stage.params else 1)}
         if leaf.frozen:
             return sent if stage.params else {}
+        shards //= context
         sent["reduce_scatter"] = size * _ring(shards) * reductions
-        sent["all_reduce"] = 2 * size / shards * _ring(replicas) * reductions
+        sent["all_reduce"] = 2 * size / shards * _ring(replicas) * reductions + over_context
         return sent
 
     def _sent_between_stages(self) -> dict[str, float]:

@@ -35,6 +35,7 @@ from zerojax.memory import (
 )
 from zerojax.models import CACHE, LayeredModel, Model, split_faults, with_cache
 from zerojax.pipeline import PipelineSchedule
+from zerojax.program.away import move_away, move_back
 from zerojax.program.compile import CompiledStep, LoweredStep, ScratchMemory, StepCompiler
 from zerojax.program.fingerprint import batch_key, batch_lines, key_lines, trace_lines
 from zerojax.program.gathering import GatheredEarly, build_gather
@@ -594,6 +595,45 @@ class Program:
             settled = self._runner.finished(self._runner.call(settle, state))
             state, _ = self._runner.end_step(settled, addresses)
             return state
+
+    @without_mesh
+    def offload(self, state: TrainState) -> TrainState:
+        """Move a state off the device, into host memory, so that other work can have the device.
+
+            state = program.offload(state)
+            ...                             # another program, such as one that samples
+            state = program.reload(state)
+
+        Between these calls the program can do nothing with the state. Bits do not change. Arrays
+        that are stored in host memory or on a disk stay there. The freed memory returns to JAX's
+        pool: other programs of this process can use it, and other processes only if JAX does not
+        keep the pool (`XLA_PYTHON_CLIENT_ALLOCATOR=platform`).
+
+        Args:
+          state: state from `init` or the previous step. It is donated.
+
+        Raises:
+          ValueError: the state was already donated, or another program made it.
+          RuntimeError: host memory is too small.
+        """
+        check_is_there(state)
+        with self.calling(), jax.set_mesh(self.mesh):
+            return move_away(self.check_state(state, self._state_numbers), self.layout)
+
+    @without_mesh
+    def reload(self, state: TrainState) -> TrainState:
+        """Move a state that `offload` returned back to where the program stores it.
+
+        Args:
+          state: state from `offload`. It is donated. A state that was not moved is returned as it
+            is.
+
+        Raises:
+          ValueError: the state was already donated, or another program made it.
+        """
+        check_is_there(state)
+        with self.calling(), jax.set_mesh(self.mesh):
+            return self.check_state(move_back(state, self.layout), self._state_numbers)
 
     @without_mesh
     def eval(self, state: TrainState, batch: Batch) -> Any:

@@ -102,10 +102,13 @@ class StateCheck:
                 widened[i] = widen_stack(leaf, expected.order, expected.sharding)
                 continue
             if is_away(leaf) != expected.is_away or leaf.shape != expected.shape:
+                advice = "the state was made by a program with another model or config"
+                if leaf.shape == expected.shape and is_away(leaf):
+                    advice += ", or program.offload moved it: then call program.reload(state)"
                 raise ValueError(
                     f"this state's {_name(state, i)} is {leaf.shape} in {_memory(is_away(leaf))}, "
-                    f"and this program's is {expected.shape} in {_memory(expected.is_away)}: the "
-                    "state was made by a program with another model or config"
+                    f"and this program's is {expected.shape} in {_memory(expected.is_away)}: "
+                    f"{advice}"
                 )
         if not (scalars or widened):
             return state

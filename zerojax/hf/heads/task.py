@@ -33,11 +33,14 @@ class TokenLoss(Protocol):
         ...
 
     def targets(self, batch: Batch) -> jax.Array:
-        """Return the tokens whose log-probabilities are read, i32[B, T]; negative: none."""
+        """Return the tokens whose log-probabilities are read; negative: none.
+
+        They are i32[B, T], or i32[B, T, K] for K tokens at each position.
+        """
         ...
 
     def __call__(self, log_probs: jax.Array, batch: Batch) -> Loss:
-        """Return the loss of log-probabilities f32[B, T]."""
+        """Return the loss of log-probabilities, f32 in the shape of the targets."""
         ...
 
     def predict(self, log_probs: jax.Array, batch: Batch) -> Any:
