@@ -70,7 +70,7 @@ def test_a_folder_trains_over_context_unedited(tmp_path, case, is_packed):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.by_default("ring-resident")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("method", CASE_OF)
 def test_adapters_over_an_nf4_base_train_over_context(tmp_path, method, base):

@@ -120,7 +120,7 @@ def assert_equals_plain(name, losses, found):
     )
 
 
-@pytest.mark.by_default("muon")
+@pytest.mark.exhaustive  # by default, tests/checkpoint restores any tier in any other
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [

@@ -182,8 +182,11 @@ def test_pipeline_schedule_warns_of_fewer_microbatches_than_stages(caplog):
         assert not caplog.records
         build_pipeline_schedule(4, 2)
     (record,) = caplog.records
-    assert "num_microbatches=2 is less than pipe=4" in record.getMessage()
-    assert "3/2 = 150 % of the computation's time. Use at least 4" in record.getMessage()
+    # 3 of 5 ticks without work, 3 of 7 with 4 microbatches, and 3 of 19 with 16.
+    assert record.getMessage() == (
+        "num_microbatches=2 for pipe=4: each stage has work in 2 of 5 ticks and is idle for 60 % of "
+        "a step. It is idle for 43 % with num_microbatches=4, and for 16 % with 16"
+    )
 
 
 # --- text and pictures ----------------------------------------------------------------------------

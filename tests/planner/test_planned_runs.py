@@ -84,7 +84,7 @@ DISKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.by_default("in_backward")
+@pytest.mark.exhaustive  # by default, steps on a disk compare what they read
 @pytest.mark.parametrize("case", DISKS)
 @pytest.mark.usefixtures("untimed")
 def test_plan_tells_what_ten_steps_write(case, model, tmp_path):

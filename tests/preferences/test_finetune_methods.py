@@ -72,7 +72,7 @@ METHODS = {
 }
 
 
-@pytest.mark.by_default("dpo")
+@pytest.mark.exhaustive  # by default, the blocks of docs/preferences.md train
 @pytest.mark.parametrize("case", list(METHODS))
 def test_held_out_loss_falls_and_a_resumed_run_reads_the_reference(tmp_path, case, monkeypatch):
     monkeypatch.chdir(tmp_path)

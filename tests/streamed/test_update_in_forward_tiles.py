@@ -38,7 +38,7 @@ FRACTIONS = {
 }
 
 
-@pytest.mark.by_default("small")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", FRACTIONS.values(), ids=FRACTIONS)
 def test_layers_with_state_on_the_device_equal_an_update_after_backward(case):
     clip_norm = 0.4 if "model" in case else 1.2  # which is exceeded in some steps

@@ -36,7 +36,11 @@ def load(folder):
     import transformers
 
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager", dtype="float32"
+        folder,
+        output_loading_info=True,
+        attn_implementation="eager",
+        dtype="float32",
+        trust_remote_code=False,
     )
     model, info = loaded
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
