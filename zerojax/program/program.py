@@ -242,6 +242,10 @@ class Program:
         return self._step.eval_moves()
 
     @cached_property
+    def _apply_moves(self) -> tuple[Move, ...]:
+        return self._step.eval_moves(skips=True)
+
+    @cached_property
     def _unsettled_eval_moves(self) -> tuple[Move, ...]:
         return self._step.unsettled_eval_moves()
 
@@ -765,7 +769,9 @@ class Program:
             if self.swap is not None:
                 self._compiler.order(program, as_arguments(args))
             is_settled = not isinstance(params, TrainState)
-            moves = self._eval_moves if is_settled else self._unsettled_eval_moves
+            moves = self._unsettled_eval_moves
+            if is_settled:
+                moves = self._apply_moves if name == "apply" else self._eval_moves
             return self._runner.run(name, program, *args, reads=params, moves=moves)
 
     @without_mesh

@@ -246,7 +246,7 @@ def _build_weights(model: Model | LayeredModel, config: ZeroConfig, mesh: Mesh) 
     replicated = tuple(replicated_leaves(whole, specs)) if stage.opt_state else ()
     encodings = list_encodings(model, config, whole, specs, is_frozen, mesh)
     if encodings:
-        unencoded = build_leaves(model, whole, specs, (), is_frozen)
+        unencoded = build_leaves(model, whole, specs, groups, is_frozen)
         encoded = encode_leaves(encodings, unencoded, whole, groups, stage.params)
         whole = encoded.tree
         specs = encoded.specs

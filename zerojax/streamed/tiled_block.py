@@ -128,6 +128,7 @@ class TiledBlock:
     Attributes:
       layer: the traced block.
       forward_loops: groups whose loops a forward tick runs, in order.
+      needed_loops: for each of these loops, whether it knows which of its tiles it needs.
       backward_loops: groups whose loops a backward tick runs, in order, each with whether it is the
         loop's derivative.
     """
@@ -179,6 +180,7 @@ class TiledBlock:
         self._forward = _cut(layer.program, outputs, forward_loop)
         self._backward = self._cut_backward(args, names)
         self.forward_loops = [self.group_of[number] for number, _ in self._forward.marks]
+        self.needed_loops = [self.loops[number].skips for number, _ in self._forward.marks]
         self.backward_loops = [
             (self.group_of[number], is_derivative) for number, is_derivative in self._backward.marks
         ]
