@@ -28,7 +28,7 @@ from pallas_kernels.storage import Encoded
 from zerojax.config import ZeroConfig
 from zerojax.models import LayeredModel, Model
 from zerojax.sharding import PIPE, STAGES, LeafSpec, Spec, named, parse_axes, stored_spec
-from zerojax.state.leaves import Leaf, TileGroup, is_stacked, tiled_leaves
+from zerojax.state.leaves import Leaf, TileGroup, is_stacked, tiles_by_path
 from zerojax.state.wide import StageOrder, stage_order
 from zerojax.trees import Params
 
@@ -143,7 +143,7 @@ def list_encodings(
         return {}
     sharded = STAGES[config.stage].params
     candidates: list[_Candidate] = []
-    tiles = _find_tiles(model, abstract_whole)
+    tiles = tiles_by_path(model, abstract_whole)
     leaves = jax.tree_util.tree_flatten_with_path(abstract_whole)[0]
     for (path, leaf), frozen in zip(leaves, is_frozen, strict=True):
         if frozen and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -220,15 +220,6 @@ def _choose_encodings(
             why,
         )
     return encodings
-
-
-def _find_tiles(model: Model | LayeredModel, abstract_whole: Params) -> dict[str, bool | int]:
-    """Return the value of `Model.tiles` for each leaf that may be a stack of tiles, by path."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_whole)[0]]
-    if isinstance(model, LayeredModel):
-        paths = [path for path in paths if is_stacked(model, path)]
-    flags = tiled_leaves(model, abstract_whole)
-    return {jax.tree_util.keystr(path): flag for path, flag in zip(paths, flags, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)

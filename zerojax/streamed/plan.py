@@ -12,6 +12,7 @@ to it: the unstacked leaves (`unstacked`), and the loops over tiles inside a tic
 once the block is traced.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -284,6 +285,15 @@ class StreamedPlan:
         self._schedule(model)
         self._check_budget({})
         self.host = self._host_update()
+
+    def of_model(self, model: LayeredModel) -> "StreamedPlan":
+        """Return this plan for the blocks of another model with the same parameters."""
+        models = {stack.name: stack for stack in list_stacks(model)}
+        plan = copy.copy(self)
+        plan.of_stacks = tuple(
+            dataclasses.replace(stack, stack=models[stack.name]) for stack in self.of_stacks
+        )
+        return plan
 
     def _schedule(self, model: LayeredModel) -> None:
         """Choose when unstacked leaves are updated, and schedule the runs of layers."""

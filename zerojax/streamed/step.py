@@ -35,6 +35,7 @@ saves different values for backward (`zerojax.state.runs`), have separate loops 
 stack's context.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -201,6 +202,24 @@ class StreamedStep:
         self.loops = tuple(
             StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks
         )
+
+    def of_model(self, model: LayeredModel, gather: Callable[..., Any]) -> "StreamedStep":
+        """Return a step that evaluates another model with the same parameters.
+
+        Args:
+          model: the model, with the stacks of this step's model.
+          gather: evaluates embedding and head, as for this step.
+        """
+        step = copy.copy(self)
+        step.model = model
+        step.plan = self.plan.of_model(model)
+        step.eval_embed_head = EmbedHead(
+            self.layout.decoding(model), step.plan, Microbatches(self.mesh, 1), gather
+        )
+        step.loops = tuple(
+            StackLoops(step.plan, stack, self.microbatches) for stack in step.plan.of_stacks
+        )
+        return step
 
     # --- requirements of a step, from shapes alone ------------------------------------------------
 
