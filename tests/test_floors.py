@@ -41,7 +41,7 @@ ROOMS = {
     "zerojax.gather": ("activations", "jaxprs", "sharding", "trees"),
     "zerojax.tiling": ("user_values", "jaxprs", "sharding", "trees"),
     "zerojax.models": ("user_values", "tiling", "jaxprs", "sharding", "trees"),
-    "zerojax.experts": ("user_values", "models", "sharding"),
+    "zerojax.experts": ("user_values", "tiling", "models", "sharding"),
     "zerojax.linen": ("experts", "tiling"),
     "zerojax.activations": ("models", "tiling", "jaxprs", "sharding", "vocabulary", "trees"),
     "zerojax.grads": ("activations", "jaxprs", "sharding", "trees"),
