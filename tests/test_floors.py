@@ -66,7 +66,7 @@ ROOMS = {
         "aot", "compat", "config", "precision", "hlo", "jaxprs", "progress", "trees",
     ),
     "zerojax.checkpoint": ("user_values", "program", "runtime", "state", "models", "sharding", "precision", "progress"),
-    "zerojax.inference": ("user_values", "program", "state", "models", "sharding", "config"),
+    "zerojax.inference": ("user_values", "program", "state", "models", "sharding"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config", "progress", "sharding", "trees"),
     "zerojax.hf": ("user_values", "context", "experts", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding", "trees"),
     "zerojax.machines": ("user_values", "chips", "formulas", "sharding", "precision", "hlo", "trees"),
