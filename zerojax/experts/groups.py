@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
-from zerojax.experts.mixture import Experts, Mixed
 from zerojax.experts.routing import Routing, Scores, weigh_experts
+from zerojax.experts.weights import Experts, Mixed
 from zerojax.tiling import loop_over
 
 Array = jax.Array

@@ -810,9 +810,12 @@ class Program:
             if self.swap is not None:
                 self._compiler.order(program, as_arguments(args))
             is_settled = not isinstance(params, TrainState)
-            moves = self._unsettled_eval_moves
-            if is_settled:
-                moves = self._apply_moves if name == "apply" else self._eval_moves
+            if not is_settled:
+                moves = self._unsettled_eval_moves
+            elif name == "apply":
+                moves = self._apply_moves
+            else:
+                moves = self._eval_moves
             return self._runner.run(name, program, *args, reads=params, moves=moves)
 
     @without_mesh
