@@ -4,10 +4,13 @@ import contextlib
 import functools
 
 import jax
+import mixture_models
 import numpy as np
 import optax
 import pytest
+from hf_models import need
 from plain_mixtures import SIZES, batch_of, write_mixture
+from safetensors.numpy import load_file
 
 import zerojax as zj
 from zerojax.costs import traced
@@ -67,6 +70,8 @@ def train(program, state, steps=3):
     for step in range(steps):
         state, metrics = program.step(state, batch_of(step))
         jax.block_until_ready(metrics)
+        if program.swap is not None:  # reads that the next step waits for count there
+            program.swap.engine.flush()
         names = ("loss", "grad_norm", "swap_read_bytes")
         found.append([float(metrics.get(name, 0)) for name in names])
     return state, *np.array(found).T
@@ -84,10 +89,10 @@ def params_of(program, state):
 
 
 @functools.cache
-def in_one_group(folder, base, trains):
+def in_one_group(folder, base, trains, fsdp):
     """Return losses, norms and parameters of a program on the device, with one group."""
     lora = None if trains else LORA
-    with program_of(folder, 1, None, lora=lora, **BASES[base]) as (program, state):
+    with program_of(folder, 1, None, fsdp, lora, **BASES[base]) as (program, state):
         state, losses, norms, _ = train(program, state)
         return losses, norms, params_of(program, state)
 
@@ -95,7 +100,7 @@ def in_one_group(folder, base, trains):
 def check(folder, groups, base, swap, fsdp=1, trains=False, account=None, **fields):
     """Compare a program with one whose experts are one group."""
     rtol = 1e-2 if base == "bf16" else 2e-5
-    losses, norms, params = in_one_group(folder, base, trains)
+    losses, norms, params = in_one_group(folder, base, trains, fsdp)
     fields |= BASES[base]
     lora = None if trains else LORA
     with program_of(folder, groups, swap, fsdp, lora, **fields) as (program, state):
@@ -160,6 +165,27 @@ def test_groups_keep_capacities_and_microbatches(folder, tmp_path):
             )
     assert found[0][2] > 0
     np.testing.assert_allclose(found[0], found[1], rtol=2e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["gpt_oss", "glm4_moe-norms", "deepseek_v3", "llama4", "mixtral"])
+def test_families_compute_and_export_the_same_in_groups(tmp_path, case):
+    """Biases, shared experts, several stacks, weighed inputs and fused tensors."""
+    need("torch", "transformers")
+    like = tmp_path / "model"
+    mixture_models.write(case, like)
+    found = []
+    for groups in (1, 4):
+        fields = {"params": "pinned_host", "opt_state": "pinned_host"}
+        with program_of(like, groups, None, lora=None, fsdp=2, **fields) as (program, state):
+            with zj.Checkpointer(tmp_path / str(groups)) as ckpt:
+                ckpt.save(program, state)
+            found.append(train(program, state, steps=2)[1:3])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+    zj.export_hf(tmp_path / "4", tmp_path / "out", like=like)
+    for file in like.glob("*.safetensors"):
+        ours = load_file(tmp_path / "out" / file.name)
+        jax.tree.map(np.testing.assert_array_equal, ours, load_file(file))
 
 
 # --- checkpoints and folders ----------------------------------------------------------------------
