@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 
 import jax
 import mixture_models
@@ -54,12 +55,13 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def program_of(folder, groups, swap, fsdp=1, lora=LORA, **fields):
+def program_of(folder, groups, swap, fsdp=1, lora=LORA, axes=None, **fields):
     """Return a program of the folder's model and its state."""
     if "nvme" in fields.values():
         fields["swap_dir"] = str(swap)
     model = model_of(folder, lora=lora, expert_groups=groups)
-    mesh = zj.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    axes = axes or {"fsdp": fsdp}
+    mesh = zj.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     with zj.build_train_step(model, TX, zj.ZeroConfig(**fields), mesh) as program:
         yield program, zj.import_hf(program, folder, key=jax.random.key(0))
 
@@ -148,6 +150,19 @@ def test_trained_groups_train_like_one_group(folder, tmp_path, tier, update, fsd
     if tier != "device":
         fields |= {"params": tier, "opt_state": tier}
     check(folder, 4, "float32", tmp_path, fsdp, trains=True, **fields)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 2, "tensor": 2}, {"data": 2}, {"fsdp": 2, "context": 2}], ids=str
+)
+def test_groups_train_like_one_group_on_any_mesh(folder, axes):
+    found = []
+    for groups in (1, 4):
+        fields = {"frozen": "pinned_host", "frozen_dtype": "int8", "axes": axes}
+        with program_of(folder, groups, None, **fields) as (program, state):
+            found.append(train(program, state)[1:3])
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-5)
 
 
 @pytest.mark.exhaustive
