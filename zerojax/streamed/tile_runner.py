@@ -108,7 +108,7 @@ class TileRunner:
 
         def tick(y: Array, now: Tick) -> tuple[Array, Any]:
             assert now.record is not None
-            gathered = self._gather(group, now.record)
+            gathered = self._gather(call, group, now.record)
 
             def add_tile(y: Array, *of_data: Array) -> Array:
                 return loop.put(y, now.layer, _operands(call, gathered, of_data, now.layer))
@@ -143,7 +143,7 @@ class TileRunner:
             index = self._index(group, tile)
             record = self.source.fetch(self.carried, leaves, index)
             shards, _, _ = self.source.take(self.carried, leaves, record, index, None)
-            gathered = self._gather(group, shards)
+            gathered = self._gather(call, group, shards)
             return loop.put(y, tile, _operands(call, gathered, of_data, tile))
 
         def tick(tile: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -203,7 +203,7 @@ class TileRunner:
         self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads
     ) -> list[Array]:
         """Run a loop's derivative; return the wanted cotangents in the order of the operands."""
-        derivative = self._plan_derivative(call, group)
+        derivative = self._plan_derivative(call)
         assert call.dy is not None
         sums = [self._zeros(call, p, jnp.float32) for p in derivative.shared]
         # Only one tile reads each slice of a part. Its cotangents are placed side by side and not
@@ -215,7 +215,7 @@ class TileRunner:
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             cotangents, carried = carry
             assert now.record is not None
-            gathered = self._gather(group, now.record)
+            gathered = self._gather(call, group, now.record)
             derive = partial(self._derive_tile, derivative, gathered, now.layer)
             # With several microbatches, dim 0 of all these arrays counts them: a scan takes the
             # cotangents of one microbatch and returns them.
@@ -232,7 +232,7 @@ class TileRunner:
             # consists of the layer and the tile.
             now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
             if group.leaves:  # otherwise all of the group is frozen
-                by_index = dict(zip(self.stack.group_nodes(group), gathered, strict=True))
+                by_index = dict(zip(self._operands_of(call), gathered, strict=True))
                 trained = [by_index[i] for i in group.leaves]
                 record = RecordGrads(now, group.leaves, grads, trained, in_flight)
                 carried, in_flight = use(carried, record)
@@ -251,11 +251,11 @@ class TileRunner:
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
         return [cotangents[p].astype(derivative.dtype(p)) for p in wanted]
 
-    def _plan_derivative(self, call: TileLoopCall, group: TileGroup) -> "_TileDerivative":
+    def _plan_derivative(self, call: TileLoopCall) -> "_TileDerivative":
         loop = call.loop
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
         leaf_ids = dict[int, int]()
-        for position, leaf in zip(loop.tiles, self.stack.group_nodes(group), strict=True):
+        for position, leaf in zip(loop.tiles, self._operands_of(call), strict=True):
             if not self.plan.leaves[leaf].frozen:
                 leaf_ids[position] = leaf
         # Cotangents of untiled parameters become part of gradients.
@@ -398,11 +398,19 @@ class TileRunner:
         self._before = jax.tree.leaves(after)[0]
         return after
 
-    def _gather(self, group: TileGroup, shards: Sequence[Array]) -> list[Array]:
+    def _operands_of(self, call: TileLoopCall) -> list[int]:
+        """Return the leaf of each stack of tiles among a loop's operands, in their order.
+
+        The first array of an encoded leaf stands for it.
+        """
+        return [self.stack.operands[position] for position in call.leaves]
+
+    def _gather(self, call: TileLoopCall, group: TileGroup, shards: Sequence[Array]) -> list[Array]:
         """Return a tile's leaves, gathered and decoded, in the order of the loop's operands."""
         gathered = self.plan.gather(shards, group.weights)
         by_index = dict(zip(group.weights, gathered, strict=True))
-        nodes = list(self.stack.group_nodes(group).values())
+        by_operand = self.stack.group_nodes(group)
+        nodes = [by_operand[operand] for operand in self._operands_of(call)]
         return self.plan.layout.decode(jax.tree.map(by_index.__getitem__, nodes))
 
 

@@ -67,7 +67,7 @@ def program_of(folder, groups, swap, fsdp=1, lora=LORA, axes=None, **fields):
 
 
 def train(program, state, steps=3):
-    """Return the state, and losses, norms of gradients and bytes read of some steps."""
+    """Return the state, losses and norms of some steps, and the bytes that a later step reads."""
     found = []
     for step in range(steps):
         state, metrics = program.step(state, batch_of(step))
@@ -76,7 +76,11 @@ def train(program, state, steps=3):
             program.swap.engine.flush()
         names = ("loss", "grad_norm", "swap_read_bytes")
         found.append([float(metrics.get(name, 0)) for name in names])
-    return state, *np.array(found).T
+        if program.swap is not None and step == 0:
+            program.swap.engine.take_stats()
+    losses, norms, read = np.array(found).T
+    ahead = 0 if program.swap is None else program.swap.engine.take_stats().bytes_read
+    return state, losses, norms, (sum(read[1:]) + ahead) / (steps - 1)
 
 
 def params_of(program, state):
@@ -114,7 +118,7 @@ def check(folder, groups, base, swap, fsdp=1, trains=False, account=None, **fiel
             jax.tree.map(compare, tree, params[name])
         assert f"{groups} tiles of {EXPERTS}" in str(program.schedule)
         if account is not None:
-            account(program, read[-1])
+            account(program, read)
 
 
 def account_for_reads(program, read):
