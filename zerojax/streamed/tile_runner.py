@@ -203,7 +203,7 @@ class TileRunner:
         self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads
     ) -> list[Array]:
         """Run a loop's derivative; return the wanted cotangents in the order of the operands."""
-        derivative = self._plan_derivative(call)
+        derivative = self._plan_derivative(call, group)
         assert call.dy is not None
         sums = [self._zeros(call, p, jnp.float32) for p in derivative.shared]
         # Only one tile reads each slice of a part. Its cotangents are placed side by side and not
@@ -251,13 +251,12 @@ class TileRunner:
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
         return [cotangents[p].astype(derivative.dtype(p)) for p in wanted]
 
-    def _plan_derivative(self, call: TileLoopCall) -> "_TileDerivative":
+    def _plan_derivative(self, call: TileLoopCall, group: TileGroup) -> "_TileDerivative":
         loop = call.loop
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
-        leaf_ids = dict[int, int]()
-        for position, leaf in zip(loop.tiles, self._operands_of(call), strict=True):
-            if not self.plan.leaves[leaf].frozen:
-                leaf_ids[position] = leaf
+        positions = dict(zip(self._operands_of(call), loop.tiles, strict=True))
+        # In the order of the group's gradients, which need not be the operands'.
+        leaf_ids = {positions[leaf]: leaf for leaf in group.leaves}
         # Cotangents of untiled parameters become part of gradients.
         in_float32 = [
             of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
