@@ -48,6 +48,8 @@ def workload_of_model(
     batch: Batch,
     machine: Machine,
     base: ZeroConfig,
+    *,
+    times: bool = True,
 ) -> Workload:
     """Return the workload of a model on a mesh.
 
@@ -58,12 +60,13 @@ def workload_of_model(
       batch: batch of one step, as arrays or a pytree of ShapeDtypeStruct.
       machine: machine whose rates the roofline uses.
       base: config whose precision, min_shard_bytes, frozen and similar fields apply.
+      times: whether parts of the step may be timed.
     """
     abstract = abstract_batch(batch, mesh)
     with jax.set_mesh(mesh):
         if isinstance(model, Model):
-            return _PlainTracer(model, tx, mesh, abstract, machine, base).workload()
-        return _LayeredTracer(model, tx, mesh, abstract, machine, base).workload()
+            return _PlainTracer(model, tx, mesh, abstract, machine, base, times).workload()
+        return _LayeredTracer(model, tx, mesh, abstract, machine, base, times).workload()
 
 
 class _Tracer:
@@ -77,6 +80,7 @@ class _Tracer:
         batch: Batch,
         machine: Machine,
         base: ZeroConfig,
+        times: bool = True,
     ) -> None:
         self.model = model
         self.tx = tx
@@ -94,7 +98,8 @@ class _Tracer:
         token_shapes = [a.shape for a in arrays if _is_tokens(a)]
         self.tokens = math.prod(token_shapes[0]) if token_shapes else self.rows
         # Several processes would measure different seconds and choose different configs.
-        self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
+        is_timed = times and is_there(mesh) and jax.process_count() == 1
+        self.watch = Stopwatch(mesh) if is_timed else None
 
     def assemble(self, **fields: Any) -> Any:
         """Return the parts of the program of some config fields, with everything on the device."""
