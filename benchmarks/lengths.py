@@ -2,11 +2,12 @@ r"""Compile long rows of one sequence for one H100 without having one: the bytes
 
     python benchmarks/lengths.py --save benchmarks/results/lengths_h100_aot_202611.md
 
-Each row of the table is a step on one row of tokens. A Llama of 8 billion parameters trains adapters
-over a base in 4 bits, or all parameters with their state in host memory. A mixture of 20.9 billion
-parameters (gpt-oss-20b) trains adapters over a base in 4 bits. Inputs of layers are in host memory
-between forward and backward, and layers are computed again. MLPs and experts run on all tokens at
-once, or over tiles of 8,192 tokens (`seq_tiles`).
+Each row of the table is a step on one row of tokens. A Llama of 8 billion parameters trains
+adapters over a base in 4 bits, or all parameters with their state in host memory. A mixture of 20.9
+billion parameters (gpt-oss-20b) trains adapters over a base in 4 bits. Inputs of layers are in host
+memory between forward and backward, and layers are computed again. MLPs and experts run on all
+tokens at once, or over tiles of 8,192 tokens (`seq_tiles`). A second table has the longest rows
+that `zj.plan` finds.
 
 Bytes are those of the compiled step. Seconds are the planner's for the same settings, from the
 assumed rates of an H100 (`zj.machine("h100")`): a roofline, which counts attention in blocks as
@@ -102,9 +103,7 @@ class Case:
 
 CASES = {
     "8 B: LoRA, base in nf4": Case(LLAMA_8B, {"lora": LORA}, {"frozen_dtype": "nf4"}),
-    "8 B: all parameters": Case(
-        LLAMA_8B, {}, {"params": HOST, "grads": HOST, "opt_state": HOST}
-    ),
+    "8 B: all parameters": Case(LLAMA_8B, {}, {"params": HOST, "grads": HOST, "opt_state": HOST}),
     "20 B mixture: LoRA, base in nf4": Case(GPT_OSS_20B, {"lora": LORA}, {"frozen_dtype": "nf4"}),
 }
 HEADS = (
@@ -117,6 +116,18 @@ HEADS = (
     "tokens/s",
     "compile, s",
 )
+LONGEST_HEADS = (
+    "trained",
+    "longest, tokens",
+    "planned, GB",
+    "compiled, GB",
+    "on the host, GB",
+    "predicted: s a step",
+    "tokens/s",
+    "chosen",
+)
+STEP = 65_536
+"""Tokens whose multiples are tried for the longest sequences."""
 CHOSEN = (
     "update",
     "update_on",
@@ -132,10 +143,11 @@ def parse() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[131_072, 262_144, 524_288])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[131_072, 262_144, 524_288])
     parser.add_argument("--whole", type=int, nargs="*", default=[131_072], help="also untiled")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--only-plan", action="store_true", help="predict seconds alone")
+    parser.add_argument("--longest", type=int, default=1, help="0: no search for the longest rows")
     parser.add_argument("--save", type=pathlib.Path)
     return parser.parse_args()
 
@@ -160,6 +172,50 @@ def predict(model: Any, config: zj.ZeroConfig, mesh: Any, batch: Any) -> zj.Plan
     names = ("precision", "activations", "params", "grads", "opt_state", "frozen_dtype", *CHOSEN)
     fixed = {name: getattr(config, name) for name in names}
     return zj.plan(model, optax.adamw(1e-5), mesh, batch, machine, fixed=fixed)
+
+
+def find_longest(options: argparse.Namespace, case: str) -> list[str]:
+    """Return the row of the longest sequences that fit an H100 with 80 GB, by the planner."""
+    machine = dataclasses.replace(
+        zj.machine("h100", devices_per_node=1), host_bytes=HOST_BYTES, host_kernel=1.5e11
+    )
+    _, config, mesh, batch = build(case, STEP, 1, options.attention)
+    fixed = {
+        "precision": "bf16",
+        "frozen_dtype": config.frozen_dtype,
+        "moments": "float32",
+        "prefetch_distance": config.prefetch_distance,
+        "gather_ahead": False,
+    }
+    plan = zj.plan(
+        lambda tokens: build(case, tokens, tokens // TILE, options.attention)[0],
+        optax.adamw(1e-5),
+        mesh,
+        batch,
+        machine,
+        fixed=fixed,
+        longest=STEP,
+        validate=not options.only_plan,
+    )
+    found = plan.validated
+    chosen = {name: value for name, value in plan.fields.items() if name not in fixed}
+    cells = [
+        case,
+        f"{plan.length:,}",
+        f"{plan.device_bytes / 1e9:.1f}",
+        "" if found is None else f"{found.device_bytes / 1e9:.1f}",
+        f"{sum(plan.bytes['pinned_host'].values()) / 1e9:.1f}",
+        f"{plan.seconds:,.0f}",
+        f"{plan.tokens_per_second:,.0f}",
+        ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None),
+    ]
+    print(" | ".join(cells), flush=True)
+    return cells
+
+
+def as_table(heads: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
 def compile_step(options: argparse.Namespace, case: str, tokens: int, tiles: int) -> list[str]:
@@ -191,7 +247,7 @@ def main() -> None:
             if tokens in options.whole and CASES[case].config is LLAMA_8B:
                 rows.append(compile_step(options, case, tokens, 1))
             rows.append(compile_step(options, case, tokens, tokens // TILE))
-    table = ["| " + " | ".join(row) + " |" for row in (HEADS, ["---"] * len(HEADS), *rows)]
+    longest = [find_longest(options, case) for case in options.cases if options.longest]
     text = "\n".join(
         [
             "# Long rows, compiled for one H100, 2026-11",
@@ -207,7 +263,13 @@ def main() -> None:
             "in blocks runs at the rate of large products. Windows that differ between layers are "
             "masks: attention computes, and the seconds count, all blocks before a token.",
             "",
-            *table,
+            *as_table(HEADS, rows),
+            "",
+            "The longest rows that zj.plan finds for one H100 of 80 GB and "
+            f"{HOST_BYTES / 1e9:g} GB of host memory, in multiples of {STEP:,} tokens, with the "
+            "settings that it chooses; their steps were compiled.",
+            "",
+            *as_table(LONGEST_HEADS, longest),
             "",
         ]
     )

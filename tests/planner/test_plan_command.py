@@ -183,7 +183,8 @@ def test_the_longest_sequence_needs_no_length(tmp_path, capsys):
     machine = f"--machine {tmp_path / 'lab.toml'} {QUICK} --fix params=device"
     run(f"{sizes} {machine} --longest 1048576 --json {tmp_path / 'plan.json'}")
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["length"] % 1048576 == 0 and plan["block"] == 1048576
+    assert plan["length"] % plan["block"] == 0
+    assert plan["block"] == 1048576
     assert f"{plan['length']:,} tokens per sequence" in capsys.readouterr().out
     assert "--seq and --longest: give only one" in refused(f"{SMALL} {machine} --longest", capsys)
     assert "--seq and --batch are needed" in refused(f"{sizes} {machine}", capsys)

@@ -195,18 +195,19 @@ def test_sizes_are_exported():
 
 
 def test_longest_sequences_fit_and_longer_ones_do_not():
-    """A plan finds the longest multiple of 32,768 tokens, which the bytes of its neighbor confirm."""
+    """A plan finds the longest multiple of 32,768 tokens, as plans of it and the next one show."""
     machine = dataclasses.replace(zj.machine("l4"), host_bytes=64e9)
     sizes = dataclasses.replace(GPT, layers=4, batch=1)
     fixed = {"precision": "bf16", "activations": "remat", **QUICK}
     plan = zj.plan(sizes, machine=machine, fixed=fixed, longest=32768)
-    assert plan.length is not None and plan.length % 32768 == 0 and plan.tokens == plan.length
+    assert plan.length is not None
+    assert plan.length % 32768 == 0
+    assert plan.tokens == plan.length
     assert f"{plan.length:,} tokens per sequence, the longest multiple of 32,768" in str(plan)
-    assert zj.plan(
-        dataclasses.replace(sizes, seq=plan.length), machine=machine, fixed=fixed
-    ).config == plan.config
+    of_length = dataclasses.replace(sizes, seq=plan.length)
+    assert zj.plan(of_length, machine=machine, fixed=fixed).config == plan.config
+    longer = dataclasses.replace(sizes, seq=plan.length + 32768)
     with pytest.raises(zj.PlanError, match="nothing fits l4"):
-        longer = dataclasses.replace(sizes, seq=plan.length + 32768)
         zj.plan(longer, machine=machine, fixed=fixed)
     small = dataclasses.replace(machine, device_bytes=1e9, host_bytes=1e9)
     with pytest.raises(zj.PlanError, match="not even sequences of 1,024 tokens fit: nothing fits"):

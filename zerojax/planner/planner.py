@@ -143,7 +143,7 @@ def plan(
         machine's rates.
       validate: whether to compile the plan's step for the mesh's devices, or the machine's GPUs,
         and report its bytes next to the plan's. A step that needs more than the device has is left
-        out, and the next one is compiled.
+        out, and the next one is compiled; with `longest`, one of shorter sequences.
       axes: for a model on a mesh of your own, its axes by name, as in `build_train_step`.
 
     Raises:
@@ -168,7 +168,7 @@ def plan(
 
         def build(length: int) -> Planner:
             resized, of_length = with_length(model, batch, length)
-            return Planner(resized, tx, mesh, of_length, machine, *options, times=False)
+            return Planner(resized, tx, mesh, of_length, machine, *options, is_for_length=True)
 
         return _plan_longest(build, block, validate)
 
@@ -179,20 +179,37 @@ def _plan_longest(build: Callable[[int], "Planner"], block: int, validate: bool)
     Args:
       build: function from the tokens of a row to their planner.
       block: tokens whose multiples are tried.
-      validate: whether to compile the plan's step.
+      validate: whether to compile the plan's step, and to shorten the sequences until it fits.
 
     Raises:
       PlanError: not even sequences of `block` tokens fit.
     """
-    length = find_longest(lambda length: build(length).fits(), block)
-    try:
-        plan = build(length or block).plan(validate)
-    except PlanError as error:
-        if length is not None:
-            raise
-        text = f"not even sequences of {block:,} tokens fit: {error}"
-        raise PlanError(text, error.tier, error.needed, error.had) from error
-    return dataclasses.replace(plan, length=length or block, block=block)
+    usable_fraction = 1.0
+
+    def planner_of(length: int) -> Planner:
+        planner = build(length)
+        planner.usable_fraction = usable_fraction
+        return planner
+
+    notes = list[str]()
+    while True:
+        length = find_longest(lambda length: planner_of(length).fits(), block)
+        planner = planner_of(length or block)
+        try:
+            plan = planner.plan(False)
+        except PlanError as error:
+            text = f"not even sequences of {block:,} tokens fit: {error}"
+            raise PlanError(text, error.tier, error.needed, error.had) from error
+        assert length is not None
+        if validate:
+            compiled = validated(plan, planner.model, planner.tx, planner.mesh, planner.batch)
+            plan = dataclasses.replace(plan, validated=compiled)
+            most = planner.machine.need("device_bytes")
+            if compiled.device_bytes > most:
+                notes.append(f"sequences of {length:,} tokens were left out: {compiled}")
+                usable_fraction *= min(0.98, 0.98 * most / compiled.device_bytes)
+                continue
+        return dataclasses.replace(plan, length=length, block=block, notes=(*plan.notes, *notes))
 
 
 def _check_axes(mesh: Mesh) -> None:
@@ -269,14 +286,15 @@ class Planner:
         tiles: Sequence[int] | None = None,
         rounds_moments: bool = False,
         *,
-        times: bool = True,
+        is_for_length: bool = False,
     ) -> None:
         """Check the arguments and trace the model; they are the arguments of `plan`.
 
-        With `times`, parts of the step are timed if the devices are present.
+        With `is_for_length`, the plan decides how long sequences can be: nothing is timed, and
+        working memory is an upper estimate.
         """
         _check_arguments(fixed, min_disk_days, tiles)
-        self.times = times
+        self.is_for_length = is_for_length
         self.model = model
         self.tx = tx
         self.batch = batch
@@ -419,7 +437,13 @@ class Planner:
                 f"use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
             )
         return workload_of_model(
-            self.model, self.tx, self.mesh, self.batch, self.machine, self.base, times=self.times
+            self.model,
+            self.tx,
+            self.mesh,
+            self.batch,
+            self.machine,
+            self.base,
+            is_for_length=self.is_for_length,
         )
 
     def _check_fixed(self) -> None:
