@@ -204,8 +204,8 @@ def page(rows: Mapping[tuple[str, ...], list[str]]) -> str:
             "",
             f"{ROWS} sequences of {SEQ} tokens a step, bf16, AdamW; adapters of rank 16 beside all "
             "projections (in mixtures: attention's). A machine is one GPU and its memory, then "
-            f"host memory, of which {SYSTEM_BYTES / 1e9:g} GB are kept for the system; a drive of 2 TB, "
-            "6 GB/s to read and 4 GB/s to write. The host's update moves 50 GB/s on desktops (and "
+            f"host memory, of which {SYSTEM_BYTES / 1e9:g} GB are kept for the system; a drive of "
+            "2 TB, 6 GB/s to read and 4 GB/s to write. The host's update moves 50 GB/s on desktops (and "
             "beside an L4) and 150 GB/s on servers. The planner chose the settings, the same for "
             "all layers, and predicted bytes and seconds at the assumed rates of the named GPUs. "
             '"Stored" is where the base is, or parameters (P) and optimizer state (O) if not on '

@@ -93,8 +93,9 @@ def peak_bytes(program: FlatJaxpr, rows: int, *, counts_operands: bool = False) 
     Args:
       program: flat program of a derivative.
       rows: number of rows in the batch.
-      counts_operands: whether elementwise results that products, loops or kernels read count too.
-        XLA fuses some of them into products, so this is an upper estimate.
+      counts_operands: whether elementwise results that products, loops or kernels read count too,
+        and what one turn of a loop holds. XLA fuses some of them into products, so this is an upper
+        estimate.
     """
     last_read: dict[int, int] = {}
     for n, i in enumerate(program.instructions):
@@ -123,6 +124,10 @@ def peak_bytes(program: FlatJaxpr, rows: int, *, counts_operands: bool = False) 
             alive += size
             stop = last_read.get(slot, n)
             freed_after[stop] = freed_after.get(stop, 0) + size
-        peak = max(peak, alive)
+        inside = 0
+        if counts_operands and name == "scan":
+            body = i.eqn.params["jaxpr"]
+            inside = peak_bytes(flatten(body.jaxpr, body.consts), 1, counts_operands=True)
+        peak = max(peak, alive + inside)
         alive -= freed_after.pop(n, 0)
     return peak

@@ -171,7 +171,8 @@ def _compute(tiled: _Tiled, consts: tuple[Any, ...], x: tuple[Array, ...]) -> li
         y = run(consts, tile)
         return [total + a for total, a in zip(sums, y[count:], strict=True)], y[:count]
 
-    sums = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in tiled.jaxpr.outvars[count:]]
+    shapes: Any = [v.aval for v in tiled.jaxpr.outvars[count:]]
+    sums = [jnp.zeros(a.shape, a.dtype) for a in shapes]
     sums, y = jax.lax.scan(step, sums, [tiled.cut.split(a) for a in x])
     return [*(tiled.cut.join(a) for a in y), *sums]
 

@@ -85,7 +85,10 @@ def with_length(model: Any, batch: Batch, length: int) -> tuple[Any, Batch]:
         return dataclasses.replace(model, seq=length), batch
     if callable(model) and not isinstance(model, Model | LayeredModel):
         model = model(length)
-    tokens = [a.shape[1] for a in jax.tree.leaves(batch) if _is_tokens(a)]
+    leaves = jax.tree.leaves(batch)
+    if not all(hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves):
+        return model, batch  # the planner says what is wrong
+    tokens = [a.shape[1] for a in leaves if _is_tokens(a)]
     if not tokens:
         raise ValueError(
             "longest needs a batch with tokens, an integer array [B, T], such as "
@@ -102,5 +105,4 @@ def with_length(model: Any, batch: Batch, length: int) -> tuple[Any, Batch]:
 
 
 def _is_tokens(a: Any) -> bool:
-    shape = getattr(a, "shape", ())
-    return len(shape) == 2 and jnp.issubdtype(getattr(a, "dtype", None), jnp.integer)
+    return len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)
