@@ -32,8 +32,7 @@ from lengths import GPT_OSS_20B, LLAMA_8B, LORA
 import zerojax as zj
 from zerojax import aot
 from zerojax.hf import model_of
-from zerojax.planner.planner import Planner
-from zerojax.planner.search import Search
+from zerojax.planner import plan_uniform
 
 ROWS, SEQ = 16, 2048
 DESKTOP, SERVER = 5e10, 1.5e11
@@ -144,11 +143,7 @@ def plan(machine: str, model: str, kind: str) -> zj.Plan | None:
     mesh = aot.gpu_mesh("h200", gpus_per_host=1)  # the machine gives the seconds and the memory
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32))
     fixed = {**FIXED, "frozen_dtype": "nf4" if is_lora else None}
-    planner = Planner(built, optax.adamw(1e-4), mesh, batch, machine_of(machine), fixed, None)
-    search = Search(planner.space(), planner.limits, planner.exact)
-    search.run()
-    best = search.settle()
-    return None if best is None else planner.build_plan(search, best)
+    return plan_uniform(built, optax.adamw(1e-4), mesh, batch, machine_of(machine), fixed=fixed)
 
 
 def stored(plan: zj.Plan, kind: str) -> str:
@@ -205,11 +200,11 @@ def page(rows: Mapping[tuple[str, ...], list[str]]) -> str:
             f"{ROWS} sequences of {SEQ} tokens a step, bf16, AdamW; adapters of rank 16 beside all "
             "projections (in mixtures: attention's). A machine is one GPU and its memory, then "
             f"host memory, of which {SYSTEM_BYTES / 1e9:g} GB are kept for the system; a drive of "
-            "2 TB, 6 GB/s to read and 4 GB/s to write. The host's update moves 50 GB/s on desktops (and "
-            "beside an L4) and 150 GB/s on servers. The planner chose the settings, the same for "
-            "all layers, and predicted bytes and seconds at the assumed rates of the named GPUs. "
-            '"Stored" is where the base is, or parameters (P) and optimizer state (O) if not on '
-            "the GPU. GB is 1e9 bytes.",
+            "2 TB, 6 GB/s to read and 4 GB/s to write. The host's update moves 50 GB/s on "
+            "desktops, and beside an L4, and 150 GB/s on servers. The planner chose the settings, "
+            "the same for all layers, and predicted bytes and seconds at the assumed rates of the "
+            'named GPUs. "Stored" is where the base is, or parameters (P) and optimizer state (O) '
+            "if not on the GPU. GB is 1e9 bytes.",
             "",
             *table,
             "",
