@@ -18,28 +18,26 @@ TILES = 5
 @pytest.mark.by_default("gpt_oss-alone")  # with a balance loss, sinks and windows
 @pytest.mark.parametrize("place", ["alone", "device", "pinned_host", "nvme"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_gradients_and_balance_are_those_of_whole_rows(tmp_path, case, place):
+def test_steps_and_their_metrics_are_those_of_whole_rows(tmp_path, case, place):
     write(case, tmp_path / "model")
+    has_blocks = place == "alone" and "llama4" not in case  # whose chunks are masks
+    tiled = {"seq_tiles": TILES, "attention": "blocks" if has_blocks else "auto"}
     found = []
-    for options in ({"attention": "xla"}, {"seq_tiles": TILES, "attention": "auto"}):
-        if TILES in options.values() and place == "alone":
-            options["attention"] = "blocks"
+    for options in ({"attention": "xla"}, tiled):
         model = model_of(tmp_path / "model", **options)
         with program_of(model, place, tmp_path) as program:
             state = zj.import_hf(program, tmp_path / "model", key=jax.random.key(0))
-            grads = jax.device_get(program.grads(state, batch_of())) if place == "alone" else None
-            losses = []
+            metrics_of_steps = []
             for step in range(3):
                 state, metrics = jax.block_until_ready(program.step(state, batch_of(step)))
-                losses.append(jax.tree.map(float, metrics))
-        found.append((grads, losses))
-    (whole, expected), (tiled, losses) = found
-    for a, b in zip(jax.tree.leaves(tiled), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
-    for a, b in zip(losses, expected, strict=True):
-        assert a.keys() == b.keys()
-        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=2e-5, atol=1e-7)
-    assert ("balance_loss" in expected[0]) == ("router_aux_loss_coef" in CASES[case][1])
+                metrics_of_steps.append(jax.tree.map(float, metrics))
+        found.append(metrics_of_steps)
+    for whole, in_tiles in zip(*found, strict=True):
+        assert {"loss", "grad_norm"} <= whole.keys() == in_tiles.keys()
+        names = [name for name in whole if not name.startswith(("swap", "seconds"))]
+        for name in names:
+            np.testing.assert_allclose(in_tiles[name], whole[name], rtol=2e-5, err_msg=name)
+    assert ("balance_loss" in found[0][0]) == ("router_aux_loss_coef" in CASES[case][1])
 
 
 def test_a_capacity_is_refused_beside_tiles(tmp_path):
