@@ -320,6 +320,8 @@ def test_groups_that_do_not_fit_are_refused(folder, tmp_path):
         model_of(folder, expert_groups=3)
     with pytest.raises(ValueError, match="expert_groups"):
         model_of(folder, expert_groups=0)
+    with pytest.raises(ValueError, match=r"seq_tiles=2 cannot be combined with expert_groups=4"):
+        model_of(folder, expert_groups=4, seq_tiles=2)
     mesh = zj.make_mesh(fsdp=1, expert=2, devices=jax.devices()[:2])
     with pytest.raises(NotImplementedError, match=r"experts in groups .* mesh with expert=2: use"):
         zj.build_train_step(model_of(folder, expert_groups=4), TX, zj.ZeroConfig(stage=3), mesh)
