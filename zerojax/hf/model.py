@@ -282,8 +282,8 @@ def _check_seq_tiles(options: Options, config: DecoderConfig, is_adapted: bool) 
         )
     if options.expert_groups > 1:
         raise ValueError(
-            f"{where} cannot be combined with expert_groups={options.expert_groups}, which each tile "
-            "of tokens would read again: use seq_tiles=1 or expert_groups=1"
+            f"{where} cannot be combined with expert_groups={options.expert_groups}, which each "
+            "tile of tokens would read again: use seq_tiles=1 or expert_groups=1"
         )
     if options.mlp_tiles:
         raise ValueError(
