@@ -157,9 +157,7 @@ def test_trained_groups_train_like_one_group(folder, tmp_path, tier, update, fsd
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "axes", [{"fsdp": 2, "tensor": 2}, {"data": 2}, {"fsdp": 2, "context": 2}], ids=str
-)
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2}], ids=str)
 def test_groups_train_like_one_group_on_any_mesh(folder, axes):
     found = []
     for groups in (1, 4):
