@@ -18,6 +18,7 @@ derivative needs no value that was sent, and backward sends cotangents only.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ from zerojax.experts.cells import (
     fill_cells_with_pairs,
     pick_cells,
 )
+from zerojax.experts.routing import choose_experts
 from zerojax.sharding import AXES, CONTEXT, EXPERT, TENSOR, batch_axes, check_automatic
 
 Array = jax.Array
@@ -87,6 +89,16 @@ class Exchange:
             return a
         widths = [(0, n) for n in missing] + [(0, 0)] * (a.ndim - 2)
         return jnp.pad(a, widths, constant_values=value)
+
+    def choose(self, ranks: Array) -> Array:
+        """Return the experts of each token, i32[B, T, k], without cells for them.
+
+        Args:
+          ranks: f32[B, T, E], padded by -inf.
+        """
+        choose = functools.partial(choose_experts, top_k=self.top_k)
+        run = self._island(choose, (self._token_spec,), self._token_spec)
+        return run(jax.lax.stop_gradient(ranks))
 
     def assign(self, ranks: Array) -> Seats:
         """Return where each token goes.

@@ -3,11 +3,12 @@
     y[n, H] = sum over the experts e of a token, first <= e < first + E
               of w_e * down_e(combine(x up_e, x gate_e))
 
-The n k pairs of a token and one of its experts are sorted by expert, and each expert's pairs are cut
-into blocks of at most b rows. A loop over the blocks looks up a block's tokens x[b, H] and its
+The n k pairs of a token and one of its experts are sorted by expert, and each expert's pairs are
+cut into blocks of at most b rows. A loop over the blocks looks up a block's tokens x[b, H] and its
 expert's weights, multiplies, and adds the results to y. It ends after the last block, so a program
-with room for the worst case multiplies what the routing of its batch needs: at most b - 1 rows of an
-expert are padding. (With cells of a fixed size, a dropless layer multiplies E / k times the rows.)
+with room for the worst case multiplies what the routing of its batch needs: at most b - 1 rows of
+an expert are padding. (With cells of a fixed size, a dropless layer multiplies E / k times the
+rows.)
 
     forward     2 or 3 products of a block: up, gate, down
     backward    up and gate again, the cotangent of the hidden values, and dx: 2 to 3 more; a second
@@ -18,43 +19,22 @@ cotangent is <dy, down(h)> = <dy down^T, h>. So with rematerialisation forward's
 
 A loop's iterations follow each other, and the tokens of a block differ, so the order of all sums is
 that of the routing: by expert. The gradient of an expert's weights is summed in float32 over its
-blocks. On a mesh each device multiplies its own tokens, and the gradients of the weights leave the
-island with a dim of devices in front, whose sum is the partitioner's (see `exchange`).
+blocks.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.experts.weights import Experts
+
 Array = jax.Array
 Weights = dict[str, Array]
 _MOST_ROWS = 128
-
-
-class Experts(NamedTuple):
-    """The weights of experts, and how an expert combines its two products.
-
-    Attributes:
-      up: weights [E, H, F].
-      down: weights [E, F, H].
-      gate: weights [E, H, F], or None.
-      up_bias, gate_bias: biases [E, F], or None.
-      down_bias: biases [E, H], or None.
-      combine: function of `x up` and of `x gate`, or None, that returns what `down` multiplies.
-    """
-
-    up: Array
-    down: Array
-    gate: Array | None = None
-    up_bias: Array | None = None
-    gate_bias: Array | None = None
-    down_bias: Array | None = None
-    combine: Callable[[Array, Any], Array] = lambda raised, gated: raised
 
 
 def grouped_mlp(
@@ -65,7 +45,6 @@ def grouped_mlp(
     first: Array | int = 0,
     *,
     dtype: Any = jnp.float32,
-    island: Callable[..., Any] | None = None,
 ) -> Array:
     """Return the weighted sum of the experts [first, first + E) of each token: [.., H].
 
@@ -80,10 +59,10 @@ def grouped_mlp(
       experts: weights of E experts, in x's dtype.
       first: number of the first of them, i32[].
       dtype: dtype of the result.
-      island: function that maps `function(tokens, shared) -> (of tokens, of devices)` over the
-        devices of a mesh; None: the arrays are one device's.
     """
-    arrays = {name: a for name, a in experts._asdict().items() if name != "combine" and a is not None}
+    arrays = {
+        name: a for name, a in experts._asdict().items() if name != "combine" and a is not None
+    }
     num_tokens = math.prod(x.shape[:-1])
     num_rows = choose_rows(num_tokens, chosen.shape[-1], experts.up.shape[0])
     example = jax.ShapeDtypeStruct((num_rows, experts.up.shape[-1]), x.dtype)
@@ -92,25 +71,18 @@ def grouped_mlp(
         experts.combine, example, None if experts.gate is None else example
     )
     shared = ((arrays, captured), jnp.asarray(first, jnp.int32))
-    run = _on_one_device if island is None else island
-
-    def forward_local(tokens: Any, shared: Any) -> Any:
-        return _Blocks.of(num_rows, combine, *tokens, *shared).forward().astype(dtype), ()
-
-    def backward_local(tokens: Any, shared: Any) -> Any:
-        *tokens, dy = tokens
-        return _Blocks.of(num_rows, combine, *tokens, *shared).backward(dy)
 
     @jax.custom_vjp
     def call(x: Array, chosen: Array, weights: Array, shared: Any) -> Array:
-        return run(forward_local, (x, chosen, weights), shared)[0]
+        return _Blocks.of(num_rows, combine, x, chosen, weights, *shared).forward().astype(dtype)
 
     def forward(*operands: Any) -> Any:
         return call(*operands), operands
 
     def backward(operands: Any, dy: Array) -> Any:
         *tokens, shared = operands
-        (dx, d_weights), d_shared = run(backward_local, (*tokens, dy), shared)
+        blocks = _Blocks.of(num_rows, combine, *tokens, *shared)
+        (dx, d_weights), d_shared = blocks.backward(dy)
         d_shared = jax.tree.map(lambda d, a: d.astype(a.dtype), d_shared, shared[0])
         return dx, None, d_weights, (d_shared, None)
 
@@ -118,8 +90,33 @@ def grouped_mlp(
     return call(x, chosen, weights, shared)
 
 
-def _on_one_device(function: Callable[[Any, Any], Any], tokens: Any, shared: Any) -> Any:
-    return function(tokens, shared)
+def multiplies_fewer(x: Array, top_k: int, num_experts: int) -> bool:
+    """Return whether blocks multiply at most half the rows that E n cells would.
+
+    A loop over blocks is slower per row than one batched product, so near E = k cells are faster.
+
+    Args:
+      x: tokens [.., H].
+      top_k: number of experts k of a token.
+      num_experts: number of experts E.
+    """
+    num_tokens = math.prod(x.shape[:-1])
+    num_rows = choose_rows(num_tokens, top_k, num_experts)
+    most = num_rows * count_blocks(num_tokens, top_k, num_experts, num_rows)
+    return 2 * most <= num_experts * num_tokens
+
+
+def is_on_one_device(x: Array) -> bool:
+    """Return whether no device but one computes with x in the mesh in scope.
+
+    That is so without a mesh, and under a `jax.shard_map` over all axes of several devices. With
+    `check_vma`, gradients of what devices share would have to be summed here: then it is False.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if getattr(jax.typeof(x), "vma", ()):
+        return False
+    manual = getattr(mesh, "manual_axes", ())
+    return mesh.empty or all(n == 1 or axis in manual for axis, n in mesh.shape.items())
 
 
 def choose_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -251,7 +248,7 @@ class _Blocks:
         return y.reshape(*self.shape, -1)
 
     def backward(self, dy: Array) -> Any:
-        """Return ((dx, d_weights), (gradients of the arrays and of what was captured, in float32))."""
+        """Return ((dx, d_weights), (the arrays' gradients in float32, those of captured values))."""
         dy = dy.reshape(self.x.shape).astype(self.x.dtype)
         dtype = self.x.dtype
         num_pairs = self.weights.size
@@ -268,7 +265,7 @@ class _Blocks:
             if "down_bias" in self.arrays:
                 bias = _at(self.arrays["down_bias"], block.expert)
                 d_weight += jnp.sum(dy_rows.astype(jnp.float32) * bias.astype(jnp.float32), -1)
-            d_hidden = (block.weights[:, None] * lowered).astype(dtype)
+            d_hidden = (block.weights[:, None] * lowered).astype(hidden.dtype)
             d_raised, d_gated, *d_more = pull(d_hidden)
             d_rows = self.transposed("up", d_raised, block)
             if is_gated:
@@ -392,9 +389,7 @@ class _Blocks:
     def transposed(self, name: str, rows: Array, block: _Block) -> Array:
         """Return rows times the transpose of the expert's weight, in float32."""
         weight = _at(self.arrays[name], block.expert)
-        return jax.lax.dot_general(
-            rows, weight, _TRANSPOSED, preferred_element_type=jnp.float32
-        )
+        return jax.lax.dot_general(rows, weight, _TRANSPOSED, preferred_element_type=jnp.float32)
 
 
 _PLAIN = (((1,), (0,)), ((), ()))
@@ -411,9 +406,7 @@ def _put(a: Array, values: Array, start: Array) -> Array:
 
 def _add_rows(a: Array, block: _Block, rows: Array) -> Array:
     """Return an array of tokens with rows added to the block's tokens; padding is dropped."""
-    return a.at[block.tokens].add(
-        rows, mode="drop", unique_indices=True, indices_are_sorted=True
-    )
+    return a.at[block.tokens].add(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 def _add_to_expert(sums: Weights, name: str, block: _Block, value: Array) -> None:

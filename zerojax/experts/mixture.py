@@ -15,12 +15,13 @@ when a program is compiled.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
+from zerojax.experts.grouped import grouped_mlp, is_on_one_device, multiplies_fewer
 from zerojax.experts.loss import ExpertStats
 from zerojax.experts.routing import (
     Routing,
@@ -30,6 +31,7 @@ from zerojax.experts.routing import (
     score_tokens,
     weigh_experts,
 )
+from zerojax.experts.weights import Experts, Mixed
 from zerojax.user_values import as_integer, positive_number, shown, whole_number
 
 Array = jax.Array
@@ -102,41 +104,6 @@ def moe(
     return mixed.y, stats
 
 
-class Experts(NamedTuple):
-    """The weights of experts, and how an expert combines its two products.
-
-    Attributes:
-      up: weights [E, H, F].
-      down: weights [E, F, H].
-      gate: weights [E, H, F], or None.
-      up_bias, gate_bias: biases [E, F], or None.
-      down_bias: biases [E, H], or None.
-      combine: function of `x up` and of `x gate`, or None, that returns what `down` multiplies.
-    """
-
-    up: Array
-    down: Array
-    gate: Array | None = None
-    up_bias: Array | None = None
-    gate_bias: Array | None = None
-    down_bias: Array | None = None
-    combine: Callable[[Array, Any], Array] = lambda raised, gated: raised
-
-
-class Mixed(NamedTuple):
-    """What `mix` returns.
-
-    Attributes:
-      y: weighted sum of each token's experts [B, T, H], in x's dtype.
-      chosen: the experts of each token, i32[B, T, k].
-      dropped: fraction of the choices that were dropped, f32[].
-    """
-
-    y: Array
-    chosen: Array
-    dropped: Array
-
-
 def mix(
     x: Array,
     experts: Experts,
@@ -154,22 +121,33 @@ def mix(
       capacity_factor: cells per expert, as in `moe`.
     """
     num_rows, num_tokens = x.shape[:2]
-    exchange = find_exchange(experts.up.shape[0], routing.top_k, capacity_factor)
+    num_experts = experts.up.shape[0]
+    exchange = find_exchange(num_experts, routing.top_k, capacity_factor)
+    drops_none = capacity_factor is None
+    if drops_none and is_on_one_device(x) and multiplies_fewer(x, routing.top_k, num_experts):
+        chosen = exchange.choose(scores.ranks)  # [B, T, k]
+        x, weights = _weigh(x, chosen, scores, routing)
+        y = grouped_mlp(x, chosen, weights, experts, dtype=x.dtype)
+        return Mixed(y, chosen, jnp.float32(0))
     # Padding may choose no expert.
     seats = exchange.assign(exchange.pad(scores.ranks, -jnp.inf))
     chosen = seats.chosen[:num_rows, :num_tokens]  # [B, T, k]
     cells = seats.cells[:num_rows, :num_tokens]
-    weights = weigh_experts(scores.probabilities, chosen, routing)
-    if routing.weighs_inputs:
-        x = x * weights.astype(x.dtype)  # k is 1
-        weights = jnp.ones_like(weights)
-
+    x, weights = _weigh(x, chosen, scores, routing)
     sent = exchange.send(exchange.pad(x, 0.0), seats)  # [R, E, e C, H]
     made = _run_experts(sent, experts)
     picked = exchange.receive(made, seats)[:num_rows, :num_tokens]  # [B, T, k, H]
     y = jnp.sum(weights[..., None] * picked.astype(jnp.float32), -2).astype(x.dtype)
     num_cells = seats.pairs.shape[1]
     return Mixed(y, chosen, jnp.mean((cells == num_cells).astype(jnp.float32)))
+
+
+def _weigh(x: Array, chosen: Array, scores: Scores, routing: Routing) -> tuple[Array, Array]:
+    """Return what the experts multiply, and the weights of their results, f32[B, T, k]."""
+    weights = weigh_experts(scores.probabilities, chosen, routing)
+    if not routing.weighs_inputs:
+        return x, weights
+    return x * weights.astype(x.dtype), jnp.ones_like(weights)  # k is 1
 
 
 def _run_experts(sent: Array, experts: Experts) -> Array:
