@@ -248,7 +248,7 @@ class _Blocks:
         return y.reshape(*self.shape, -1)
 
     def backward(self, dy: Array) -> Any:
-        """Return ((dx, d_weights), (the arrays' gradients in float32, those of captured values))."""
+        """Return ((dx, d_weights), (gradients of the arrays in float32, of captured values))."""
         dy = dy.reshape(self.x.shape).astype(self.x.dtype)
         dtype = self.x.dtype
         num_pairs = self.weights.size
