@@ -333,7 +333,8 @@ class _Blocks:
 
     def loop(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
         """Return the carry after all blocks in use, in the order of the experts."""
-        most = count_blocks(*self.weights.shape, self.sizes.shape[0], self.num_rows)
+        num_tokens, top_k = self.weights.shape
+        most = count_blocks(num_tokens, top_k, self.sizes.shape[0], self.num_rows)
 
         def is_left(state: Any) -> Array:
             # The literal bounds the iterations for those who count products in a traced program.
