@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
+from zerojax.experts.grouped import grouped_mlp, is_on_one_device, multiplies_fewer
 from zerojax.experts.groups import mix_groups
 from zerojax.experts.loss import ExpertStats
 from zerojax.experts.routing import (
@@ -73,7 +74,8 @@ def moe(
       gate: weights [E, H, F] in x's dtype, or in as many groups; or None.
       top_k: number of experts k of a token.
       capacity_factor: C = ceil(capacity_factor k n / E) cells per expert, for the n tokens of a
-        device, and at most n. None: C = n, and no token is dropped.
+        device, and at most n. None: no token is dropped. On one device, only the rows that the
+        routing needs are multiplied; on several, C = n.
       activation: activation function of the experts, elementwise.
       normalize: whether the weights of a token's experts add up to 1; otherwise they are the
         router's probabilities.
@@ -124,22 +126,33 @@ def mix(
       capacity_factor: cells per expert, as in `moe`.
     """
     num_rows, num_tokens = x.shape[:2]
-    exchange = find_exchange(experts.up.shape[0], routing.top_k, capacity_factor)
+    num_experts = experts.up.shape[0]
+    exchange = find_exchange(num_experts, routing.top_k, capacity_factor)
+    drops_none = capacity_factor is None
+    if drops_none and is_on_one_device(x) and multiplies_fewer(x, routing.top_k, num_experts):
+        chosen = exchange.choose(scores.ranks)  # [B, T, k]
+        x, weights = _weigh(x, chosen, scores, routing)
+        y = grouped_mlp(x, chosen, weights, experts, dtype=x.dtype)
+        return Mixed(y, chosen, jnp.float32(0))
     # Padding may choose no expert.
     seats = exchange.assign(exchange.pad(scores.ranks, -jnp.inf))
     chosen = seats.chosen[:num_rows, :num_tokens]  # [B, T, k]
     cells = seats.cells[:num_rows, :num_tokens]
-    weights = weigh_experts(scores.probabilities, chosen, routing)
-    if routing.weighs_inputs:
-        x = x * weights.astype(x.dtype)  # k is 1
-        weights = jnp.ones_like(weights)
-
+    x, weights = _weigh(x, chosen, scores, routing)
     sent = exchange.send(exchange.pad(x, 0.0), seats)  # [R, E, e C, H]
     made = _run_experts(sent, experts)
     picked = exchange.receive(made, seats)[:num_rows, :num_tokens]  # [B, T, k, H]
     y = jnp.sum(weights[..., None] * picked.astype(jnp.float32), -2).astype(x.dtype)
     num_cells = seats.pairs.shape[1]
     return Mixed(y, chosen, jnp.mean((cells == num_cells).astype(jnp.float32)))
+
+
+def _weigh(x: Array, chosen: Array, scores: Scores, routing: Routing) -> tuple[Array, Array]:
+    """Return what the experts multiply, and the weights of their results, f32[B, T, k]."""
+    weights = weigh_experts(scores.probabilities, chosen, routing)
+    if not routing.weighs_inputs:
+        return x, weights
+    return x * weights.astype(x.dtype), jnp.ones_like(weights)  # k is 1
 
 
 def _run_experts(sent: Array, experts: Experts) -> Array:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from zerojax.jaxprs.flat import flatten
 from zerojax.jaxprs.primitives import CUSTOM_DERIVATIVES
@@ -43,8 +44,9 @@ def count_flops(eqn: jex.JaxprEqn) -> float:
     """Return the FLOPs of an equation's products, in total over all devices.
 
     Products of matrices, convolutions and attention count, including products in the equation's
-    jaxprs: the largest branch counts for a cond, one iteration for a loop of unknown length, and
-    the cost estimate for a Pallas kernel.
+    jaxprs: the largest branch counts for a cond, and the cost estimate for a Pallas kernel.
+    A loop of unknown length counts for the most iterations, if its condition compares a carried
+    integer with a literal, as that over a mixture's blocks does; else for one iteration.
     """
     name = eqn.primitive.name
     params = eqn.params
@@ -61,7 +63,24 @@ def count_flops(eqn: jex.JaxprEqn) -> float:
     if name == "cond":
         return max(flops_inside)
     num_runs = params["mesh"].size if name == "shard_map" else params.get("length", 1)
+    if name == "while":
+        num_runs = _count_most_iterations(eqn)
     return sum(flops_inside) * num_runs
+
+
+def _count_most_iterations(eqn: jex.JaxprEqn) -> int:
+    """Return the bound `i < literal` of a while loop's condition, or 1 if it has none."""
+    cond: Any = eqn.params["cond_jaxpr"].jaxpr
+    carried = cond.invars[eqn.params["cond_nconsts"] :]
+    bounds = [
+        int(inner.invars[1].val)
+        for inner in cond.eqns
+        if inner.primitive.name == "lt"
+        and isinstance(inner.invars[1], jex.Literal)
+        and inner.invars[0] in carried
+        and jnp.issubdtype(inner.invars[0].aval.dtype, jnp.integer)
+    ]
+    return min(bounds, default=1)
 
 
 def _count_product_flops(eqn: jex.JaxprEqn) -> float:
