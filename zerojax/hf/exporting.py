@@ -44,6 +44,8 @@ from zerojax.hf.adapters.start import (
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family, open_folder
+from zerojax.hf.heads.folder import read_num_labels
+from zerojax.hf.heads.scores import SCORE
 from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
 from zerojax.hf.mixtures.stacks import BLOCKS
 from zerojax.hf.model import DECODER, config_of, read_family
@@ -210,6 +212,11 @@ def _divided(
     is_tiled = any(
         saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
     )
+    if SCORE in saved.about and read_num_labels(like) is None:
+        raise ValueError(
+            f"{saved.folder} has a head of scores, but {os.path.join(os.fspath(like), CONFIG)} is of "
+            "a causal model: an export needs a folder of a ForSequenceClassification model as `like`"
+        )
     table = map_names(like, families, is_tiled=is_tiled)
     if lora is None or lora.init == "default":
         return DividedFile(base, table)
