@@ -78,7 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.by_default("resident, stage 3", "streamed", "segments")
+@pytest.mark.by_default("resident, stage 3", "segments")
 @pytest.mark.parametrize("name", CASES)
 def test_the_step_is_the_one_that_computes_again(name: str) -> None:
     fields = {"activations": "everything"} | CASES[name]
@@ -212,6 +212,7 @@ MACHINE = zj.Machine(
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive  # by default the test below plans with it
 def test_a_plan_leaves_it_out_where_tiles_are_off_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
-QUICK = ["all", "microbatches", "in_backward", "update_on_host_all"]
+QUICK = ["all", "in_backward", "update_on_host_all"]
 """Cases that are compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 
@@ -428,6 +428,7 @@ def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_th
     assert sum(s.products >= 1 for s in moves("to_host", first)) >= 2
 
 
+@pytest.mark.exhaustive  # by default test_in_pieces.py updates such ends on CPUs
 def test_ends_that_are_larger_than_a_layer_are_stored_while_their_next_rows_are_loaded():
     c = compiled("large_ends")
     of_piece = 4 * 16384 * HIDDEN // GPUS // 32

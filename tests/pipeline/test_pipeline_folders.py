@@ -41,6 +41,7 @@ def read_folder(folder):
     return tensors
 
 
+@pytest.mark.exhaustive  # by default test_pipeline_checkpoints.py has an encoded base
 @pytest.mark.by_default("nf4")
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])
 def test_a_pipeline_imports_and_exports_like_another_program(base, tmp_path):

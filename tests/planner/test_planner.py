@@ -170,7 +170,7 @@ def check_choice(seed: int, fewer: bool, **fixed: Any) -> None:
     assert search.plainest().seconds <= search.found[0].seconds / (1 - MIN_GAIN), seed
 
 
-@pytest.mark.by_default("8", "9-remat")
+@pytest.mark.by_default("9-remat")
 @pytest.mark.parametrize(
     ("seed", "fixed"),
     [*((seed, {}) for seed in (0, 1, 2, 8, 9)), (9, {"activations": "remat"})],

@@ -165,6 +165,7 @@ def test_tiles_equal_an_update_after_backward(model, case):
     assert {bool(row["grad_norm"] > clip_norm) for row in rows} == {True, False}
 
 
+@pytest.mark.exhaustive  # by default test_update_in_forward.py restores layers
 def test_tiles_of_an_unsettled_state_are_read_and_restored(tmp_path):
     case = {**ALL_ON_HOST, "clip_norm": 1.0, "model": small_model(), "tx": optax.adamw(1e-2)}
     data = tiled_toys.batches(4)
