@@ -213,9 +213,10 @@ def _divided(
         saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
     )
     if SCORE in saved.about and read_num_labels(like) is None:
+        config_path = os.path.join(os.fspath(like), CONFIG)
         raise ValueError(
-            f"{saved.folder} has a head of scores, but {os.path.join(os.fspath(like), CONFIG)} is of "
-            "a causal model: an export needs a folder of a ForSequenceClassification model as `like`"
+            f"{saved.folder} has a head of scores, but {config_path} is of a causal model: pass a "
+            "folder of a ForSequenceClassification model as `like`"
         )
     table = map_names(like, families, is_tiled=is_tiled)
     if lora is None or lora.init == "default":
