@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from zerojax.chips import CHIPS as ALL_CHIPS
-from zerojax.chips import LANES, Chip
+from zerojax.chips import Chip
 from zerojax.compat import compiler_level
 from zerojax.sharding import make_mesh
 
@@ -100,7 +100,7 @@ def target_config(chip: str) -> str:
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
         "device_address_bits": 64,
-        "pcie_bandwidth": LANES * _LANE_BYTES << (sheet.pcie - 1),
+        "pcie_bandwidth": sheet.lanes * _LANE_BYTES << (sheet.pcie - 1),
         "memory_bandwidth": round(sheet.memory_rate),
         "device_memory_size": sheet.memory_bytes,
         "clock_rate_ghz": die.clock_ghz,

@@ -21,7 +21,7 @@ RESERVED_BYTES = 1536 * MIB
 They hold the driver and the context of one process.
 """
 LANES = 16
-"""Number of PCIe lanes between a GPU and its host."""
+"""Number of PCIe lanes between most GPUs and their host."""
 PCIE: Mapping[int, float] = MappingProxyType({3: 15.75e9, 4: 31.5e9, 5: 63e9})
 """Bytes per second in one direction over `LANES`, by generation.
 
@@ -60,13 +60,15 @@ class Chip:
 
     Attributes:
       name: this project's name for the chip, such as "h100".
-      device_kinds: values of `jax.Device.device_kind` for this chip; `zerojax.aot` uses the first.
+      device_kinds: values of `jax.Device.device_kind` that mean this chip; `zerojax.aot` uses the
+        first. None if cards with other memory have the same name.
       capability: compute capability, (major, minor).
       memory_bytes: bytes of device memory, the total that `nvidia-smi` prints.
       peak: FLOP/s of dense products by precision. 16-bit products accumulate in float32; "fp32" is
         without tensor cores.
       memory_rate: bandwidth of device memory in bytes per second.
-      pcie: PCIe generation of the `LANES` to the host.
+      pcie: PCIe generation of the lanes to the host.
+      lanes: number of these lanes.
       nvlink: bandwidth to other devices in bytes per second, both directions together; None without
         NVLink.
       nvlinks: number of links that provide this bandwidth together.
@@ -83,6 +85,7 @@ class Chip:
     peak: Mapping[str, float]
     memory_rate: float
     pcie: int
+    lanes: int = LANES
     nvlink: float | None = None
     nvlinks: int = 0
     devices_per_node: int = 1
@@ -103,7 +106,7 @@ class Chip:
     @property
     def link_rate(self) -> float:
         """PCIe bandwidth between host and device in bytes per second, in one direction."""
-        return PCIE[self.pcie]
+        return PCIE[self.pcie] * self.lanes / LANES
 
 
 def _peak(half: float, single: float) -> Mapping[str, float]:
@@ -231,6 +234,40 @@ _ALL = (
         pcie=4,
         sheet="NVIDIA L40S GPU data sheet",
         die=_die(142, 2.52, 96, 100, 1536),
+    ),
+    Chip(
+        name="rtx3060",
+        device_kinds=(),  # cards with 8 GB have the same name
+        capability=(8, 6),
+        memory_bytes=12288 * MIB,
+        peak=_peak(25.5e12, 12.74e12),
+        memory_rate=360e9,
+        pcie=4,
+        sheet="NVIDIA GeForce RTX 3060 specifications (12 GB)",
+        detail="dense, summed in float32: twice its float32 rate",
+    ),
+    Chip(
+        name="rtx3090",
+        device_kinds=("NVIDIA GeForce RTX 3090",),
+        capability=(8, 6),
+        memory_bytes=24576 * MIB,
+        peak=_peak(71e12, 35.6e12),
+        memory_rate=936e9,
+        pcie=4,
+        sheet="NVIDIA Ampere GA102 GPU architecture white paper, appendix A",
+        detail="dense, summed in float32",
+    ),
+    Chip(
+        name="rtx4060ti-16",
+        device_kinds=(),  # cards with 8 GB have the same name
+        capability=(8, 9),
+        memory_bytes=16380 * MIB,
+        peak=_peak(44.1e12, 22.06e12),
+        memory_rate=288e9,
+        pcie=4,
+        lanes=8,
+        sheet="NVIDIA GeForce RTX 4060 Ti specifications (16 GB)",
+        detail="dense, summed in float32: twice its float32 rate",
     ),
     Chip(
         name="rtx4090",

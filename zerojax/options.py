@@ -352,14 +352,22 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         ("layers", "L"),
         ("hidden", "h"),
         ("heads", "a"),
-        ("seq", "T, tokens per sequence"),
     ):
         parser.add_argument(f"--{name}", type=count, required=True, help=meaning)
+    parser.add_argument("--seq", type=count, help="T, tokens per sequence")
+    parser.add_argument(
+        "--longest",
+        type=count,
+        nargs="?",
+        const=1024,
+        metavar="TOKENS",
+        help="instead of --seq: plan for the longest sequences that fit, among multiples of TOKENS "
+        "(1024)",
+    )
     parser.add_argument(
         "--batch",
         type=count,
-        required=True,
-        help="b, sequences per step and tensor group",
+        help="b, sequences per step and tensor group; needed without --longest, else 1",
     )
     for name, meaning in (
         ("vocab", "V"),

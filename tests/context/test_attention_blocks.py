@@ -1,5 +1,7 @@
 """Attention on one device, by blocks: values, gradients, and rows without a visible key."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,22 @@ def test_one_device_equals_the_plain_formula(options, block):
     given = {"segment_ids": ids, **OPTIONS[options]}
     got = grads(lambda *a: zj.attention(*a, block=block, **given), q, k, v, do)
     want = grads(lambda *a: plain_attention(*a, **given), q, k, v, do)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.max(np.abs(a - b)) <= 5e-6 * np.max(np.abs(b))
+
+
+@pytest.mark.parametrize("block", [512, 10])
+def test_sinks_take_a_share_of_each_query(block):
+    q, k, v, do, sinks = draw((2, T, N, D), (2, T, K, D), (2, T, K, D), (2, T, N, D), (N,))
+
+    def value_and_grads(attend):
+        def total(q, k, v, sinks):
+            return jnp.vdot(attend(q, k, v, sinks=sinks, window=20), do)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(q, k, v, sinks)
+
+    got = value_and_grads(functools.partial(zj.attention, block=block))
+    want = value_and_grads(plain_attention)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.max(np.abs(a - b)) <= 5e-6 * np.max(np.abs(b))
 

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 
-def plain_attention(q, k, v, *, causal=True, window=None, cap=None, segment_ids=None, scale=None):
+def plain_attention(
+    q, k, v, *, causal=True, window=None, cap=None, segment_ids=None, scale=None, sinks=None
+):
     """Return attention's outputs [B, T, N, D]; rows that see no key are zeros."""
     groups = q.shape[2] // k.shape[2]
     k = jnp.repeat(k, groups, 2)
@@ -21,5 +23,8 @@ def plain_attention(q, k, v, *, causal=True, window=None, cap=None, segment_ids=
         visible &= behind < window
     if segment_ids is not None:
         visible &= segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    weights = jax.nn.softmax(jnp.where(visible, s, -1e30), -1) * visible
+    s = jnp.where(visible, s, -1e30)
+    if sinks is not None:
+        s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))], -1)
+    weights = jax.nn.softmax(s, -1)[..., : q.shape[1]] * visible
     return jnp.einsum("bntu,bund->btnd", weights.astype(q.dtype), v)

@@ -175,3 +175,16 @@ def test_plan_command_tells_how_it_is_used(arguments, capsys):
         run(arguments)
     assert caught.value.code == 2
     assert "zerojax plan --help lists the options" in capsys.readouterr().err
+
+
+def test_the_longest_sequence_needs_no_length(tmp_path, capsys):
+    (tmp_path / "lab.toml").write_text(LAB)
+    sizes = "--layers 4 --hidden 512 --heads 8 --vocab 1024 --fix opt_state=device"
+    machine = f"--machine {tmp_path / 'lab.toml'} {QUICK} --fix params=device"
+    run(f"{sizes} {machine} --longest 1048576 --json {tmp_path / 'plan.json'}")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["length"] % plan["block"] == 0
+    assert plan["block"] == 1048576
+    assert f"{plan['length']:,} tokens per sequence" in capsys.readouterr().out
+    assert "--seq and --longest: give only one" in refused(f"{SMALL} {machine} --longest", capsys)
+    assert "--seq and --batch are needed" in refused(f"{sizes} {machine}", capsys)

@@ -324,3 +324,26 @@ def test_plan_of_a_batch_that_does_not_divide_says_so():
         ValueError, match=r"batch 6 is not divisible by data x fsdp = 1 x 4, .* use 8"
     ):
         zj.plan(model, TX, mesh_of(4), batch, MACHINE)
+
+
+def test_longest_rows_of_a_model_that_depends_on_their_length():
+    lengths = list[int]()
+
+    def build(tokens: int) -> zj.LayeredModel:
+        lengths.append(tokens)
+        return dataclasses.replace(wide()[0], num_layers=2)
+
+    batch = {"tokens": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
+    machine = dataclasses.replace(MACHINE, device_bytes=4 * 10**7, host_bytes=4 * 10**7)
+    fixed = {**QUICK, **dict.fromkeys(("params", "grads", "opt_state"), "device")}
+    fixed |= {"activations": "remat", "update": None, "update_on": "device"}
+    plan = zj.plan(build, TX, mesh_of(1), batch, machine, fixed=fixed, longest=2048)
+    length = plan.length
+    assert length is not None
+    assert length > 2048
+    assert {length, length + 2048} <= {*lengths}  # the longer one did not fit
+    assert plan.tokens == 2 * length
+    assert plan.source.startswith("roofline")  # a layer that may not fit is not timed
+    floats = {"x": jax.ShapeDtypeStruct((2, 8), jnp.float32)}
+    with pytest.raises(ValueError, match="longest needs a batch with tokens"):
+        zj.plan(build, TX, mesh_of(1), floats, machine, longest=True)

@@ -10,6 +10,7 @@ import pytest
 
 import zerojax as zj
 from zerojax import memory, planner
+from zerojax.planner.lengths import find_longest
 
 GPT = zj.Sizes(layers=24, hidden=2048, heads=16, seq=1024, batch=64, vocab=50257)
 LLAMA_8B = zj.Sizes(
@@ -24,6 +25,10 @@ LLAMA_8B = zj.Sizes(
     gated=True,
     params=8_030_261_248,
 )
+QUICK = {
+    "params": "device", "opt_state": "device", "grads": "device", "prefetch_distance": 1, "num_microbatches": 1,
+    "gather_ahead": False, "update": None, "update_on": "device", "moments": "float32",
+}  # fmt: skip
 
 
 def test_sizes_of_a_gpt_are_the_equations():
@@ -187,3 +192,39 @@ def test_sizes_refuse_what_contradicts(fields, message):
 
 def test_sizes_are_exported():
     assert zj.Sizes is planner.Sizes
+
+
+def test_longest_sequences_fit_and_longer_ones_do_not():
+    """A plan finds the longest multiple of 32,768 tokens, as plans of it and the next one show."""
+    machine = dataclasses.replace(zj.machine("l4"), host_bytes=64e9)
+    sizes = dataclasses.replace(GPT, layers=4, batch=1)
+    fixed = {"precision": "bf16", "activations": "remat", **QUICK}
+    plan = zj.plan(sizes, machine=machine, fixed=fixed, longest=32768)
+    assert plan.length is not None
+    assert plan.length % 32768 == 0
+    assert plan.tokens == plan.length
+    assert f"{plan.length:,} tokens per sequence, the longest multiple of 32,768" in str(plan)
+    of_length = dataclasses.replace(sizes, seq=plan.length)
+    assert zj.plan(of_length, machine=machine, fixed=fixed).config == plan.config
+    longer = dataclasses.replace(sizes, seq=plan.length + 32768)
+    with pytest.raises(zj.PlanError, match="nothing fits l4"):
+        zj.plan(longer, machine=machine, fixed=fixed)
+    small = dataclasses.replace(machine, device_bytes=1e9, host_bytes=1e9)
+    with pytest.raises(zj.PlanError, match="not even sequences of 1,024 tokens fit: nothing fits"):
+        zj.plan(sizes, machine=small, fixed=fixed, longest=True)
+    with pytest.raises(ValueError, match=r"longest=-1: pass True for multiples of 1,024 tokens"):
+        zj.plan(sizes, machine=machine, longest=-1)
+
+
+@pytest.mark.parametrize("longest", [1, 7, 100, 2**26, 2**26 + 1])
+@pytest.mark.parametrize("block", [1, 3])
+def test_bisection_finds_the_last_length_that_fits(longest, block):
+    tried = list[int]()
+
+    def fits(length):
+        tried.append(length)
+        return length <= longest
+
+    expected = min(longest, 2**26) // block * block
+    assert find_longest(fits, block) == (expected or None)
+    assert len(tried) == len(set(tried)) <= 60

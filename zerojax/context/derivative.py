@@ -7,6 +7,14 @@ The rule is outside of the islands, so a traced layer has one equation for atten
 and `kept`: log-sum-exp, and q, k and v as the method laid them out. Backward then does not repeat
 forward's exchange (`zerojax.activations.split_vjp`). Inside of an island, `tensor` is left to the
 partitioner only if key heads do not divide by it: it gathers some arrays in loops over blocks.
+
+A sink is one more score of a head, whose value is 0. It changes the sum of the softmax alone, so
+the loops over blocks do not know it:
+
+    lse' = log(exp(lse) + exp(sink)),    o' = o exp(lse - lse')
+    d sink = -sum over B, T of exp(sink - lse') delta',    delta' = sum over D of do o'
+
+Backward over the blocks is as without sinks, with lse' and delta'.
 """
 
 import dataclasses
@@ -34,28 +42,47 @@ _METHODS: dict[str, Method] = {
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(call: Call, operands: Operands) -> Array:
-    """Return attention's outputs [B, T, N, D], with the derivative that is spelt out here."""
-    return _forward(call, operands)[0]
+def attend(call: Call, operands: Operands, sinks: Array | None = None) -> Array:
+    """Return attention's outputs [B, T, N, D], with the derivative that is spelt out here.
+
+    Args:
+      call: the static part.
+      operands: the arrays.
+      sinks: one more score of each head [N], for the method "local"; or None.
+    """
+    return _forward(call, operands, sinks)[0]
 
 
-def _forward(call: Call, operands: Operands) -> tuple[Array, Kept]:
+def _forward(call: Call, operands: Operands, sinks: Array | None) -> tuple[Array, Kept]:
     """Return the outputs, and what backward reads as the method laid it out."""
     method = _METHODS[call.method]
     if call.method == "local":
-        return method.forward(call, None, operands)
+        o, kept = method.forward(call, None, operands)
+        return (o, kept) if sinks is None else _with_sinks(o, kept, sinks)
     tokens = call.spec(2)
     in_specs = Operands(tokens, tokens, tokens, call.spec(), PartitionSpec())  # pyright: ignore[reportArgumentType]
     return _island(call, method.forward, operands, in_specs, (tokens, _spec_kept(call, Kept)))
 
 
-def _forward_rule(call: Call, operands: Operands) -> tuple[Array, tuple[Operands, Array, Kept]]:
-    o, kept = _forward(call, operands)
-    return o, (kept.without_copies(operands), o, kept)
+def _with_sinks(o: Array, kept: Kept, sinks: Array) -> tuple[Array, Kept]:
+    """Return outputs, and what backward reads, with one more score of each head."""
+    # A query that sees no key has a log-sum-exp of 0 and an output of 0, which stays.
+    lse = jnp.logaddexp(kept.lse, sinks.astype(jnp.float32))  # [B, T, N]
+    share = jnp.exp(kept.lse - lse)
+    return (o * share[..., None]).astype(o.dtype), kept._replace(lse=lse)
 
 
-def _backward_rule(call: Call, residuals: tuple[Operands, Array, Kept], do: Array) -> tuple[Any]:
-    operands, o, kept = residuals
+def _forward_rule(
+    call: Call, operands: Operands, sinks: Array | None = None
+) -> tuple[Array, tuple[Operands, Array, Kept, Array | None]]:
+    o, kept = _forward(call, operands, sinks)
+    return o, (kept.without_copies(operands), o, kept, sinks)
+
+
+def _backward_rule(
+    call: Call, residuals: tuple[Operands, Array, Kept, Array | None], do: Array
+) -> tuple[Any, Any]:
+    operands, o, kept, sinks = residuals
     method = _METHODS[call.method]
 
     def run(call: Call, place: Any, arrays: tuple[Saved, Array | None, Array, Array]) -> Any:
@@ -70,7 +97,12 @@ def _backward_rule(call: Call, residuals: tuple[Operands, Array, Kept], do: Arra
         tokens = call.spec(2)
         in_specs = (_spec_kept(call, Saved), PartitionSpec(), tokens, tokens)
         dq, dk, dv = _island(call, run, arrays, in_specs, tokens)
-    return (Operands(dq, dk, dv, None, None),)
+    d_sinks = None
+    if sinks is not None:
+        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)  # [B, T, N]
+        weights = jnp.exp(sinks.astype(jnp.float32) - kept.lse)
+        d_sinks = -jnp.sum(weights * delta, (0, 1)).astype(sinks.dtype)
+    return Operands(dq, dk, dv, None, None), d_sinks
 
 
 attend.defvjp(_forward_rule, _backward_rule)

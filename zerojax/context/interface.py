@@ -46,6 +46,7 @@ def attention(
     scale: float | None = None,
     window: int | Array | None = None,
     cap: float | None = None,
+    sinks: Array | None = None,
     method: Method | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     block: int = 512,
@@ -82,6 +83,7 @@ def attention(
       window: number of latest keys that a query sees, including its own; None: all. As an array
         i32[], 0 means all.
       cap: soft cap of the scores, cap tanh(score / cap), a number of Python; or None.
+      sinks: one more score of each head's softmax [N], floating, whose value is 0; or None.
       method: how devices exchange tokens; None: "ulysses" if K divides by tensor x context, else
         "ring". The choice is logged.
       implementation: "xla" or None: blocks, as described. "cudnn": cuDNN's kernel on each device,
@@ -92,7 +94,8 @@ def attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit, tokens or heads do not divide by the mesh,
         or the mesh has explicit axes.
-      NotImplementedError: cuDNN's kernel does not support this call.
+      NotImplementedError: cuDNN's kernel does not support this call, or `context` splits the
+        tokens and there are sinks.
     """
     _check_shapes(q, k, v, segment_ids)
     _check_options(causal, window, method, implementation, block)
@@ -106,8 +109,10 @@ def attention(
     else:
         chosen = method or _choose(k.shape[2], place)
         _check_divides(q, chosen, causal, place)
+    if sinks is not None:
+        _check_sinks(q, sinks, chosen)
     if implementation == "cudnn":
-        _check_cudnn(q, chosen, cap, segment_ids, window)
+        _check_cudnn(q, chosen, cap, segment_ids, window, sinks)
     is_array = isinstance(window, jax.Array)
     scores = Scores(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -141,7 +146,8 @@ def attention(
         segment_ids = segment_ids.astype(jnp.int32)
     operands = Operands(q, k, v, segment_ids, window.astype(jnp.int32) if is_array else None)
     with jax.named_scope("attention"):  # the name of what it keeps, in `program.kept`
-        return attend(call, vary(operands, varying_over(operands)))
+        axes = varying_over((operands, sinks))
+        return attend(call, vary(operands, axes), vary(sinks, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,11 +330,31 @@ def _check_divides(q: Array, method: str, causal: bool, place: _Place) -> None:
         )
 
 
+def _check_sinks(q: Array, sinks: Array, method: str) -> None:
+    """Raise an error unless sinks fit the heads, and one device holds the sequence."""
+    if sinks.shape != (q.shape[2],) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(
+            f"attention needs floating sinks[{q.shape[2]}], one for each query head, got "
+            f"{sinks.dtype}{list(sinks.shape)}"
+        )
+    if method != "local":
+        raise NotImplementedError(
+            "attention: sinks are not built for a sequence that context splits: use context=1"
+        )
+
+
 def _check_cudnn(
-    q: Array, method: str, cap: float | None, segment_ids: Array | None, window: Any
+    q: Array,
+    method: str,
+    cap: float | None,
+    segment_ids: Array | None,
+    window: Any,
+    sinks: Array | None,
 ) -> None:
     """Raise NotImplementedError unless cuDNN's kernel supports a call."""
     fault = find_fault(q.dtype, q.shape[3], cap is not None, find_target(q))
+    if fault is None and sinks is not None:
+        fault = "it has no sinks"
     if fault is None and segment_ids is not None:
         fault = "it takes segments only as a mask of T x T elements"
     if fault is None and isinstance(window, jax.Array):

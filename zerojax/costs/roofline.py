@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.costs.workload import Grid
 from zerojax.jaxprs import (
+    FUSED_ATTENTION,
     PRODUCTS,
     REDUCTIONS,
     FlatJaxpr,
@@ -26,6 +27,8 @@ from zerojax.machines import Machine
 
 _IN_MEMORY = REDUCTIONS | PRODUCTS
 """Primitives whose operands and results cross device memory."""
+_READERS = PRODUCTS | {"scan", "while", "pallas_call", *FUSED_ATTENTION}
+"""Products, loops and kernels, whose operands are mostly in memory."""
 
 
 class Roofline:
@@ -80,7 +83,7 @@ def num_bytes(aval: Any) -> int:
     return math.prod(aval.shape) * dtype.itemsize
 
 
-def peak_bytes(program: FlatJaxpr, rows: int) -> int:
+def peak_bytes(program: FlatJaxpr, rows: int, *, counts_operands: bool = False) -> int:
     """Return the peak bytes of activations alive at one equation, on all devices together.
 
     Only activations that XLA keeps in memory count: results of products, look-ups, reductions,
@@ -90,12 +93,20 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
     Args:
       program: flat program of a derivative.
       rows: number of rows in the batch.
+      counts_operands: whether elementwise results that products, loops or kernels read count too,
+        and what one turn of a loop holds. XLA fuses some of them into products, so this is an upper
+        estimate.
     """
     last_read: dict[int, int] = {}
     for n, i in enumerate(program.instructions):
         last_read.update(dict.fromkeys(i.reads, n))
     outputs = [slot for slot in program.outputs if isinstance(slot, int)]
     last_read.update(dict.fromkeys(outputs, len(program.instructions)))
+
+    read_in_memory = set[int]()
+    for i in program.instructions:
+        if counts_operands and i.eqn.primitive.name in _READERS:
+            read_in_memory.update(i.reads)
 
     alive = 0
     peak = 0
@@ -105,12 +116,18 @@ def peak_bytes(program: FlatJaxpr, rows: int) -> int:
         is_in_memory = i.has_jaxpr or count_flops(i.eqn) or name in _IN_MEMORY
         for slot, v in zip(i.outs, i.eqn.outvars, strict=True):
             shape = getattr(v.aval, "shape", ())
-            if not is_in_memory or not shape or not rows or shape[0] % rows:
+            if not (is_in_memory or slot in read_in_memory):
+                continue
+            if not shape or not rows or shape[0] % rows:
                 continue
             size = num_bytes(v.aval)
             alive += size
             stop = last_read.get(slot, n)
             freed_after[stop] = freed_after.get(stop, 0) + size
-        peak = max(peak, alive)
+        inside = 0
+        if counts_operands and name == "scan":
+            body = i.eqn.params["jaxpr"]
+            inside = peak_bytes(flatten(body.jaxpr, body.consts), 1, counts_operands=True)
+        peak = max(peak, alive + inside)
         alive -= freed_after.pop(n, 0)
     return peak

@@ -48,6 +48,8 @@ def workload_of_model(
     batch: Batch,
     machine: Machine,
     base: ZeroConfig,
+    *,
+    is_for_length: bool = False,
 ) -> Workload:
     """Return the workload of a model on a mesh.
 
@@ -58,12 +60,14 @@ def workload_of_model(
       batch: batch of one step, as arrays or a pytree of ShapeDtypeStruct.
       machine: machine whose rates the roofline uses.
       base: config whose precision, min_shard_bytes, frozen and similar fields apply.
+      is_for_length: whether the workload decides how long sequences can be. Then nothing is timed,
+        since a layer may not fit, and working bytes are an upper estimate.
     """
     abstract = abstract_batch(batch, mesh)
     with jax.set_mesh(mesh):
         if isinstance(model, Model):
-            return _PlainTracer(model, tx, mesh, abstract, machine, base).workload()
-        return _LayeredTracer(model, tx, mesh, abstract, machine, base).workload()
+            return _PlainTracer(model, tx, mesh, abstract, machine, base, is_for_length).workload()
+        return _LayeredTracer(model, tx, mesh, abstract, machine, base, is_for_length).workload()
 
 
 class _Tracer:
@@ -77,6 +81,7 @@ class _Tracer:
         batch: Batch,
         machine: Machine,
         base: ZeroConfig,
+        is_for_length: bool = False,
     ) -> None:
         self.model = model
         self.tx = tx
@@ -94,7 +99,9 @@ class _Tracer:
         token_shapes = [a.shape for a in arrays if _is_tokens(a)]
         self.tokens = math.prod(token_shapes[0]) if token_shapes else self.rows
         # Several processes would measure different seconds and choose different configs.
-        self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
+        is_timed = is_there(mesh) and jax.process_count() == 1 and not is_for_length
+        self.watch = Stopwatch(mesh) if is_timed else None
+        self.counts_operands = is_for_length
 
     def assemble(self, **fields: Any) -> Any:
         """Return the parts of the program of some config fields, with everything on the device."""
@@ -140,6 +147,11 @@ class _Tracer:
             "tokens": self.tokens,
             "source": self.source,
         }
+
+    def working_bytes(self, program: FlatJaxpr) -> int:
+        """Return the bytes of activations that a derivative holds at one time on a device."""
+        peak = peak_bytes(program, self.rows, counts_operands=self.counts_operands)
+        return peak // self.grid.batch_shards
 
     def kept_seconds(self, extra_bytes: float) -> float:
         """Return the seconds in which a device writes and reads additional saved bytes.
@@ -448,7 +460,7 @@ class _LayeredTracer(_Tracer):
         for mode, plan in plans.items():
             closed = derivative_jaxpr(plan.block, *args)
             program = flatten(closed.jaxpr, closed.consts)
-            working[mode] = peak_bytes(program, self.rows) // self.grid.batch_shards
+            working[mode] = self.working_bytes(program)
             live = program.live(program.outputs)
             backward[mode] = self.roofline.seconds(live)
         forward = self.roofline.seconds(plans["remat"].block.program.instructions)
@@ -506,7 +518,7 @@ class _LayeredTracer(_Tracer):
             working = timed[1].working
         else:
             seconds = [self.roofline.seconds(program.instructions) for program in programs]
-            working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
+            working = self.working_bytes(programs[1])
         return _EmbedHeadCosts(
             embed=seconds[0],
             head=seconds[1],
@@ -619,7 +631,7 @@ class _PlainTracer(_Tracer):
         backward = max(costs.save - forward, forward)
         plain_backward = max(costs.everything - forward, forward)
         plain_backward += self.kept_seconds(kept["everything"] - kept["save"])
-        working = peak_bytes(costs.derivative, self.rows) // self.grid.batch_shards
+        working = self.working_bytes(costs.derivative)
 
         trained = range(len(layout.leaves))
         frozen = range(len(layout.leaves), len(layout.all_leaves))

@@ -99,8 +99,7 @@ def attend(
     Raises:
       ValueError: `implementation` is "cudnn", but cuDNN does not support this attention; or tokens
         do not divide by `context`.
-      NotImplementedError: the same for cuDNN on a mesh with `context`; or sinks with that mesh or
-        with "blocks".
+      NotImplementedError: the same for cuDNN on a mesh with `context`; or sinks on that mesh.
     """
     kernel: Literal["cudnn", "xla"] = "cudnn" if implementation == "cudnn" else "xla"
     in_blocks = functools.partial(
@@ -112,13 +111,10 @@ def attend(
         scale=scale,
         window=window,
         cap=cap,
+        sinks=sinks,
         implementation=kernel,
     )
     if _splits_tokens() or implementation == "blocks":
-        if sinks is not None:
-            raise NotImplementedError(
-                "attention with sinks is not built in blocks: use attention='auto' and context=1"
-            )
         return in_blocks()
     static_window = window if isinstance(window, int) else None
     is_masked = segment_ids is not None or isinstance(window, jax.Array)
@@ -136,7 +132,7 @@ def attend(
     uses_cudnn = implementation != "xla" and takes_cudnn(
         kind, find_target(q), implementation == "cudnn"
     )
-    if implementation == "auto" and sinks is None and _is_long(q, uses_cudnn, is_masked):
+    if implementation == "auto" and _is_long(q, uses_cudnn, is_masked):
         _log_blocks(q.shape[1])
         return in_blocks()
     mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)

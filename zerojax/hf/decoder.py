@@ -315,7 +315,7 @@ class Block(nnx.Module):
         """
         c = self.c
         if c.parallel:
-            m = checkpoint_name(over_tokens(self.mlp, z, num_tiles=tiles), "mlp")
+            m = checkpoint_name(self.compute_mlp(None, z, tiles), "mlp")
             return x + self._scaled(a) + self._scaled(m)
         # With norms before only, this name is the norm of the MLP's input, as in the files.
         before = self.pre_feedforward_layernorm
@@ -324,9 +324,18 @@ class Block(nnx.Module):
         else:
             before = self.post_attention_layernorm
         x = x + self._scaled(a)
-        m = over_tokens(lambda x: self.mlp(self._normed(before, x)), x, num_tiles=tiles)
-        m = checkpoint_name(m, "mlp")
+        m = checkpoint_name(self.compute_mlp(before, x, tiles), "mlp")
         return x + self._scaled(self._normed(self.post_feedforward_layernorm, m))
+
+    def compute_mlp(self, norm: Norm | None, x: jax.Array, tiles: int) -> jax.Array:
+        """Return the MLP's output, over tiles of the tokens.
+
+        Args:
+          norm: norm of the MLP's input, or None.
+          x: [B, T, H], input of the norm.
+          tiles: number of tiles.
+        """
+        return over_tokens(lambda x: self.mlp(self._normed(norm, x)), x, num_tiles=tiles)
 
     def _normed(self, norm: Norm | None, x: jax.Array) -> jax.Array:
         return x if norm is None else norm(x)

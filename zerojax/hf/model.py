@@ -118,9 +118,9 @@ def model_of(
       mlp_tiles: number of tiles in which the weights of each MLP are stored and used, one tile at a
         time (`zerojax.TiledMLP`), for matrices too large for a device; 0: untiled. Import and
         export support both.
-      seq_tiles: number of tiles of a row's tokens in which each MLP is computed, one after another
-        (`zerojax.over_tokens`), so that its hidden activations exist for one tile only; 1: for all
-        tokens at once. The tokens of a row divide by it.
+      seq_tiles: number of tiles of a row's tokens in which each MLP or mixture of experts is
+        computed, one after another (`zerojax.over_tokens`), so that its hidden activations exist
+        for one tile only; 1: for all tokens at once. The tokens of a row divide by it.
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
       neftune_noise_alpha: size of NEFTune's noise (arXiv:2310.05914), such as 5.0, which training
         adds to the embeddings: uniform in +-alpha / sqrt(T H). 0: none.
@@ -291,8 +291,12 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
 def _check_seq_tiles(options: Options, config: DecoderConfig, is_adapted: bool) -> None:
     """Raise ValueError unless MLPs can be computed over tiles of the tokens."""
     where = f"seq_tiles={options.seq_tiles}"
-    if config.mixture is not None:
-        raise ValueError(f"{where}: experts are not computed over tiles of tokens: use seq_tiles=1")
+    if options.capacity_factor is not None:
+        raise ValueError(
+            f"{where} cannot be combined with capacity_factor={options.capacity_factor}: cells "
+            "would be counted in each tile, so other tokens would be dropped: use seq_tiles=1 or "
+            "capacity_factor=None"
+        )
     if options.mlp_tiles:
         raise ValueError(
             f"{where} cannot be combined with mlp_tiles={options.mlp_tiles}, which tiles weights: "

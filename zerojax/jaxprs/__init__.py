@@ -25,6 +25,7 @@ from zerojax.jaxprs.flat import is_among as is_among
 from zerojax.jaxprs.flat import only_live as only_live
 from zerojax.jaxprs.flat import read as read
 from zerojax.jaxprs.flat import trace as trace
+from zerojax.jaxprs.flops import FUSED_ATTENTION as FUSED_ATTENTION
 from zerojax.jaxprs.flops import count_flops as count_flops
 from zerojax.jaxprs.flops import dtype_of_products as dtype_of_products
 from zerojax.jaxprs.flops import find_product as find_product

@@ -9,7 +9,7 @@ import jax.extend.core as jex
 from zerojax.jaxprs.flat import flatten
 from zerojax.jaxprs.primitives import CUSTOM_DERIVATIVES
 
-_FUSED_ATTENTION = {
+FUSED_ATTENTION = {
     "dot_product_attention_fwd_wrapper": 1.0,
     "dot_product_attention_bwd_wrapper": 2.5,
 }
@@ -50,10 +50,10 @@ def count_flops(eqn: jex.JaxprEqn) -> float:
     params = eqn.params
     if name in ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"):
         return _count_product_flops(eqn)
-    if name in _FUSED_ATTENTION:
+    if name in FUSED_ATTENTION:
         query, key = (_shape(v) for v in eqn.invars[:2])
         length = key[2 if params["layout"] else 1]  # BNTH, else BTNH
-        flops = 4.0 * math.prod(query) * length * _FUSED_ATTENTION[name]
+        flops = 4.0 * math.prod(query) * length * FUSED_ATTENTION[name]
         return flops * 0.5 if "CAUSAL" in str(params["mask_type"]) else flops
     if name == "pallas_call":
         return float(getattr(params.get("cost_estimate"), "flops", 0.0))

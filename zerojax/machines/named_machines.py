@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zerojax.chips import CHIPS, LANES, MIB, RESERVED_BYTES, Chip, find_chip
+from zerojax.chips import CHIPS, MIB, RESERVED_BYTES, Chip, find_chip
 from zerojax.hlo import RATES
 from zerojax.machines.machine_files import read
 from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, find_wrong_entry, nearest
@@ -43,7 +43,7 @@ def _gpu(chip: Chip) -> Machine:
     source |= {
         f"flops.{dtype}": assumed(flops[dtype], chip.peak[dtype], sheet) for dtype in chip.peak
     }
-    link = assumed(rates.link, chip.link_rate, f"PCIe {chip.pcie} x{LANES}, {sheet}")
+    link = assumed(rates.link, chip.link_rate, f"PCIe {chip.pcie} x{chip.lanes}, {sheet}")
     source |= {
         "memory_rate": assumed(rates.memory, chip.memory_rate, sheet),
         "link_up": link,

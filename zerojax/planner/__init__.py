@@ -34,6 +34,7 @@ from zerojax.planner.charts import text as text
 from zerojax.planner.command import run_plan as run_plan
 from zerojax.planner.planner import auto as auto
 from zerojax.planner.planner import plan as plan
+from zerojax.planner.planner import plan_uniform as plan_uniform
 from zerojax.planner.plans import Plan as Plan
 from zerojax.planner.plans import PlanError as PlanError
 from zerojax.planner.plans import changed as changed

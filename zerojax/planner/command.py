@@ -6,6 +6,7 @@ zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --bat
     --machine h200 --nodes 2 --compare
 zerojax plan ... --fix stage=3 --fix opt_state=pinned_host --set host_bytes=2e12 --validate
     --json plan.json --html plan.html
+zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --longest 8192 --machine h100
 """
 
 import argparse
@@ -66,12 +67,17 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
             f"--tensor {options.tensor} does not divide the {machine.devices} devices "
             f"of {machine.name}"
         )
+    longest = options.longest or False
+    if longest and options.seq:
+        raise ValueError("--seq and --longest: give only one of them")
+    if not longest and not (options.seq and options.batch):
+        raise ValueError("--seq and --batch are needed, unless --longest looks for the length")
     sizes = Sizes(
         layers=options.layers,
         hidden=options.hidden,
         heads=options.heads,
-        seq=options.seq,
-        batch=options.batch * groups,
+        seq=options.seq or longest,
+        batch=(options.batch or 1) * groups,
         params=options.params,
         vocab=options.vocab or 0,
         mlp=options.mlp,
@@ -86,6 +92,7 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
         fixed={"precision": precision, **fields},
         min_disk_days=options.min_disk_days,
         rounds_moments=options.round_moments,
+        longest=longest,
         validate=options.validate and not fixed,
     )
 

@@ -10,6 +10,8 @@
     )
     print(plan)
     program = zj.build_train_step(model, tx, plan.config, mesh)
+    # The longest sequences that fit.
+    plan = zj.plan(model, tx, mesh, batch, zj.machine("h200"), longest=True)
 
 The papers leave the choice among recomputing, offloading and keeping to users: ZeRO-Infinity
 (arXiv:2104.07857) has an engine for each, but no way to choose. Here a cost model drives a search:
@@ -31,7 +33,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +60,7 @@ from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory, steps_of_program
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import MIN_GAIN, SEARCHED, Space
+from zerojax.planner.lengths import block_of, find_longest, with_length
 from zerojax.planner.plans import Plan, PlanError, RunnerUp, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
 from zerojax.planner.search import (
@@ -97,7 +100,7 @@ _SWAP_DIR = "SWAP_DIR"
 
 @without_mesh
 def plan(
-    model: Model | LayeredModel | Sizes,
+    model: Model | LayeredModel | Sizes | Callable[[int], Model | LayeredModel],
     tx: optax.GradientTransformation | None = None,
     mesh: Mesh | Mapping[str, int] | None = None,
     batch: Batch = None,
@@ -107,6 +110,7 @@ def plan(
     min_disk_days: float | None = None,
     rounds_moments: bool = False,
     tiles: Sequence[int] | None = None,
+    longest: bool | int = False,
     validate: bool = False,
     axes: Axes | None = None,
 ) -> Plan:
@@ -118,6 +122,8 @@ def plan(
 
     Args:
       model: model to plan for; or `Sizes`, which plans a transformer in closed form, with Adam.
+        With `longest`, also a function of the tokens of a row that returns a model, for a model
+        that depends on them, such as by the number of its `seq_tiles`.
       tx: optimizer of the model; None for sizes.
       mesh: mesh of the model; for sizes, axis sizes by name (`{"fsdp": 64, "tensor": 8}`), with all
         devices on fsdp by default.
@@ -131,16 +137,20 @@ def plan(
         otherwise moments are stored as `fixed` says.
       tiles: for sizes, the numbers of tiles in which the layers' MLPs may run; powers of two up to
         32 by default.
+      longest: whether to plan for the longest sequences that fit (`plan.length`), among multiples
+        of 1,024 tokens, or of the number given here. The length of the batch, or of the sizes, is
+        then ignored, and its number of rows stays. Nothing is timed: seconds follow from the
+        machine's rates.
       validate: whether to compile the plan's step for the mesh's devices, or the machine's GPUs,
         and report its bytes next to the plan's. A step that needs more than the device has is left
-        out, and the next one is compiled.
+        out, and the next one is compiled; with `longest`, one of shorter sequences.
       axes: for a model on a mesh of your own, its axes by name, as in `build_train_step`.
 
     Raises:
-      PlanError: nothing fits, or not with the fixed fields; the message has the needed and
-        available bytes, and the nearest change that fits.
+      PlanError: nothing fits, or not with the fixed fields, or with `longest` not even the shortest
+        sequence; the message has the needed and available bytes, and the nearest change that fits.
       ValueError: fields are unknown or contradict each other, the batch does not divide evenly, or
-        the machine lacks a figure.
+        the machine lacks a figure; `longest` is not a number of tokens, or the batch has none.
       NotImplementedError: the mesh has `pipe`, `expert` or `context`.
     """
     with _log_once():
@@ -151,9 +161,85 @@ def plan(
         if isinstance(mesh, Mesh) and not isinstance(model, Sizes):
             mesh = own_mesh(mesh, axes)
             _check_axes(mesh)
-        return Planner(
-            model, tx, mesh, batch, machine, fixed, min_disk_days, tiles, rounds_moments
-        ).plan(validate)
+        options: Any = (fixed, min_disk_days, tiles, rounds_moments)
+        block = block_of(longest)
+        if block is None:
+            return Planner(model, tx, mesh, batch, machine, *options).plan(validate)
+
+        def build(length: int) -> Planner:
+            resized, of_length = with_length(model, batch, length)
+            return Planner(resized, tx, mesh, of_length, machine, *options, is_for_length=True)
+
+        return _plan_longest(build, block, validate)
+
+
+@without_mesh
+def plan_uniform(
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    batch: Batch,
+    machine: Machine | str,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+) -> Plan | None:
+    """Return the fastest plan whose layers are all alike; None if nothing fits.
+
+    It takes a fraction of the time of `plan`, which also lets layers differ, and looks for the
+    nearest change if nothing fits.
+
+    Args:
+      model: model, as in `plan`.
+      tx: optimizer, as in `plan`.
+      mesh: mesh, as in `plan`.
+      batch: arrays or ShapeDtypeStructs of one step.
+      machine: machine, or its name or file.
+      fixed: fields of `ZeroConfig` with fixed values.
+
+    Raises:
+      ValueError: an argument is invalid; see `plan`.
+    """
+    with _log_once():
+        return Planner(model, tx, mesh, batch, machine, fixed, None).plan_uniform()
+
+
+def _plan_longest(build: Callable[[int], "Planner"], block: int, validate: bool) -> Plan:
+    """Return the plan for the longest sequences that fit.
+
+    Args:
+      build: function from the tokens of a row to their planner.
+      block: tokens whose multiples are tried.
+      validate: whether to compile the plan's step, and to shorten the sequences until it fits.
+
+    Raises:
+      PlanError: not even sequences of `block` tokens fit.
+    """
+    usable_fraction = 1.0
+
+    def planner_of(length: int) -> Planner:
+        planner = build(length)
+        planner.usable_fraction = usable_fraction
+        return planner
+
+    notes = list[str]()
+    while True:
+        length = find_longest(lambda length: planner_of(length).fits(), block)
+        planner = planner_of(length or block)
+        try:
+            plan = planner.plan(False)
+        except PlanError as error:
+            text = f"not even sequences of {block:,} tokens fit: {error}"
+            raise PlanError(text, error.tier, error.needed, error.had) from error
+        assert length is not None
+        if validate:
+            compiled = validated(plan, planner.model, planner.tx, planner.mesh, planner.batch)
+            plan = dataclasses.replace(plan, validated=compiled)
+            most = planner.machine.need("device_bytes")
+            if compiled.device_bytes > most:
+                notes.append(f"sequences of {length:,} tokens were left out: {compiled}")
+                usable_fraction *= min(0.98, 0.98 * most / compiled.device_bytes)
+                continue
+        return dataclasses.replace(plan, length=length, block=block, notes=(*plan.notes, *notes))
 
 
 def _check_axes(mesh: Mesh) -> None:
@@ -229,9 +315,16 @@ class Planner:
         min_disk_days: float | None,
         tiles: Sequence[int] | None = None,
         rounds_moments: bool = False,
+        *,
+        is_for_length: bool = False,
     ) -> None:
-        """Check the arguments and trace the model; they are the arguments of `plan`."""
+        """Check the arguments and trace the model; they are the arguments of `plan`.
+
+        With `is_for_length`, the plan decides how long sequences can be: nothing is timed, and
+        working memory is an upper estimate.
+        """
         _check_arguments(fixed, min_disk_days, tiles)
+        self.is_for_length = is_for_length
         self.model = model
         self.tx = tx
         self.batch = batch
@@ -374,7 +467,13 @@ class Planner:
                 f"use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
             )
         return workload_of_model(
-            self.model, self.tx, self.mesh, self.batch, self.machine, self.base
+            self.model,
+            self.tx,
+            self.mesh,
+            self.batch,
+            self.machine,
+            self.base,
+            is_for_length=self.is_for_length,
         )
 
     def _check_fixed(self) -> None:
@@ -438,6 +537,20 @@ class Planner:
             compiled.device_bytes,
             most,
         )
+
+    def fits(self) -> bool:
+        """Return whether any config fits."""
+        exact = self.exact if self.has_programs else None
+        search = Search(self.space(), self.limits, exact, _MOST_TRIED)
+        search.run()
+        return search.settle() is not None
+
+    def plan_uniform(self) -> Plan | None:
+        """Return the fastest plan whose layers are all alike; None if nothing fits."""
+        search = Search(self.space(), self.limits, self.exact if self.has_programs else None)
+        search.run()
+        best = search.settle()
+        return None if best is None else self.build_plan(search, best)
 
     def _plan(self) -> Plan:
         search = self.search(self.space())

@@ -127,6 +127,8 @@ class Plan:
       source: source of the seconds of compute.
       search: number of configs that were examined, and how.
       validated: bytes of the compiled program, or None.
+      length: tokens of a sequence, if the plan is for the longest ones that fit; else None.
+      block: tokens whose multiples were tried for `length`.
     """
 
     config: ZeroConfig
@@ -150,6 +152,8 @@ class Plan:
     search: str
     estimate: Estimate = dataclasses.field(repr=False, compare=False)
     validated: Validated | None = None
+    length: int | None = None
+    block: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -267,6 +271,8 @@ class Plan:
             "source": self.source,
             "search": self.search,
             "validated": None if self.validated is None else dataclasses.asdict(self.validated),
+            "length": self.length,
+            "block": self.block,
         }
         return json.dumps(document, indent=2)
 
@@ -277,6 +283,11 @@ class Plan:
             f"  config      {_named(self.fields) or 'the default'}"
             + (f"; MLPs in {self.tiles} tiles" if self.tiles > 1 else ""),
         ]
+        if self.length is not None:
+            rows.append(
+                f"  length      {self.length:,} tokens per sequence, the longest multiple of "
+                f"{self.block:,} that fits"
+            )
         rates = [f"{self.tokens_per_second:,.0f} tokens/s"]
         rates += [
             f"{name} {100 * value:.1f} %"

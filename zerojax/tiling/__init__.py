@@ -16,6 +16,7 @@ from zerojax.tiling.operators import tiled_dense as tiled_dense
 from zerojax.tiling.operators import tiled_mlp as tiled_mlp
 from zerojax.tiling.operators import wide_product as wide_product
 from zerojax.tiling.over_tokens import over_tokens as over_tokens
+from zerojax.tiling.over_tokens import over_tokens_and_sums as over_tokens_and_sums
 from zerojax.tiling.weights import choose_num_tiles as choose_num_tiles
 from zerojax.tiling.weights import tile_kernel as tile_kernel
 from zerojax.tiling.weights import tile_mlp as tile_mlp

@@ -15,6 +15,12 @@ and the tokens:
 
 So the loop adds to dw[r, H, F] in float32 without communication, and the sum over r after the loop
 is one reduction. The partitioner would reduce dw[H, F] in each tile instead.
+
+A function whose tokens meet on the mesh, such as a mixture of experts, has no rows: it is called
+with a tile of all devices, split like activations, and the partitioner reduces its gradients in
+each tile (`over_tokens_and_sums`).
+
+    x[B_(data, fsdp), T_context, H] -> x[n, B_(data, fsdp), (T / n)_context, H]
 """
 
 import dataclasses
@@ -59,23 +65,61 @@ def over_tokens(function: Callable[[Any], Any], x: Any, *, num_tiles: int) -> An
       ValueError: the number of tiles is not an integer of at least 1, T does not divide, arrays
         lack the dims, or the mesh has explicit axes.
     """
+    cut = _find_cut(x, num_tiles, has_rows=True)
+    if cut.count == 1:
+        return function(x)
+    return _run(lambda x: (function(x), ()), x, cut)[0]
+
+
+def over_tokens_and_sums(
+    function: Callable[[Any], tuple[Any, Any]], x: Any, *, num_tiles: int
+) -> tuple[Any, Any]:
+    """Return a function's results, computed over tiles of the tokens, and sums over all tokens.
+
+    In contrast to `over_tokens`, tokens may meet on the mesh, as those of `zerojax.experts.mix` do:
+    the function is called with a tile of all devices. On a mesh, gradients of what it reads from
+    outside are therefore reduced in each tile.
+
+    Args:
+      function: function of x or of a tile of it that returns `(y, sums)`. Dims 0 and 1 of y are
+        those of its argument. Sums are a pytree of floating arrays that are sums over the tokens of
+        the tile.
+      x: array [B, T, ...], or a pytree of such arrays with the same B and T.
+      num_tiles: number of tiles, as in `over_tokens`.
+
+    Returns:
+      y[B, T, ...], and the sums over the tokens of all tiles.
+
+    Raises:
+      ValueError: as in `over_tokens`.
+    """
+    cut = _find_cut(x, num_tiles, has_rows=False)
+    return function(x) if cut.count == 1 else _run(function, x, cut)
+
+
+def _find_cut(x: Any, num_tiles: Any, *, has_rows: bool) -> "_Cut":
+    """Return how x is cut into tiles; the arguments are those of `over_tokens`."""
     count = as_integer(num_tiles)
     if count is None or count < 1:
         raise ValueError(
             f"over_tokens: num_tiles={shown(num_tiles)}: an integer of at least 1 is needed"
         )
-    cut = _Cut.find(*_find_dims(x, "x"), count)
-    if count == 1:
-        return function(x)
+    return _Cut.find(*_find_dims(x, "x"), count, has_rows)
+
+
+def _run(function: Callable[[Any], tuple[Any, Any]], x: Any, cut: "_Cut") -> tuple[Any, Any]:
+    """Return the results and the sums of a function over several tiles."""
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*cut.tile, *a.shape[2:]), a.dtype), x)
     traced, result = jax.make_jaxpr(function, return_shape=True)(one)
-    if _find_dims(result, "a result") != cut.tile:
+    y = result[0]
+    if _find_dims(y, "a result") != cut.tile:
         raise ValueError(
             f"over_tokens: a tile of the tokens is {list(cut.tile)}, and the function returned "
-            f"{[list(a.shape) for a in jax.tree.leaves(result)]}: dims 0 and 1 must stay"
+            f"{[list(a.shape) for a in jax.tree.leaves(y)]}: dims 0 and 1 must stay"
         )
-    y: Any = _compute(_Tiled(traced.jaxpr, cut), tuple(traced.consts), tuple(jax.tree.leaves(x)))
-    return jax.tree.unflatten(jax.tree.structure(result), y)
+    tiled = _Tiled(traced.jaxpr, cut, len(jax.tree.leaves(y)))
+    leaves: Any = _compute(tiled, tuple(traced.consts), tuple(jax.tree.leaves(x)))
+    return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,10 +129,12 @@ class _Tiled:
     Attributes:
       jaxpr: jaxpr of the function of one tile; its constants are what it reads from outside.
       cut: how arrays are cut into tiles.
+      num_results: number of results of the tokens; the function's other results are sums.
     """
 
     jaxpr: jex.Jaxpr
     cut: "_Cut"
+    num_results: int
 
     def run(self, consts: Sequence[Any], x: Sequence[Array]) -> list[Array]:
         """Return the results for one tile, without rows."""
@@ -117,14 +163,18 @@ class _Tiled:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(tiled: _Tiled, consts: tuple[Any, ...], x: tuple[Array, ...]) -> list[Array]:
-    """Return the results [B, T, ...] of all tiles, as leaves."""
+    """Return the results [B, T, ...] of all tiles, and the sums over them, as leaves."""
     run = tiled.mapped(tiled.run, (None, 0))
+    count = tiled.num_results
 
-    def step(carry: None, tile: list[Array]) -> tuple[None, list[Array]]:
-        return carry, run(consts, tile)
+    def step(sums: list[Array], tile: list[Array]) -> tuple[list[Array], list[Array]]:
+        y = run(consts, tile)
+        return [total + a for total, a in zip(sums, y[count:], strict=True)], y[:count]
 
-    _, y = jax.lax.scan(step, None, [tiled.cut.split(a) for a in x])
-    return [tiled.cut.join(a) for a in y]
+    shapes: Any = [v.aval for v in tiled.jaxpr.outvars[count:]]
+    sums = [jnp.zeros(a.shape, a.dtype) for a in shapes]
+    sums, y = jax.lax.scan(step, sums, [tiled.cut.split(a) for a in x])
+    return [*(tiled.cut.join(a) for a in y), *sums]
 
 
 def _forward(
@@ -139,15 +189,17 @@ def _backward(tiled: _Tiled, kept: tuple[Any, ...], dy: list[Array]) -> tuple[An
     derive = tiled.mapped(tiled.derive, (None, 0, 0))
     floating, _ = _parted(consts)
     sums = [cut.zeros(a) for a in floating]
+    d_sums = dy[tiled.num_results :]  # the same for all tiles
 
     def step(
         sums: list[Array], tile: tuple[list[Array], list[Array]]
     ) -> tuple[list[Array], list[Array]]:
-        grads, dx = derive(consts, *tile)
+        x, dy = tile
+        grads, dx = derive(consts, x, [*dy, *d_sums])
         added = [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)]
         return added, dx
 
-    dy = [a for a in dy if a.dtype != jax.dtypes.float0]
+    dy = [a for a in dy[: tiled.num_results] if a.dtype != jax.dtypes.float0]
     tiles = [cut.split(a) for a in x], [cut.split(a) for a in dy]
     sums, dx = jax.lax.scan(step, sums, tiles)
     grads = [cut.reduce(total).astype(a.dtype) for total, a in zip(sums, floating, strict=True)]
@@ -188,7 +240,7 @@ def _with_zeros(leaves: Sequence[Any], grads: Sequence[Array]) -> list[Any]:
 class _Cut:
     """How arrays [B, T, ...] are cut into tiles [n, r, B / b, T / (c n), ...], with r = b c rows.
 
-    Without rows, tiles are [n, B, T / n, ...].
+    Without rows, tiles are [n, B, T / n, ...], and have T / (c n) tokens of each part of T.
 
     Attributes:
       size: B and T.
@@ -196,6 +248,7 @@ class _Cut:
       mesh: the mesh in scope, or None.
       of_batch: axes that split B in b parts.
       of_tokens: axes that split T in c parts.
+      has_rows: whether a function computes each part alone.
     """
 
     size: tuple[int, int]
@@ -203,9 +256,10 @@ class _Cut:
     mesh: Any
     of_batch: tuple[str, ...]
     of_tokens: tuple[str, ...]
+    has_rows: bool
 
     @classmethod
-    def find(cls, batch: int, length: int, count: int) -> Self:
+    def find(cls, batch: int, length: int, count: int, has_rows: bool) -> Self:
         """Return the cut of arrays [batch, length, ...] on the mesh in scope.
 
         Raises:
@@ -220,7 +274,7 @@ class _Cut:
             of_tokens = (CONTEXT,) if context_size(mesh) > 1 else ()
             if batch % math.prod(mesh.shape[axis] for axis in of_batch):
                 of_batch = ()  # a batch that devices split unevenly
-        cut = cls((batch, length), count, mesh, of_batch, of_tokens)
+        cut = cls((batch, length), count, mesh, of_batch, of_tokens, has_rows)
         if count > 1 and length % (count * cut.columns):
             multiple = count * cut.columns
             over = f"num_tiles={count}"
@@ -235,7 +289,7 @@ class _Cut:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes of the rows."""
-        return (*self.of_batch, *self.of_tokens)
+        return (*self.of_batch, *self.of_tokens) if self.has_rows else ()
 
     @property
     def rows(self) -> int:
@@ -251,26 +305,48 @@ class _Cut:
     def tile(self) -> tuple[int, int]:
         """B and T of a tile, on one device if there are rows."""
         batch, length = self.size
+        if not self.has_rows:
+            return batch, length // self.count
+        return self._part
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        """B and T of a device's part of a tile."""
+        batch, length = self.size
         return batch // self.rows, length // (self.columns * self.count)
 
     def split(self, a: Array) -> Array:
         """Return the tiles of an array [B, T, ...]."""
-        batch, tokens = self.tile
-        pieces = a.reshape(self.rows, batch, self.columns, self.count, tokens, *a.shape[2:])
-        tiles = pieces.transpose(3, 0, 2, 1, 4, *range(5, pieces.ndim))
-        if not self.axes:
-            return tiles.reshape(self.count, *self.tile, *a.shape[2:])
-        tiles = tiles.reshape(self.count, -1, *self.tile, *a.shape[2:])
-        return self._constrain(tiles, (None, self.axes))
+        rest = a.shape[2:]
+        batch, tokens = self._part
+        pieces = a.reshape(self.rows, batch, self.columns, self.count, tokens, *rest)
+        others = range(5, pieces.ndim)
+        if self.axes:
+            tiles = pieces.transpose(3, 0, 2, 1, 4, *others).reshape(
+                self.count, -1, *self.tile, *rest
+            )
+            return self._constrain(tiles, (None, self.axes))
+        tiles = pieces.transpose(3, 0, 1, 2, 4, *others).reshape(self.count, *self.tile, *rest)
+        return self._constrain(tiles, (None, *self._split_dims))
 
     def join(self, tiles: Array) -> Array:
         """Return the array [B, T, ...] of these tiles."""
-        rest = tiles.shape[4 if self.axes else 3 :]
-        pieces = tiles.reshape(self.count, self.rows, self.columns, *self.tile, *rest)
-        a = pieces.transpose(1, 3, 2, 0, 4, *range(5, pieces.ndim)).reshape(*self.size, *rest)
-        if not self.axes:
-            return a
-        return self._constrain(a, (self.of_batch or None, self.of_tokens or None))
+        batch, tokens = self._part
+        if self.axes:
+            rest = tiles.shape[4:]
+            pieces = tiles.reshape(self.count, self.rows, self.columns, batch, tokens, *rest)
+            order = (1, 3, 2, 0, 4)
+        else:
+            rest = tiles.shape[3:]
+            pieces = tiles.reshape(self.count, self.rows, batch, self.columns, tokens, *rest)
+            order = (1, 2, 3, 0, 4)
+        a = pieces.transpose(*order, *range(5, pieces.ndim)).reshape(*self.size, *rest)
+        return self._constrain(a, self._split_dims)
+
+    @property
+    def _split_dims(self) -> tuple[Any, Any]:
+        """Axes that split B and T."""
+        return self.of_batch or None, self.of_tokens or None
 
     def zeros(self, a: Array) -> Array:
         """Return zeros for the sums of an array's gradients, [r, ...] or [...], in float32."""
@@ -286,6 +362,8 @@ class _Cut:
 
     def _constrain(self, a: Array, entries: tuple[Any, ...]) -> Array:
         """Constrain the first dims of an array, and leave the others to the partitioner."""
+        if not (self.of_batch or self.of_tokens):
+            return a
         rest = (PartitionSpec.UNCONSTRAINED,) * (a.ndim - len(entries))
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries, *rest))
         return jax.lax.with_sharding_constraint(a, sharding)

@@ -21,12 +21,13 @@ from flax import nnx
 
 from zerojax.experts import DOWN_AXES, UP_AXES, Experts, count_choices, mix, score_tokens
 from zerojax.hf.config import DecoderConfig
-from zerojax.hf.decoder import ACTIVATIONS, MLP, Batch, Block, Cached, Embed, Options
+from zerojax.hf.decoder import ACTIVATIONS, MLP, Batch, Block, Cached, Embed, Norm, Options
 from zerojax.hf.mixtures.chunked import ChunkedAttention
 from zerojax.hf.mixtures.config import MixtureConfig
 from zerojax.hf.mixtures.latent import LatentAttention
 from zerojax.models import Loss
 from zerojax.sharding import EXPERT, TENSOR
+from zerojax.tiling import over_tokens_and_sums
 from zerojax.trees import Context
 
 HIDDEN = "hidden"
@@ -139,24 +140,35 @@ class RoutedMLP(nnx.Module):
         self.shared_experts: Any = nnx.data(MLP(shared, o, rngs=rngs) if c.mixture.shared else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the weighted sum of each token's experts.
+        """Return the weighted sum of each token's experts, and keep the statistics."""
+        y, statistics = self.route(x)
+        self.keep(statistics)
+        return y
 
-        With a balance loss, the layer's usage, f32[B, 2, E], is sown: the number of a row's tokens
-        that chose each expert, and the sum of their probabilities. With a capacity, so is the
+    def route(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the weighted sum of each token's experts, and statistics.
+
+        With a balance loss, they have the layer's usage, f32[B, 2, E]: the number of a row's tokens
+        that chose each expert, and the sum of their probabilities. With a capacity, they have the
         fraction of dropped choices.
         """
         scores = self.router(x)
         mixed = mix(x, self.experts(), scores, self.m.routing, self.capacity_factor)
+        statistics = dict[str, jax.Array]()
         if self.capacity_factor is not None:
-            self._keep("dropped", mixed.dropped)
+            statistics["dropped"] = mixed.dropped
         if self.m.balance:
             counts = count_choices(mixed.chosen, self.m.experts)
-            usage = jnp.stack([counts, jnp.sum(scores.probabilities, 1)], 1)
-            self._keep(USAGE, usage)
-        return mixed.y if self.shared_experts is None else mixed.y + self.shared_experts(x)
+            statistics[USAGE] = jnp.stack([counts, jnp.sum(scores.probabilities, 1)], 1)
+        y = mixed.y if self.shared_experts is None else mixed.y + self.shared_experts(x)
+        return y, statistics
+
+    def keep(self, statistics: Mapping[str, jax.Array]) -> None:
+        """Keep the statistics of a call for the block."""
+        for name, value in statistics.items():
+            self._keep(name, value)
 
     def _keep(self, name: str, value: jax.Array) -> None:
-        """Keep a value of this call for the block."""
         self.sow(nnx.Intermediate, name, value, init_fn=lambda: value, reduce_fn=lambda _, new: new)
 
 
@@ -184,6 +196,20 @@ class MixtureBlock(Block):
             x = super().__call__(x, context, layer)
         dropped = self._dropped()
         return x if dropped is None else (x, Loss(0.0, metrics={"dropped_fraction": dropped}))
+
+    def compute_mlp(self, norm: Norm | None, x: jax.Array, tiles: int) -> jax.Array:
+        """Return the output of the experts, over tiles of the tokens.
+
+        Tokens meet at their experts, and usage is a sum over all tokens.
+        """
+        if not isinstance(self.mlp, RoutedMLP) or tiles == 1:
+            return super().compute_mlp(norm, x, tiles)
+        mlp = self.mlp
+        y, statistics = over_tokens_and_sums(
+            lambda x: mlp.route(self._normed(norm, x)), x, num_tiles=tiles
+        )
+        mlp.keep(statistics)
+        return y
 
     @property
     def _has_balance(self) -> bool:
