@@ -16,6 +16,8 @@ from zerojax.hf.exporting import export_hf as export_hf
 from zerojax.hf.exporting import export_peft as export_peft
 from zerojax.hf.gguf_files.export import check_gguf as check_gguf
 from zerojax.hf.gguf_files.export import export_gguf as export_gguf
+from zerojax.hf.heads.scores import classification_loss as classification_loss
+from zerojax.hf.heads.scores import reward_loss as reward_loss
 from zerojax.hf.importing import import_hf as import_hf
 from zerojax.hf.mixtures.config import Mixture as Mixture
 from zerojax.hf.model import config_of as config_of

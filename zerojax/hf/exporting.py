@@ -44,6 +44,8 @@ from zerojax.hf.adapters.start import (
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family, open_folder
+from zerojax.hf.heads.folder import read_num_labels
+from zerojax.hf.heads.scores import SCORE
 from zerojax.hf.importing import ADAPTER, check_config_sizes, is_of_experts, map_names
 from zerojax.hf.mixtures.stacks import BLOCKS
 from zerojax.hf.model import DECODER, config_of, read_family
@@ -213,6 +215,12 @@ def _divided(
         for name, (leaf, is_encoded) in leaves.items()
         if not is_encoded and not is_of_experts(name)
     )
+    if SCORE in saved.about and read_num_labels(like) is None:
+        config_path = os.path.join(os.fspath(like), CONFIG)
+        raise ValueError(
+            f"{saved.folder} has a head of scores, but {config_path} is of a causal model: pass a "
+            "folder of a ForSequenceClassification model as `like`"
+        )
     table = map_names(like, families, is_tiled=is_tiled)
     if lora is None or lora.init == "default":
         return DividedFile(base, table)

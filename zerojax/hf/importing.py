@@ -25,6 +25,8 @@ from zerojax.hf.adapters.peft import check_same, read_peft
 from zerojax.hf.adapters.start import AdaptedFile
 from zerojax.hf.config import CONFIG, DecoderConfig, Family, open_folder
 from zerojax.hf.decoder import Options
+from zerojax.hf.heads.folder import read_num_labels
+from zerojax.hf.heads.scores import SCORE
 from zerojax.hf.mixtures.block import choose_parts
 from zerojax.hf.mixtures.stacks import stack_of
 from zerojax.hf.model import DECODER, config_of, read_family
@@ -95,11 +97,23 @@ def import_hf(
             "zerojax.import_params takes any"
         )
     folder = os.path.expanduser(os.fspath(folder))
+<<<<<<< HEAD
     names = map_names(folder, families, is_tiled=_has_tiled_mlps(program.model))
+=======
+    is_scored = SCORE in (program.model.about or {})
+    names = map_names(
+        folder,
+        families,
+        is_tiled=any(jax.tree.leaves(program.model.tiles)),
+        is_scored=is_scored,
+    )
+>>>>>>> heads
     _check_config(program.model, folder, families)
     file = open_folder(folder)
     check_config_sizes(folder, file, families, is_whole=False)
-    _check_tied(folder, names)
+    if not is_scored:
+        _check_tied(folder, names)
+    has_score = read_num_labels(folder) is not None
     source: WeightFile = file
     rename: Any = names
     lora = _find_lora(program.model, adapters)
@@ -107,10 +121,12 @@ def import_hf(
         adapted = AdaptedFile(file, names, lora, adapters)
         source = adapted
         rename = adapted.rename
-    # Only adapters may be missing from the folder.
-    return import_params(
-        program, source, key=key, rename=rename, missing=lambda name: ADAPTER in name
-    )
+
+    def may_be_missing(name: str) -> bool:
+        # A causal model's folder has no head of scores, which then starts at random.
+        return ADAPTER in name or (name.startswith(f"head.{SCORE}.") and not has_score)
+
+    return import_params(program, source, key=key, rename=rename, missing=may_be_missing)
 
 
 def _has_tiled_mlps(model: LayeredModel) -> bool:
@@ -179,6 +195,11 @@ def check_config_sizes(
     config_path = os.path.join(os.fspath(folder), CONFIG)
     family, config = read_family(folder, families)
     params = list_params(config, family.block)
+    num_labels = read_num_labels(folder)
+    if num_labels is not None:
+        params.pop("head.lm_head.embedding", None)
+        hidden = Size(config.hidden, f"hidden_size={config.hidden}")
+        params[f"head.{SCORE}.kernel"] = hidden, Size(num_labels, f"num_labels={num_labels}")
     check_sizes(config, params, names, file, config_path, is_whole=is_whole)
 
 
@@ -210,7 +231,11 @@ def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, tuple[Place,
 
 
 def map_names(
-    folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool
+    folder: str | os.PathLike[str],
+    families: Mapping[str, Family],
+    *,
+    is_tiled: bool,
+    is_scored: bool | None = None,
 ) -> dict[str, tuple[Place, ...]]:
     """Return the parameters for each tensor name of a folder, given the folder's options.
 
@@ -218,6 +243,7 @@ def map_names(
       folder: path of a folder that holds `config.json`.
       families: model families by `model_type`.
       is_tiled: whether the model stores its MLPs in tiles.
+      is_scored: whether the model scores sequences; None: as the folder's does.
 
     Returns:
       A table like `Family.names`; tensors that are not read have no place.
@@ -227,10 +253,15 @@ def map_names(
     """
     family, config = read_family(folder, families)
     names: dict[str, tuple[Place, ...]] = {}
+    if is_scored is None:
+        is_scored = read_num_labels(folder) is not None
+    if is_scored:
+        names[f"{SCORE}.weight"] = (Place(f"head.{SCORE}.kernel", axes=(1, 0)),)
     for tensor, value in family.table(config).items():
         places = read_places(value, tensor)
         # Some files hold a tied embedding twice; `import_hf` has checked that both are equal.
-        if config.tied and any(place.name.startswith("head.lm_head.") for place in places):
+        is_head = any(place.name.startswith("head.lm_head.") for place in places)
+        if is_head and (config.tied or is_scored):
             places = ()
         names[tensor] = tuple(map(_in_tiles, places)) if is_tiled else places
     return names

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,15 @@ from zerojax.hf.config import (
     text_config,
 )
 from zerojax.hf.decoder import TENSOR, Batch, Cached, Embed, Head, Options
+from zerojax.hf.heads.folder import read_num_labels
+from zerojax.hf.heads.scores import (
+    SCORE,
+    ClassificationLoss,
+    RewardLoss,
+    ScoreHead,
+    ScoreLoss,
+    build_score_task,
+)
 from zerojax.hf.heads.task import TokenLoss, build_task, switch_adapters
 from zerojax.hf.mixtures.block import Untrained, choose_parts
 from zerojax.hf.mixtures.stacks import Run, join_stacks
@@ -76,7 +85,7 @@ def model_of(
     neftune_noise_alpha: float = 0.0,
     capacity_factor: float | None = None,
     expert_groups: int = 1,
-    loss: TokenLoss | None = None,
+    loss: TokenLoss | ScoreLoss | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes.
@@ -93,7 +102,11 @@ def model_of(
     with 0, the model computes without them.
 
     With `loss`, such as `zerojax.dpo_loss(0.1)`, a batch also has the arrays that this loss reads,
-    and `program.apply` of such a batch returns what `loss.predict` does.
+    and `program.apply` of such a batch returns what `loss.predict` does. With
+    `zerojax.hf.reward_loss` or `zerojax.hf.classification_loss`, the model has a head that scores
+    sequences in place of `lm_head`: `program.apply` returns scores f32[B, T, num_labels], with
+    `last` [B, num_labels], and with `labels` what `loss.read` does. Adapters come with the trained
+    head, as in PEFT.
 
     Args:
       folder: path of a folder, as `save_pretrained` of transformers writes it.
@@ -134,6 +147,9 @@ def model_of(
     """
     family, config = read_family(folder, families)
     lora = _narrowed(lora, config)
+    if lora is not None and isinstance(loss, RewardLoss | ClassificationLoss):
+        saved = dict.fromkeys((*lora.modules_to_save, SCORE))
+        lora = dataclasses.replace(lora, modules_to_save=tuple(saved))
     options = Options(
         lora=lora,
         attention=attention,
@@ -155,9 +171,20 @@ def model_of(
     max_length = min((rope.length for rope in config.ropes if rope.length), default=None)
     parts = choose_parts(config)
     read_context = functools.partial(build_context, has_row_lengths=max_length is not None)
-    task = build_task(loss, config.vocab, loss_tiles, read_context)
+    num_labels = None
+    if isinstance(loss, RewardLoss | ClassificationLoss):
+        num_labels = loss.num_labels
+        _check_num_labels(folder, num_labels)
+        task = build_score_task(loss, config.vocab, read_context)
+    else:
+        task = build_task(cast(TokenLoss | None, loss), config.vocab, loss_tiles, read_context)
 
-    def compute_loss(head: Head, embed: Embed, x: Any, batch: Batch) -> Loss:
+    def build_head(rngs: nnx.Rngs) -> nnx.Module:
+        if num_labels is None:
+            return Head(config, options, rngs=rngs)
+        return ScoreHead(config, options, num_labels, rngs=rngs)
+
+    def compute_loss(head: Any, embed: Embed, x: Any, batch: Batch) -> Loss:
         return parts.with_usage(task.loss(head, embed, parts.hidden(x), batch), x, batch)
 
     per_layer = build_per_layer(config)
@@ -168,7 +195,7 @@ def model_of(
         model = from_flax(
             embed=lambda rngs: parts.embed(config, options, rngs=rngs),
             block=lambda rngs: block(config, options, rngs=rngs),
-            head=lambda rngs: Head(config, options, rngs=rngs),
+            head=build_head,
             num_layers=run.num_layers,
             loss=compute_loss,
             predict=lambda head, embed, x, batch: task.predict(head, embed, parts.hidden(x), batch),
@@ -185,6 +212,8 @@ def model_of(
 
     model = join_stacks(config.runs, map(build, config.runs))
     about: dict[str, Any] = {DECODER: config.computes()}
+    if num_labels is not None:
+        about[SCORE] = num_labels
     if lora is not None:
         check_modules(lora, _list_modules(model), mlp_tiles)
         about["lora"] = dataclasses.asdict(lora)
@@ -197,6 +226,16 @@ def model_of(
     return dataclasses.replace(
         with_specs(model, _specs(model)), about=about, check_batch=check_batch
     )
+
+
+def _check_num_labels(folder: str | os.PathLike[str], num_labels: int) -> None:
+    """Raise ValueError if a folder has a head with another number of labels."""
+    found = read_num_labels(folder)
+    if found not in (None, num_labels):
+        raise ValueError(
+            f"{os.path.join(os.fspath(folder), CONFIG)} has {found} labels, but the loss has "
+            f"num_labels={num_labels}: use the same number"
+        )
 
 
 def _narrowed(lora: Lora | None, config: DecoderConfig) -> Lora | None:

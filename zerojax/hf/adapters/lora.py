@@ -178,7 +178,7 @@ def module_of(path: tuple[str, ...], layer: int | str = 0) -> str:
       layer: number of the layer.
     """
     module = ".".join(path[:-1])
-    if path[0] == "lm_head":
+    if path[0] in ("lm_head", "score"):
         return module
     if path[0] in ("embed_tokens", "norm"):
         return f"model.{module}"

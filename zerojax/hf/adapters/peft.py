@@ -189,7 +189,7 @@ def peft_config(lora: Lora, base: str) -> dict[str, Any]:
         alpha = lora.alpha * (2**0.5 if lora.use_rslora else 2)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if "score" in lora.modules_to_save else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
