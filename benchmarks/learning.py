@@ -169,7 +169,7 @@ def format_table(
         "| base | after | zerojax: correct | capitals | exported, in transformers: correct | "
         "capitals | PEFT and TRL: correct | capitals |",
         "|---|---|---|---|---|---|---|---|",
-        f"| float32 | training from scratch | {before.correct:.3f} | {before.capitals:.3f} | | | | |",
+        f"| float32 | nothing | {before.correct:.3f} | {before.capitals:.3f} | | | | |",
     ]
     for c in found:
         scores = (c.our_score, c.exported_score, c.their_score)

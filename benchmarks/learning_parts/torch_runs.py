@@ -1,4 +1,4 @@
-"""The same fine-tuning with PEFT and TRL on the CPU, from the same folders and in the same order."""
+"""The same fine-tuning with PEFT and TRL: the same folders, and the same order of examples."""
 
 import importlib
 import pathlib

@@ -24,7 +24,8 @@ from zerojax.weights import renaming
 SCRIPT = pathlib.Path(finetune.__file__)
 OPTIONS = (
     *("--precision", "fp32", "--activations", "save", "--devices", "1", "--sample-tokens", "0"),
-    *("--schedule", "constant", "--warmup-steps", "0", "--held-out", "0", "--eval-every", "1000000"),
+    *("--schedule", "constant", "--warmup-steps", "0", "--held-out", "0"),
+    *("--eval-every", "1000000"),
 )  # fmt: skip
 """Options of all runs."""
 TIERS: Mapping[str, Mapping[str, Any]] = {
