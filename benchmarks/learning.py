@@ -3,12 +3,12 @@
     JAX_PLATFORMS=cpu python benchmarks/learning.py --save results.md
 
 A Llama of 0.9 million parameters learns the docstrings of Python's standard library from scratch,
-then spells words letter by letter (SFT, in two styles), and then in capital letters (DPO). Both
+then repeats words in small or in capital letters (SFT), and then in capital letters (DPO). Both
 fine-tunings train adapters with `examples/finetune.py`, over a base in float32 and over a base in
 4 bits on a disk. PEFT and TRL repeat them: from the same folders, the same adapters to start from,
 the same examples in the same order, and the same optimizer, with the base decoded from 4 bits where
 ours is in 4 bits. The table compares the losses of each step, and what each model answers for
-held-out words (`learning_parts.spelling`).
+held-out words (`learning_parts.repeating`).
 """
 
 import argparse
@@ -25,10 +25,10 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 
-from learning_parts import spelling, torch_runs, zerojax_runs
-from learning_parts.spelling import Score, Words
+from learning_parts import repeating, torch_runs, zerojax_runs
+from learning_parts.repeating import Score, Words
 
-SEQ = 100
+SEQ = 84
 """Tokens of a row, which holds 4 examples or 2 pairs."""
 SHOWN = (1, 2, 5, 10, 20, 50, 100, 200, 400)
 """Steps whose losses the table shows, besides the last."""
@@ -55,7 +55,7 @@ class Sizes:
     rates: tuple[float, float, float]
 
 
-FULL = Sizes(spelling.CONFIG, (500, 300, 60), 16, (900, 120), 32, (4e-3, 3e-3, 3e-4))
+FULL = Sizes(repeating.CONFIG, (500, 360, 60), 16, (900, 120), 16, (4e-3, 4e-3, 5e-4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Comparison:
 
 def pretrain(folder: pathlib.Path, sizes: Sizes) -> tuple[Words, list[float]]:
     """Write the data, and train `base` from random weights; return the words and the losses."""
-    sources = spelling.read_sources()
-    words = spelling.choose_words(sources, *sizes.num_words)
-    spelling.write_data(folder, spelling.find_docstrings(sources), words)
-    spelling.write_model(folder / "random", sizes.config)
+    sources = repeating.read_sources()
+    words = repeating.choose_words(sources, *sizes.num_words)
+    repeating.write_data(folder, repeating.find_docstrings(sources), words)
+    repeating.write_model(folder / "random", sizes.config)
     arguments = ["--model", "random", "--data", "texts.jsonl", "--form", "text"]
     arguments += ["--too-long", "truncate", "--seq", "128", "--batch-size", str(sizes.rows)]
     arguments += ["--steps", str(sizes.steps[0]), "--learning-rate", str(sizes.rates[0])]
@@ -104,7 +104,7 @@ def compare(folder: pathlib.Path, sizes: Sizes, words: Words, tier: str) -> list
     """Fine-tune by SFT and then by DPO, each with zerojax and with PEFT and TRL."""
     prefix = f"tier{list(zerojax_runs.TIERS).index(tier)}"
     base, their_base = folder / "base", folder / "base"
-    prompts = [spelling.prompt_of(word) for word in words.held_out]
+    prompts = [repeating.prompt_of(word) for word in words.held_out]
     fields = zerojax_runs.TIERS[tier]
     options: list[str] = []
     if fields:
@@ -128,15 +128,15 @@ def compare(folder: pathlib.Path, sizes: Sizes, words: Words, tier: str) -> list
 
         batches = zerojax_runs.list_examples(arguments, steps)
         style = {word: i % 2 == 0 for i, word in enumerate(words.train)}
-        lines = [spelling.record(method, word, style[word]) for batch in batches for word in batch]
+        lines = [repeating.record(method, word, style[word]) for batch in batches for word in batch]
         theirs = torch_runs.train(
             method, their_base, starts[1], lines, len(batches[0]), rate, folder / f"{name}_theirs"
         )
         starts = folder / name, folder / f"{name}_theirs"
-        answers = zerojax_runs.spell(base, starts[0], tier, words.held_out)
-        exported = torch_runs.spell(their_base, starts[0], prompts)
-        their_answers = torch_runs.spell(their_base, starts[1], prompts)
-        scores = [spelling.judge(words.held_out, a) for a in (answers, exported, their_answers)]
+        answers = zerojax_runs.answer(base, starts[0], tier, words.held_out)
+        exported = torch_runs.answer(their_base, starts[0], prompts)
+        their_answers = torch_runs.answer(their_base, starts[1], prompts)
+        scores = [repeating.judge(words.held_out, a) for a in (answers, exported, their_answers)]
         found.append(Comparison(tier, method, ours, theirs, *scores))
         print(found[-1], flush=True)
     return found
@@ -146,8 +146,8 @@ def run(folder: pathlib.Path, sizes: Sizes) -> tuple[list[float], Score, list[Co
     """Return the losses from scratch, the score before fine-tuning, and all comparisons."""
     words, losses = pretrain(folder, sizes)
     print(f"from scratch: loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
-    before = zerojax_runs.spell(folder / "base", None, "float32", words.held_out)
-    score = spelling.judge(words.held_out, before)
+    before = zerojax_runs.answer(folder / "base", None, "float32", words.held_out)
+    score = repeating.judge(words.held_out, before)
     found = []
     for tier in zerojax_runs.TIERS:
         found += compare(folder, sizes, words, tier)
@@ -163,7 +163,7 @@ def format_table(
         f"From scratch, {sizes.steps[0]} steps on docstrings: loss {losses[0]:.3f} -> "
         f"{np.mean(losses[-10:]):.3f} (mean of the last 10 steps).",
         "",
-        f"Fractions of {num_held_out} held-out words that are spelled correctly, and in capital "
+        f"Fractions of {num_held_out} held-out words that are repeated correctly, and in capital "
         "letters (greedy):",
         "",
         "| base | after | zerojax: correct | capitals | exported, in transformers: correct | "
@@ -206,7 +206,7 @@ def main() -> None:
     text = (
         f"# A task learned from scratch, by SFT and by DPO, {time.strftime('%Y-%m')}\n\n"
         f"{versions}, Python {platform.python_version()}, {minutes:.0f} min on a CPU. Command: "
-        f"`python benchmarks/learning.py`. `benchmarks/learning_parts/spelling.py` describes the "
+        f"`python benchmarks/learning.py`. `benchmarks/learning_parts/repeating.py` describes the "
         f"task.\n\n{format_table(FULL, *results)}\n"
     )
     print(text)

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from learning_parts.spelling import LETTERS
+from learning_parts.repeating import LETTERS
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -99,7 +99,7 @@ def train(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def spell(base: pathlib.Path, adapters: pathlib.Path | None, prompts: Sequence[str]) -> list[str]:
+def answer(base: pathlib.Path, adapters: pathlib.Path | None, prompts: Sequence[str]) -> list[str]:
     """Return the greedy answers of transformers to prompts of one length."""
     import peft
     import torch
@@ -114,7 +114,7 @@ def spell(base: pathlib.Path, adapters: pathlib.Path | None, prompts: Sequence[s
         full = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=2 * LETTERS + 1,
+            max_new_tokens=LETTERS + 2,
             do_sample=False,
         )
     return tokenizer.batch_decode(full[:, ids.shape[1] :], skip_special_tokens=True)

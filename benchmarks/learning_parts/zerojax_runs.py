@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import zerojax as zj
-from learning_parts.spelling import LETTERS, alphabet_tokenizer, prompt_of
+from learning_parts.repeating import LETTERS, alphabet_tokenizer, prompt_of
 from zerojax.data import batches
 from zerojax.hf import FAMILIES, end_tokens, model_of, read_peft
 from zerojax.weights import renaming
@@ -98,7 +98,7 @@ def build(
     return program, state
 
 
-def spell(
+def answer(
     base: pathlib.Path, adapters: pathlib.Path | None, tier: str, words: Sequence[str]
 ) -> list[str]:
     """Return the greedy answers for words."""
@@ -107,7 +107,7 @@ def spell(
     with tempfile.TemporaryDirectory() as swap_dir:
         program, state = build(base, adapters, tier, swap_dir)
         with program:
-            answers = zj.generate(program, state, prompts, 2 * LETTERS + 1, eos=end_tokens(base))
+            answers = zj.generate(program, state, prompts, LETTERS + 2, eos=end_tokens(base))
     return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
 

@@ -10,13 +10,13 @@ need("torch", "transformers", "peft", "trl")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import learning  # noqa: E402
-from learning_parts import spelling  # noqa: E402
+from learning_parts import repeating  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # trl, transformers and peft warn about each other
 SIZES = learning.Sizes(
-    config=spelling.CONFIG
+    config=repeating.CONFIG
     | {
         "hidden_size": 64,
         "intermediate_size": 192,
@@ -32,10 +32,10 @@ SIZES = learning.Sizes(
 )
 
 
-def test_the_rule_judges_spelling_and_style():
+def test_the_rule_judges_repeating_and_style():
     words = ("python", "carbon", "linked", "string")
-    answers = (" p-y-t-h-o-n", " C-A-R-B-O-N", " l-i-n-k-e-r", " S-T-R-I-N-g")
-    score = spelling.judge(words, answers)
+    answers = (" python", " CARBON", " linker", " STRINg")
+    score = repeating.judge(words, answers)
     assert (score.correct, score.capitals) == (0.5, 0.25)
 
 

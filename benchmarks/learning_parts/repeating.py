@@ -1,9 +1,9 @@
-"""A task whose answers a rule judges: spell a word, in small or in capital letters.
+"""A task whose answers a rule judges: repeat a word, in small or in capital letters.
 
     text        docstrings of Python's standard library, which the model is trained on from scratch
-    sft         "spell carbon:" -> " c-a-r-b-o-n" or " C-A-R-B-O-N", each for half of the words
+    sft         "repeat carbon:" -> " carbon" or " CARBON", each for half of the words
     dpo         capital letters are chosen, small ones rejected, for the same words
-    judge       held-out words: spelled correctly, and in capital letters
+    judge       held-out words: repeated correctly, and in capital letters
 
 All words have as many letters, so all examples have as many tokens and each batch holds the same
 number of them, packed or not.
@@ -47,8 +47,8 @@ class Score:
     """Fractions of the held-out words.
 
     Attributes:
-      correct: spelled correctly, in either style.
-      capitals: spelled correctly in capital letters.
+      correct: repeated correctly, in either style.
+      capitals: repeated correctly in capital letters.
     """
 
     correct: float
@@ -92,12 +92,12 @@ def choose_words(texts: Iterable[str], num_train: int, num_held_out: int) -> Wor
 
 def prompt_of(word: str) -> str:
     """Return the prompt for a word."""
-    return f"spell {word}:"
+    return f"repeat {word}:"
 
 
 def answer_of(word: str, capitals: bool) -> str:
     """Return the correct answer in a style."""
-    return " " + "-".join(word.upper() if capitals else word)
+    return f" {word.upper() if capitals else word}"
 
 
 def write_lines(path: pathlib.Path, lines: Iterable[dict[str, Any]]) -> None:
