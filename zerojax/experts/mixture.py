@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
-from zerojax.experts.grouped import grouped_mlp, is_on_one_device, multiplies_fewer
+from zerojax.experts.grouped import captures, grouped_mlp, multiplies_fewer
 from zerojax.experts.loss import ExpertStats
 from zerojax.experts.routing import (
     Routing,
@@ -124,12 +124,16 @@ def mix(
     num_rows, num_tokens = x.shape[:2]
     num_experts = experts.up.shape[0]
     exchange = find_exchange(num_experts, routing.top_k, capacity_factor)
-    drops_none = capacity_factor is None
-    if drops_none and is_on_one_device(x) and multiplies_fewer(x, routing.top_k, num_experts):
-        chosen = exchange.choose(scores.ranks)  # [B, T, k]
-        x, weights = _weigh(x, chosen, scores, routing)
-        y = grouped_mlp(x, chosen, weights, experts, dtype=x.dtype)
-        return Mixed(y, chosen, jnp.float32(0))
+    in_place = capacity_factor is None and exchange.keeps_tokens(x)
+    if in_place and (exchange.mesh is None or not captures(experts, x.dtype)):
+        padded = exchange.choose(exchange.pad(scores.ranks, -jnp.inf))
+        num_local = padded[..., 0].size // exchange.num_devices
+        if multiplies_fewer(num_local, routing.top_k, num_experts):
+            chosen = padded[:num_rows, :num_tokens]  # [B, T, k]
+            x, weights = _weigh(x, chosen, scores, routing)
+            tokens = (exchange.pad(x, 0.0), padded, exchange.pad(weights, 0.0))
+            y = grouped_mlp(*tokens, experts, dtype=x.dtype, exchange=exchange)
+            return Mixed(y[:num_rows, :num_tokens], chosen, jnp.float32(0))
     # Padding may choose no expert.
     seats = exchange.assign(exchange.pad(scores.ranks, -jnp.inf))
     chosen = seats.chosen[:num_rows, :num_tokens]  # [B, T, k]
