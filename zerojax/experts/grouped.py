@@ -27,7 +27,7 @@ with a dim of devices in front, so that their sum is the partitioner's (`zerojax
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,10 +79,10 @@ def grouped_mlp(
 
     run = _on_one_device if exchange is None else exchange.map_tokens
 
-    def forward_local(tokens: Sequence[Array], shared: Any) -> Any:
+    def forward_local(tokens: Any, shared: Any) -> Any:
         return _Blocks.of(num_rows, combine, *tokens, *shared).forward().astype(dtype), ()
 
-    def backward_local(tokens: Sequence[Array], shared: Any) -> Any:
+    def backward_local(tokens: Any, shared: Any) -> Any:
         *tokens, dy = tokens
         return _Blocks.of(num_rows, combine, *tokens, *shared).backward(dy)
 

@@ -72,8 +72,8 @@ def moe(
       gate: weights [E, H, F] in x's dtype, or None.
       top_k: number of experts k of a token.
       capacity_factor: C = ceil(capacity_factor k n / E) cells per expert, for the n tokens of a
-        device, and at most n. None: no token is dropped. On one device, only the rows that the
-        routing needs are multiplied; on several, C = n.
+        device, and at most n. None: no token is dropped. Only the rows that the routing
+        needs are multiplied; with `expert` or `tensor` above 1, C = n.
       activation: activation function of the experts, elementwise.
       normalize: whether the weights of a token's experts add up to 1; otherwise they are the
         router's probabilities.
