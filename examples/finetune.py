@@ -139,12 +139,14 @@ class Options(DataOptions, MethodOptions):
       neftune_noise_alpha: size of the noise that training adds to embeddings; 0: none.
       mlp_tiles: number of tiles in which the weights of MLPs are stored and used, one at a time; 0:
         no tiles.
+      expert_groups: number of groups in which the experts of a mixture are stored and used, one
+        group at a time.
       loss_tiles: number of tiles of the vocabulary in which the loss is computed; by default chosen
         by size.
       prompt: texts that the model continues at the end; by default the beginning of a held-out
         example.
       sample_tokens: number of tokens to generate for each prompt at the end. If layers stream, each
-        token takes a pass over all of them.
+        token takes a pass over all of them; of experts in groups, over those that tokens visit.
       export: folder to write at the end from the last checkpoint: weights for transformers, or
         adapters for PEFT.
       merge_lora: export the base with the adapters merged into it.
@@ -178,6 +180,7 @@ class Options(DataOptions, MethodOptions):
     adapters: str | None = None
     neftune_noise_alpha: float = 0.0
     mlp_tiles: int = 0
+    expert_groups: int = 1
     loss_tiles: int | None = None
     prompt: tuple[str, ...] = ()
     sample_tokens: int = 32
@@ -225,6 +228,7 @@ def check(options: Options) -> None:
         "neftune_noise_alpha": 0,
         "sample_tokens": 0,
         "mlp_tiles": 0,
+        "expert_groups": 1,
         "loss_tiles": 1,
     }
     for name, least in leasts.items():
@@ -282,6 +286,12 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is "
             "needed, or 0"
+        )
+    num_experts = 1 if sizes.mixture is None else sizes.mixture.experts
+    if num_experts % options.expert_groups:
+        raise ValueError(
+            f"--expert-groups {options.expert_groups}: a divisor of the {num_experts} experts of "
+            f"{options.model} is needed"
         )
     if options.loss_tiles is not None and options.loss_tiles > sizes.vocab:
         raise ValueError(
@@ -484,6 +494,7 @@ def build(
         options.model,
         lora=build_lora(options),
         mlp_tiles=options.mlp_tiles,
+        expert_groups=options.expert_groups,
         loss_tiles=options.loss_tiles,
         neftune_noise_alpha=options.neftune_noise_alpha,
         loss=methods.build_loss(options),

@@ -86,12 +86,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop(name, tmp_path):
         state = program.init(jax.random.key(0))
         found = zj.generate(program, state, PROMPTS, COUNT)
         assert [row.tolist() for row in found] == plain()
-        if name in ("host", "nvme"):
-            with pytest.raises(
-                ValueError, match="use_cache=True: layers are loaded to the device one by one"
-            ):
-                zj.generate(program, state, PROMPTS, COUNT, use_cache=True)
-        else:
+        if name != "nvme":  # in the time of the default tests
             again = zj.generate(program, state, PROMPTS, COUNT, use_cache=False)
             assert [row.tolist() for row in again] == plain()
 
@@ -295,7 +290,7 @@ def test_a_cache_of_two_stacks_gives_the_tokens_of_one():
     assert found[0] == found[1]
 
 
-def test_models_without_logits_or_cache_are_told(tmp_path):
+def test_models_without_logits_or_cache_are_told():
     one = decoder.generator()
     with pytest.raises(
         ValueError, match=r"dict of functions by the names of the stacks, \['first'"
@@ -313,10 +308,5 @@ def test_models_without_logits_or_cache_are_told(tmp_path):
         )
     with pytest.raises(ValueError, match="a cache needs a model without enter and init_state"):
         dataclasses.replace(decoder.generator(), init_state={"head": lambda key: 0})
-    with (
-        build(fields={**ON_DISK, "swap_dir": tmp_path}) as program,
-        pytest.raises(ValueError, match="layers come to the device"),
-    ):
-        program.apply_cached(None, {}, None, 8)
     with pytest.raises(ValueError, match="needs a LayeredModel with cache= and predict="):
         build(decoder.model()).apply_cached(None, {}, None, 8)

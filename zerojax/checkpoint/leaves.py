@@ -294,11 +294,13 @@ def _name(path: tuple[Any, ...], layout: Layout) -> str:
     field = path[0].name
     weight = _encoded_path(path, layout)
     if weight:
-        encoding = layout.encodings[weight].layout
+        encoding = layout.encodings[weight]
         # Two layouts may have arrays of the same shape, for example of a square matrix, so the name
-        # tells them apart.
-        moved = "" if encoding.moved is None else f".dim{encoding.moved}"
-        return f"weights{weight}{ENCODED}{encoding.format}{moved}{jax.tree_util.keystr(path[-1:])}"
+        # tells them apart. So it does for tiles whose numbers are in another order.
+        moved = "" if encoding.layout.moved is None else f".dim{encoding.layout.moved}"
+        tiles = "" if encoding.joins else f".tiles{encoding.num_tiles}"
+        format = f"{encoding.layout.format}{moved}{tiles}"
+        return f"weights{weight}{ENCODED}{format}{jax.tree_util.keystr(path[-1:])}"
     if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
     # A wrapper's state: a count, and the state of the wrapped optimizer.

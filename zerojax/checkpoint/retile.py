@@ -42,6 +42,8 @@ from zerojax.checkpoint.leaves import ENCODED
 Shape = tuple[int, ...]
 _OF_GROUPS = ("steps", "means")
 _OF_BLOCKS = "scales"
+_DIMS = (1, 2, 3)
+"""Dims of a vector, a kernel, and the kernels of all experts."""
 MLP_NAMES = ("up", "gate", "down", "up_bias", "gate_bias")
 
 
@@ -188,12 +190,12 @@ def retiled(
     saved = saved[lead:]
     target = target[lead:]
     # Dense in the program.
-    if len(saved) == len(target) + 1 and len(target) in (1, 2) and tiled[0]:
+    if len(saved) == len(target) + 1 and len(target) in _DIMS and tiled[0]:
         return Retiled(_cut(target, saved), Grid((1,) * len(target), target, False), lead)
     # Dense in the checkpoint.
-    if len(target) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:
+    if len(target) == len(saved) + 1 and len(saved) in _DIMS and tiled[1]:
         return Retiled(Grid((1,) * len(saved), saved, False), _cut(saved, target), lead)
-    has_same_dims = len(saved) == len(target) and len(saved) in (2, 3)
+    has_same_dims = len(saved) == len(target) and len(saved) - 1 in _DIMS
     if not has_same_dims or math.prod(saved) != math.prod(target):
         raise ValueError("")
     # A stack that is not known to hold tiles can only be a single tile.
@@ -212,8 +214,11 @@ def retiled(
 
 def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
     """Return the grid of `tiles` [T, ...], `in_tiles` of which are along the first dim."""
-    counts = (tiles[0],) if len(tiles) == 2 else (in_tiles, tiles[0] // in_tiles)
-    return Grid(counts, tiles[1:], True)
+    counts = [1] * (len(tiles) - 1)
+    counts[0] = tiles[0] if len(tiles) == 2 else in_tiles
+    if len(tiles) > 2:
+        counts[1] = tiles[0] // in_tiles
+    return Grid(tuple(counts), tiles[1:], True)
 
 
 def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:

@@ -482,7 +482,7 @@ def _source(
             return LeafSource(leaf, saved)
         try:
             if leaf.encodes:
-                blocks = reblocked(name, shapes, _shapes(saved), leaf.lead)
+                blocks = reblocked(name, shapes, _shapes(saved), min(leaf.lead, 1))
                 return LeafSource(leaf, saved, blocks=blocks)
             return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
         except ValueError as error:

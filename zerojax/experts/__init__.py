@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, cells, the exchange over `expert`, the loss, and modules."""
 
 from zerojax.experts import linen as linen
+from zerojax.experts.groups import mix_groups as mix_groups
 from zerojax.experts.loss import ExpertStats as ExpertStats
 from zerojax.experts.loss import expert_loss as expert_loss
 from zerojax.experts.mixture import mix as mix

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
 from zerojax.experts.grouped import captures, grouped_mlp, multiplies_fewer
+from zerojax.experts.groups import mix_groups
 from zerojax.experts.loss import ExpertStats
 from zerojax.experts.routing import (
     Routing,
@@ -67,9 +68,10 @@ def moe(
     Args:
       x: tokens [B, T, H]: float32, bfloat16 or float16.
       router: weight [H, E], floating.
-      up: weights [E, H, F], in x's dtype.
-      down: weights [E, F, H], in x's dtype.
-      gate: weights [E, H, F] in x's dtype, or None.
+      up: weights [E, H, F], in x's dtype; or in G groups of neighboring experts, [G, E / G, H, F].
+        Groups are used one after the other, as tiles of a streamed step (`zerojax.tiling`).
+      down: weights [E, F, H], in x's dtype, or in as many groups.
+      gate: weights [E, H, F] in x's dtype, or in as many groups; or None.
       top_k: number of experts k of a token.
       capacity_factor: C = ceil(capacity_factor k n / E) cells per expert, for the n tokens of a
         device, and at most n. None: no token is dropped. Only the rows that the routing
@@ -85,6 +87,7 @@ def moe(
       ValueError: shapes or dtypes do not fit; top_k is below 1 or above E; capacity_factor is not
         positive; the activation is not a function; the experts do not divide by `expert`; or the
         mesh has explicit axes.
+      NotImplementedError: experts are in groups, on a mesh with `expert`.
     """
     num_experts = router.shape[-1] if getattr(router, "ndim", 0) else None
     top_k, capacity_factor = check_options(num_experts, top_k, capacity_factor, activation)
@@ -96,7 +99,8 @@ def moe(
         return activation(raised) if gated is None else activation(gated) * raised
 
     experts = Experts(up, down, gate, combine=combine)
-    mixed = mix(x, experts, scores, routing, capacity_factor)
+    run = mix if up.ndim == 3 else mix_groups
+    mixed = run(x, experts, scores, routing, capacity_factor)
     stats = ExpertStats(
         balance=measure_balance(scores.probabilities, mixed.chosen),
         z=measure_z(scores.logits),
@@ -221,19 +225,23 @@ def _check_arrays(x: Array, router: Array, up: Array, down: Array, gate: Array |
         raise ValueError(
             f"moe: x must have tokens in three dims, [B, T, H], none of them 0, got {shapes}"
         )
-    if up.ndim != 3:
-        raise ValueError(f"moe: up must be [E, H, F], one weight for each expert, got {shapes}")
-    num_experts, hidden, features = up.shape
+    if up.ndim not in (3, 4):
+        raise ValueError(
+            "moe: up must be [E, H, F], one weight for each expert, or [G, E / G, H, F] in groups, "
+            f"got {shapes}"
+        )
+    *experts, hidden, features = up.shape
     expected = {
         "x": (*x.shape[:2], hidden),
-        "router": (hidden, num_experts),
-        "down": (num_experts, features, hidden),
+        "router": (hidden, math.prod(experts)),
+        "down": (*experts, features, hidden),
         "gate": up.shape,
     }
+    dims = "E, H, F" if up.ndim == 3 else "G, E / G, H, F"
     for name, shape in expected.items():
         if name in arrays and arrays[name].shape != shape:
             raise ValueError(
-                f"moe: for up[E, H, F] = {list(up.shape)}, {name} must be {list(shape)}, got "
+                f"moe: for up[{dims}] = {list(up.shape)}, {name} must be {list(shape)}, got "
                 f"{shapes}"
             )
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -148,6 +148,8 @@ def _is_encoded_same(
     assert layout is not None
     if len(base.tensors[name].shape) == 3:
         return _are_experts_same(saved, base, name, source, all_numbers)
+    if source.num_groups > 1 and source.place.expert is None:
+        return _are_groups_same(saved, base, name, source, all_numbers)
     axes = source.place.axes or (0, 1)
     # The dims in the order of the quantized arrays, as indices into the file's dims.
     order = axes[::-1] if layout.moved == -2 else axes
@@ -194,6 +196,48 @@ def _are_experts_same(
     return True
 
 
+def _are_groups_same(
+    saved: SavedState, base: WeightFile, name: str, source: Source, all_numbers: bool
+) -> bool:
+    """Return whether a tensor with a row for each expert, M[E, B], equals a quantized weight.
+
+    Groups of rows were quantized by themselves.
+    """
+    numbers = range(source.num_groups) if all_numbers else [source.num_groups // 2]
+    for number in numbers:
+        one = _OneGroup(base, name, number, source.num_groups)
+        if not _is_encoded_same(saved, one, name, _of_group(source, number), all_numbers):
+            return False
+    return True
+
+
+def _of_group(source: Source, number: int) -> Source:
+    """Return the part of a quantized weight that holds one group of experts."""
+    lead = int(source.place.layer is not None)
+    size = source.shape[lead] // source.num_groups
+    shape = (*source.shape[:lead], size, *source.shape[lead + 1 :])
+    return dataclasses.replace(source, shape=shape, num_groups=1, group=number)
+
+
+class _OneGroup:
+    """One group of rows of a tensor M[E, B], used like a file that holds only them."""
+
+    def __init__(self, base: WeightFile, name: str, number: int, count: int) -> None:
+        """Take the file, the tensor's name, and the number of the group, of `count`."""
+        self.path = base.path
+        self.tiled = frozenset[str]()
+        tensor = base.tensors[name]
+        rows = tensor.shape[0] // count
+        self.tensors = {name: Tensor((rows, *tensor.shape[1:]), tensor.dtype)}
+        self._base = base
+        self._first = number * rows
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Return a part of the group."""
+        (start, stop), *rest = box
+        return self._base.read(name, ((self._first + start, self._first + stop), *rest))
+
+
 class _OneExpert:
     """One expert of a tensor of all experts, used like a file that holds only it."""
 
@@ -221,10 +265,17 @@ def _find_codes(saved: SavedState, source: Source, box: Box, shape: tuple[int, .
     assert layout is not None
     layer = source.place.layer
     expert = source.place.expert
+    if source.num_groups > 1:
+        assert expert is not None
+        size = source.shape[layer is not None] // source.num_groups
+        source = _of_group(source, expert // size)
+        expert %= size
     front: Box = () if layer is None else ((layer, layer + 1),)
+    count = source.shape[len(front)]
+    if source.group is not None:
+        front = (*front, (source.group, source.group + 1))
     if expert is None:
         return _Codes(saved, source, box, shape, front, is_flat=bool(layout.inner))
-    count = source.shape[len(front)]
     (a, b), (c, d) = box
     rows, columns = shape
     if layout.moved == -3 or rows * columns % storage.BLOCKS[layout.format]:

@@ -62,6 +62,7 @@ class Options:
       loss_tiles: number of vocabulary tiles in which the loss is computed; None: chosen by size.
       neftune_noise_alpha: size of the noise that training adds to embeddings; 0: none.
       capacity_factor: cells of an expert, as in `zerojax.moe`; None: no token is dropped.
+      expert_groups: number of groups in which a layer's experts are stored and used, one at a time.
     """
 
     lora: Lora | None = None
@@ -71,6 +72,7 @@ class Options:
     loss_tiles: int | None = None
     neftune_noise_alpha: float = 0.0
     capacity_factor: float | None = None
+    expert_groups: int = 1
 
 
 class Norm(nnx.Module):

@@ -44,7 +44,7 @@ from zerojax.hf.adapters.start import (
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family, open_folder
-from zerojax.hf.importing import ADAPTER, check_config_sizes, map_names
+from zerojax.hf.importing import ADAPTER, check_config_sizes, is_of_experts, map_names
 from zerojax.hf.mixtures.stacks import BLOCKS
 from zerojax.hf.model import DECODER, config_of, read_family
 from zerojax.hf.names import FAMILIES
@@ -207,8 +207,11 @@ def _divided(
 
     With PiSSA's start they lack the factors that the adapters started from.
     """
+    # Groups of experts have the names of experts in one group.
     is_tiled = any(
-        saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded
+        saved.leaves[leaf].is_tiled
+        for name, (leaf, is_encoded) in leaves.items()
+        if not is_encoded and not is_of_experts(name)
     )
     table = map_names(like, families, is_tiled=is_tiled)
     if lora is None or lora.init == "default":

@@ -95,7 +95,7 @@ def import_hf(
             "zerojax.import_params takes any"
         )
     folder = os.path.expanduser(os.fspath(folder))
-    names = map_names(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
+    names = map_names(folder, families, is_tiled=_has_tiled_mlps(program.model))
     _check_config(program.model, folder, families)
     file = open_folder(folder)
     check_config_sizes(folder, file, families, is_whole=False)
@@ -111,6 +111,17 @@ def import_hf(
     return import_params(
         program, source, key=key, rename=rename, missing=lambda name: ADAPTER in name
     )
+
+
+def _has_tiled_mlps(model: LayeredModel) -> bool:
+    """Return whether a model stores its MLPs in tiles. Groups of experts are no such tiles."""
+    flags = jax.tree_util.tree_flatten_with_path(model.tiles)[0]
+    return any(flag and not is_of_experts(jax.tree_util.keystr(path)) for path, flag in flags)
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter, named by `keystr` or with dots, belongs to routed experts."""
+    return "['experts']" in name or ".experts." in name
 
 
 def _find_lora(model: LayeredModel, adapters: str | os.PathLike[str] | None) -> Lora | None:

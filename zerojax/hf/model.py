@@ -75,6 +75,7 @@ def model_of(
     loss_tiles: int | None = None,
     neftune_noise_alpha: float = 0.0,
     capacity_factor: float | None = None,
+    expert_groups: int = 1,
     loss: TokenLoss | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LayeredModel:
@@ -114,6 +115,10 @@ def model_of(
       capacity_factor: for a mixture of experts, the cells of an expert per token that visits it, as
         in `zerojax.moe`: tokens without a cell are dropped, and the metric `dropped_fraction` shows
         how many. None: no token is dropped.
+      expert_groups: for a mixture of experts, the number of groups of neighboring experts in which
+        a layer's experts are stored and used, one group at a time, for layers too large for a
+        device; a divisor of the number of experts. `generate` then reads only the groups that its
+        tokens visit. Import and export support any number. Not on a mesh with `expert`.
       loss: a loss of the targets' log-probabilities, such as `zerojax.dpo_loss(0.1)`. None: the
         mean cross entropy.
       families: model families by `model_type`: `zerojax.hf.FAMILIES`, or a copy with your own
@@ -137,6 +142,7 @@ def model_of(
         loss_tiles=loss_tiles,
         neftune_noise_alpha=neftune_noise_alpha,
         capacity_factor=capacity_factor,
+        expert_groups=whole_number("expert_groups", expert_groups, 1),
     )
     _check_options(options, config)
     if lora is not None:
@@ -237,8 +243,10 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
             )
     if config.mixture is not None and options.mlp_tiles:
         raise ValueError(
-            f"mlp_tiles={options.mlp_tiles}: experts are not stored in tiles: use mlp_tiles=0"
+            f"mlp_tiles={options.mlp_tiles}: experts are not stored in tiles of their width: use "
+            "mlp_tiles=0, and expert_groups= for groups of experts"
         )
+    _check_expert_groups(options.expert_groups, config)
     if options.seq_tiles > 1:
         _check_seq_tiles(options, config, bool(adapted))
     alpha = as_number(options.neftune_noise_alpha)
@@ -246,6 +254,20 @@ def _check_options(options: Options, config: DecoderConfig) -> None:
         raise ValueError(
             f"neftune_noise_alpha={options.neftune_noise_alpha!r}: a finite number of at least 0 "
             "is needed, such as 5.0"
+        )
+
+
+def _check_expert_groups(count: int, config: DecoderConfig) -> None:
+    """Raise ValueError unless a layer's experts can be stored in a number of groups."""
+    if count == 1:
+        return
+    if config.mixture is None:
+        raise ValueError(f"expert_groups={count}: this model has no experts; leave it 1")
+    experts = config.mixture.experts
+    if experts % count:
+        raise ValueError(
+            f"expert_groups={count} does not divide the {experts} experts of a layer: {experts} % "
+            f"{count} = {experts % count}"
         )
 
 
@@ -257,6 +279,11 @@ def _check_seq_tiles(options: Options, config: DecoderConfig, is_adapted: bool) 
             f"{where} cannot be combined with capacity_factor={options.capacity_factor}: cells "
             "would be counted in each tile, so other tokens would be dropped: use seq_tiles=1 or "
             "capacity_factor=None"
+        )
+    if options.expert_groups > 1:
+        raise ValueError(
+            f"{where} cannot be combined with expert_groups={options.expert_groups}, which each "
+            "tile of tokens would read again: use seq_tiles=1 or expert_groups=1"
         )
     if options.mlp_tiles:
         raise ValueError(

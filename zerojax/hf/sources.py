@@ -53,6 +53,8 @@ class Source:
       place: place of the tensor among the parameters.
       shape: shape of the untiled parameter, over all layers.
       is_frozen: whether the parameter was frozen in training.
+      num_groups: number of groups of experts in which a quantized weight was stored; 1 if in none.
+      group: number of the group to which the source is restricted; None: all of the weight.
       arrays: names in the checkpoint of a quantized weight's arrays, by the arrays' own names; else
         empty.
       layout: layout of a quantized weight, or of one layer of it, in these arrays.
@@ -62,6 +64,8 @@ class Source:
     place: Place
     shape: tuple[int, ...]
     is_frozen: bool
+    num_groups: int = 1
+    group: int | None = None
     arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
     layout: storage.Layout | None = None
 
@@ -177,12 +181,23 @@ def _encoded(saved: SavedState, source: Source) -> Source:
             matches.append(match)
     first_array = next(iter(arrays.values()))
     match = matches[0]
-    shape = source.shape[source.place.layer is not None :]
+    lead = int(source.place.layer is not None)
+    num_groups = 1
+    stored_shape = source.shape
+    if saved.leaves[first_array].is_tiled:
+        # Each group of experts was quantized by itself: [L, E, ..] -> [L, G, E / G, ..].
+        num_groups = saved.leaves[first_array].shape[lead]
+        group_size, rest = divmod(source.shape[lead], num_groups)
+        if rest:
+            raise ValueError("")
+        stored_shape = (*source.shape[:lead], num_groups, group_size, *source.shape[lead + 1 :])
+        lead += 1
+    shape = stored_shape[lead:]
     moved = None if match[2] is None else int(match[2])
     if moved is not None:
         shape = (*shape[: len(shape) + moved], *shape[len(shape) + moved + 1 :], shape[moved])
     # An array's row is the merge of the weight's last dims: the array has that many dims fewer.
-    merged = len(source.shape) - len(saved.leaves[first_array].shape)
+    merged = len(stored_shape) - len(saved.leaves[first_array].shape)
     inner = shape[len(shape) - merged :] if merged else ()
     group = (1, 1)
     if match[1] == "nf4":
@@ -191,14 +206,14 @@ def _encoded(saved: SavedState, source: Source) -> Source:
         group = (rows // max(1, group_rows), blocks // max(1, group_blocks))
     layout = storage.Layout(format=match[1], inner=inner, moved=moved, group=group)  # pyright: ignore[reportArgumentType]
     expected = jax.tree_util.tree_flatten_with_path(
-        storage.abstract_encoded(layout, source.shape).q
+        storage.abstract_encoded(layout, stored_shape).q
     )[0]
     expected_shapes = {
         jax.tree_util.keystr(path, simple=True): tuple(array.shape) for path, array in expected
     }
     if expected_shapes != {name: saved.leaves[leaf].shape for name, leaf in arrays.items()}:
         raise ValueError("")
-    return dataclasses.replace(source, arrays=arrays, layout=layout)
+    return dataclasses.replace(source, num_groups=num_groups, arrays=arrays, layout=layout)
 
 
 def _retiled(saved: SavedState, source: Source) -> Retiled:

@@ -4,12 +4,12 @@ Prompts are padded on the right. Attention is causal, so positions after a row's
 read, and a new token replaces the first padding. The logits of each row's last token are computed
 in one of two ways:
 
-    with a cache      Parameters are on the device. The prompts are read once; each further pass
-                      reads one token per row.
-    without           Each pass reads all tokens of all rows, by `program.apply`. If parameters are
-                      stored in host memory or on disk, reading them determines a pass's time.
+    with a cache      The prompts are read once; each further pass reads one token per row.
+    without           Each pass reads all tokens of all rows, by `program.apply`.
 
-Both give the same tokens, unless two logits are equal within rounding.
+Both give the same tokens, unless two logits are equal within rounding. Parameters in host memory or
+on disk are loaded layer by layer in each pass, which determines its time. If experts are in groups,
+only the groups that the tokens of the pass visit are loaded.
 """
 
 import functools
@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.config import streams
 from zerojax.inference.arguments import (
     checked_count,
     checked_ends,
@@ -67,8 +66,7 @@ def generate(
     and get all tokens.
 
     Args:
-      program: program of a model with `predict`. A `cache` is used only if the parameters are on
-        the device.
+      program: program of a model with `predict`.
       state: state to generate with, in any tier; it is only read.
       prompts: token ids of each prompt, at least one per prompt.
       max_new_tokens: maximum number of tokens to generate for each prompt, at least 1.
@@ -177,8 +175,6 @@ def _logits(
     why = None
     if cache is None:
         why = "the model has no cache="
-    elif streams(program.config):
-        why = "layers are loaded to the device one by one"
     elif cache.max_length is not None and width > cache.max_length:
         why = f"this model's cache serves at most {cache.max_length} tokens per row, not {width}"
     if use_cache and why is not None:

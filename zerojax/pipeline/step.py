@@ -161,8 +161,9 @@ class PipelineStep:
         """Return no moves: nothing is on disk."""
         return ()
 
-    def eval_moves(self) -> tuple[Move, ...]:
+    def eval_moves(self, skips: bool = False) -> tuple[Move, ...]:
         """Return no moves: nothing is on disk."""
+        del skips
         return ()
 
     def unsettled_eval_moves(self) -> tuple[Move, ...]:

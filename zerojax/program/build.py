@@ -33,7 +33,14 @@ from zerojax.sharding import (
     parse_axes,
     without_mesh,
 )
-from zerojax.state import Layout, StateRecords, build_layout, check_optimizer, widen_model
+from zerojax.state import (
+    Layout,
+    StateRecords,
+    build_layout,
+    check_optimizer,
+    tiles_by_path,
+    widen_model,
+)
 from zerojax.streamed import StreamedStep
 from zerojax.trees import Batch
 
@@ -155,7 +162,7 @@ def assemble(
     with jax.set_mesh(mesh):
         records = StateRecords(build_layout(state_model, tx, config, mesh, by_layer))
         gathered_early = GatheredEarly()
-        _check_axes(records.layout)
+        _check_axes(state_model, records.layout)
         _check_reductions(records.layout)
         tx = records.layout.tx  # a rule that combines elements of a leaf is applied to each layer
         check_ema(records.layout)
@@ -192,14 +199,23 @@ def _check_arguments(model: Model | LayeredModel, config: ZeroConfig) -> None:
         )
 
 
-def _check_axes(layout: Layout) -> None:
+def _check_axes(model: Model | LayeredModel, layout: Layout) -> None:
     """Raise an error if the axes `expert` and `context` do not fit the model and the config.
 
     Raises:
       ValueError: no leaf of the model names `expert`.
-      NotImplementedError: rings of tensor parallelism on a mesh with `context`.
+      NotImplementedError: rings of tensor parallelism on a mesh with `context`; or experts in
+        groups on a mesh with `expert`.
     """
     mesh = layout.mesh
+    if mesh.shape.get(EXPERT, 1) > 1:
+        for name, tiles in tiles_by_path(model, layout.abstract_whole).items():
+            if tiles and EXPERT in list_axes(layout.specs[name].base):
+                raise NotImplementedError(
+                    f"experts in groups (expert_groups), such as {name}, do not run on a mesh with "
+                    f"{EXPERT}={mesh.shape[EXPERT]}: use expert_groups=1, or put these devices on "
+                    "fsdp"
+                )
     if EXPERT in mesh.shape:
         named_axes = set[str]()
         for leaf in layout.all_leaves:

@@ -8,7 +8,8 @@ The indices are therefore computed here in the same way, and everything else is 
     an equation     evaluated if all of its operands are known and an index or a bound depends on it
 
 The result is the order of layers for each site (`host_offload.calls`). A callback in a loop or
-branch that depends on data has no known order. A warning names it, and it waits for its index.
+branch that depends on data has no known order, and waits for its index. A warning names it, unless
+it is in a branch: a forward that skips experts has such branches.
 """
 
 import dataclasses
@@ -53,7 +54,8 @@ def order_calls(closed: jex.ClosedJaxpr) -> list[CallbackSite]:
     for calls in {site.calls for site in orders}:
         call_orders = [layers for site, layers in orders.items() if site.calls is calls]
         calls.reserve(sum(len(layers or ()) for layers in call_orders))
-    waiting = sorted({site.name for site, layers in orders.items() if layers is None})
+    unknown = [site for site, layers in orders.items() if layers is None]
+    waiting = sorted({site.name for site in unknown if site not in evaluator.skipped})
     if waiting:
         logger.warning(
             "callbacks whose order depends on data wait for the device at each call: %s",
@@ -80,11 +82,13 @@ class IndexEvaluator:
 
     Attributes:
       layers: for each site, the layer of each call in order; None if they are unknown.
+      skipped: the sites in branches that depend on data.
     """
 
     def __init__(self) -> None:
         """Start without sites."""
         self.layers: dict[CallbackSite, list[int] | None] = {}
+        self.skipped: set[CallbackSite] = set()
         self._slices: dict[tuple[int, frozenset[int]], _Slice] = {}
         self._has_sites: dict[int, bool] = {}
         self._kept: list[Any] = []  # keeps the jaxprs alive whose ids are keys above
@@ -209,7 +213,7 @@ class IndexEvaluator:
             branches = list_regions(eqn)
             if not _is_known(ins[0]):
                 for branch in branches:
-                    self._give_up(branch.jaxpr)
+                    self.skipped.update(self._give_up(branch.jaxpr))
                 return nothing
             branch = branches[min(max(int(ins[0]), 0), len(branches) - 1)]
             return self.run(branch.jaxpr, branch.consts, ins[1:], outs)
@@ -251,8 +255,9 @@ class IndexEvaluator:
         elif layers is not None:
             layers.append(int(layer[0]))
 
-    def _give_up(self, jaxpr: jex.Jaxpr) -> None:
-        """Record that the order of all sites in a jaxpr is unknown."""
+    def _give_up(self, jaxpr: jex.Jaxpr) -> set[CallbackSite]:
+        """Record that the order of all sites in a jaxpr is unknown; return these sites."""
+        sites = set[CallbackSite]()
         for eqn in jaxpr.eqns:
             if not self._calls(eqn):
                 continue
@@ -260,8 +265,10 @@ class IndexEvaluator:
                 site = find_site(eqn.params["callback"])
                 assert site is not None
                 self.layers[site] = None
+                sites.add(site)
             for inner in jex.jaxprs_in_params(eqn.params):
-                self._give_up(inner)
+                sites |= self._give_up(inner)
+        return sites
 
     def _while(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
         params = eqn.params

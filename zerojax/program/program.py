@@ -24,7 +24,6 @@ import optax
 
 from host_offload.schedule import Move, Schedule, StepPlan
 from zerojax.activations import BlockProduct, SequenceParallelism
-from zerojax.config import streams
 from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
 from zerojax.memory import (
     KeptValues,
@@ -78,7 +77,8 @@ from zerojax.state import (
     masters,
     narrow_params,
 )
-from zerojax.trees import Batch, ModelState, Params
+from zerojax.streamed import StreamedStep
+from zerojax.trees import Batch, ModelState
 
 
 class Predicts(Protocol):
@@ -88,6 +88,29 @@ class Predicts(Protocol):
     def spans(self) -> Sequence[tuple[str, str, float, float]]:
         """(lane, label, start, stop) of each lane's work, in seconds from the start of the step."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _CachedApply:
+    """A forward with a cache for earlier tokens.
+
+    Attributes:
+      step: the step of a model with a cache.
+      run: `run(params, model_state, cache, batch)`, jitted with the cache donated.
+    """
+
+    step: Step
+    run: Any
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The records that it reads from disk, in order, once it has been traced."""
+        return self.step.eval_moves(skips=True)
+
+    @cached_property
+    def unsettled_moves(self) -> tuple[Move, ...]:
+        """The records that it reads of a state with a pending update, in order."""
+        return self.step.unsettled_eval_moves()
 
 
 class Program:
@@ -150,7 +173,7 @@ class Program:
         self.check_state = StateCheck(layout)
         self._init = StateInit(state_model, tx, records, step.update)
         self.warnings = SkipWarnings(self.config)
-        self._cached: dict[int, Any] = {}  # jitted, by the length of caches
+        self._cached: dict[int, _CachedApply] = {}  # by the length of caches
         self._reader = ParamReader(model, records, self._runner, step)
         self.settler = RecordSettler(records, self._runner, step)
         self.calls: Calls | None = None
@@ -242,6 +265,10 @@ class Program:
         return self._step.eval_moves()
 
     @cached_property
+    def _apply_moves(self) -> tuple[Move, ...]:
+        return self._step.eval_moves(skips=True)
+
+    @cached_property
     def _unsettled_eval_moves(self) -> tuple[Move, ...]:
         return self._step.unsettled_eval_moves()
 
@@ -252,6 +279,15 @@ class Program:
     @cached_property
     def _grads_moves(self) -> tuple[Move, ...]:
         return self._step.grads_moves()
+
+    @property
+    def disk_metrics(self) -> dict[str, float]:
+        """What the last step, evaluation or forward of this program moved on disk.
+
+        Bytes, seconds and counts have the names of a step's metrics, such as `swap_read_bytes`. It
+        is empty if nothing is stored on disk, and before the first call.
+        """
+        return dict(self._runner.moved)
 
     @without_mesh
     def memory(self, batch: Batch) -> MemoryReport:
@@ -703,8 +739,8 @@ class Program:
           (outputs of `predict`, cache); the cache is a tree of arrays [B, L, ...].
 
         Raises:
-          ValueError: the model has no `cache` or no `predict`, its layers are loaded one by one,
-            the batch does not divide, or the state was donated.
+          ValueError: the model has no `cache` or no `predict`, the batch does not divide, or the
+            state was donated.
           NotImplementedError: the mesh has `pipe`.
         """
         if num_stages(self.mesh) > 1:
@@ -716,35 +752,44 @@ class Program:
         model = self.model
         if not isinstance(model, LayeredModel) or model.cache is None or model.predict is None:
             raise ValueError("apply_cached needs a LayeredModel with cache= and predict=")
-        if streams(self.config):
-            raise ValueError(
-                "layers come to the device one by one, and each processes all tokens: use apply, "
-                "without a cache"
-            )
         check_is_there(state)
         self._note(f"apply_cached of {length}", batch)
         batch = self.shard_batch(batch, 1)
-        if length not in self._cached:
-            step = ResidentStep(
-                with_cache(model, length),
-                self.tx,
-                self.records,
-                None,
-                build_gather(self.layout, self._gathered_early),
-            )
-
-            def run(params: Params, model_state: ModelState, cache: Any, batch: Batch) -> Any:
-                return step.apply(
-                    params, model_state, batch if cache is None else {**batch, CACHE: cache}
-                )
-
-            self._cached[length] = jax.jit(
-                run, donate_argnums=2, compiler_options=self._compiler.options
-            )
         with self.calling(), jax.set_mesh(self.mesh):
+            if length not in self._cached:
+                self._cached[length] = self._build_cached(with_cache(model, length))
+            cached = self._cached[length]
             state = self.check_state(state)
-            params = self.layout.join(state)
-            return self._cached[length](params, state.model_state, cache, batch)
+            params = cached.step.readable(state)
+            args = (params, state.model_state, cache, batch)
+            # A trace finds the loops over tiles, and so the moves.
+            if self.swap is not None:
+                self._compiler.order(cached.run, as_arguments(args))
+            is_settled = not isinstance(params, TrainState)
+            return self._runner.run(
+                "apply_cached",
+                cached.run,
+                *args,
+                reads=params,
+                moves=cached.moves if is_settled else cached.unsettled_moves,
+            )
+
+    def _build_cached(self, model: LayeredModel) -> _CachedApply:
+        """Return the step of a model with a cache, jitted with the cache donated."""
+        gather = build_gather(self.layout, self._gathered_early)
+        step: Step
+        if isinstance(self._step, StreamedStep):
+            step = self._step.of_model(model, gather)
+        else:
+            step = ResidentStep(model, self.tx, self.records, None, gather)
+
+        def run(params: Any, model_state: ModelState, cache: Any, batch: Batch) -> Any:
+            return step.apply(
+                params, model_state, batch if cache is None else {**batch, CACHE: cache}
+            )
+
+        options = self._compiler.options
+        return _CachedApply(step, jax.jit(run, donate_argnums=2, compiler_options=options))
 
     def _any_batch(self, call: str, state: TrainState, batch: Batch) -> tuple[Any, Rows | None]:
         check_is_there(state)
@@ -765,7 +810,12 @@ class Program:
             if self.swap is not None:
                 self._compiler.order(program, as_arguments(args))
             is_settled = not isinstance(params, TrainState)
-            moves = self._eval_moves if is_settled else self._unsettled_eval_moves
+            if not is_settled:
+                moves = self._unsettled_eval_moves
+            elif name == "apply":
+                moves = self._apply_moves
+            else:
+                moves = self._eval_moves
             return self._runner.run(name, program, *args, reads=params, moves=moves)
 
     @without_mesh

@@ -34,12 +34,14 @@ class Runner:
     Attributes:
       swap: session of the nvme tier, or None.
       host: update on the host, or None.
+      moved: metrics of the records that the last program moved on disk.
     """
 
     def __init__(self, swap: SwapSession | None, host: HostUpdate | None) -> None:
         """Run programs with this disk session and host update; either may be None."""
         self.swap = swap
         self.host = host
+        self.moved: dict[str, float] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
         # results of the running program, or of one that an exception left running
@@ -129,7 +131,7 @@ class Runner:
         # `finish` checks whether a callback failed, so all of them must have ended. None may run
         # during the next program either.
         result = self.finished(self.call(program, *args))
-        self.swap.finish()
+        self.moved = self.swap.finish()
         return result
 
     def begin_step(
@@ -184,6 +186,7 @@ class Runner:
           SwapError: a record could not be moved.
         """
         metrics = {} if self.swap is None else self.swap.finish(is_step=True)
+        self.moved = metrics
         if self.host is not None:
             self.host.binding.check(addresses, state)
             state = self.host.binding.exchange(state)

@@ -133,8 +133,12 @@ class Step(Protocol):
         """
         ...
 
-    def eval_moves(self) -> tuple[Move, ...]:
-        """Return the records that `eval` or `apply` reads from disk and writes, in order."""
+    def eval_moves(self, skips: bool = False) -> tuple[Move, ...]:
+        """Return the records that `eval` or `apply` reads from disk and writes, in order.
+
+        Args:
+          skips: whether to leave out records that `apply` may skip, such as experts.
+        """
         ...
 
     def unsettled_eval_moves(self) -> tuple[Move, ...]:

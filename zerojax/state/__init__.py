@@ -15,6 +15,7 @@ from zerojax.state.layout import unit_bytes as unit_bytes
 from zerojax.state.leaves import Leaf as Leaf
 from zerojax.state.leaves import TileGroup as TileGroup
 from zerojax.state.leaves import tiled_leaves as tiled_leaves
+from zerojax.state.leaves import tiles_by_path as tiles_by_path
 from zerojax.state.opt_state import OptimizerError as OptimizerError
 from zerojax.state.opt_state import OptStateMap as OptStateMap
 from zerojax.state.opt_state import OwnedTransformation as OwnedTransformation

@@ -30,7 +30,6 @@ from zerojax.config import (
     uses_disk,
 )
 from zerojax.models import (
-    BLOCKS,
     LayeredModel,
     Model,
     frozen_flags,
@@ -53,7 +52,7 @@ from zerojax.sharding import (
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.encodings import Encoding, encode_leaves, list_encodings, with_decoded
 from zerojax.state.layout import Layout, param_shardings, stored_grad_dtype
-from zerojax.state.leaves import Leaf, TileGroup, build_leaves, tile_groups, tiled_leaves
+from zerojax.state.leaves import Leaf, TileGroup, build_leaves, tile_groups, tiles_by_path
 from zerojax.state.opt_state import (
     OptStateMap,
     OwnedTransformation,
@@ -246,7 +245,7 @@ def _build_weights(model: Model | LayeredModel, config: ZeroConfig, mesh: Mesh) 
     replicated = tuple(replicated_leaves(whole, specs)) if stage.opt_state else ()
     encodings = list_encodings(model, config, whole, specs, is_frozen, mesh)
     if encodings:
-        unencoded = build_leaves(model, whole, specs, (), is_frozen)
+        unencoded = build_leaves(model, whole, specs, groups, is_frozen)
         encoded = encode_leaves(encodings, unencoded, whole, groups, stage.params)
         whole = encoded.tree
         specs = encoded.specs
@@ -309,12 +308,9 @@ def _count_first_dims(model: Model | LayeredModel, params: Params) -> dict[str, 
     """Return the number of leading dims (layers, tiles) that are never split, by path."""
     if not isinstance(model, LayeredModel):
         return {}
-    paths = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})[0]
-    flags = tiled_leaves(model, params)
     num_layer_dims = 1 if stage_order(model) is None else 2
     return {
-        jax.tree_util.keystr(path): num_layer_dims + bool(tiled)
-        for (path, _), tiled in zip(paths, flags, strict=True)
+        name: num_layer_dims + bool(tiles) for name, tiles in tiles_by_path(model, params).items()
     }
 
 

@@ -2,11 +2,12 @@
 
     storage   Encoded(codes[A, (B C)_fsdp], scales[..], ..)     replaces the leaf W[A, B_fsdp, C]
     use       decode(all_gather(codes, scales, ..))             W[A, B, C] in the compute dtype, a
-                                                                layer at a time
+                                                                layer or a tile at a time
 
 For code that stores, moves, gathers, saves or counts leaves, each encoded array is a frozen leaf of
 its own. Only two places know about the weight: `Encoding.encode` makes the arrays from a layer's
-float32 leaves, on each device's shard, and `decoded` makes weights from gathered arrays.
+float32 leaves, on each device's shard, and `decoded` makes weights from gathered arrays. In a stack
+of tiles each tile is encoded by itself, as each layer is: no block of numbers crosses two of them.
 `pallas_kernels.storage` is the codec.
 """
 
@@ -27,7 +28,7 @@ from pallas_kernels.storage import Encoded
 from zerojax.config import ZeroConfig
 from zerojax.models import LayeredModel, Model
 from zerojax.sharding import PIPE, STAGES, LeafSpec, Spec, named, parse_axes, stored_spec
-from zerojax.state.leaves import Leaf, TileGroup, is_stacked, tiled_leaves
+from zerojax.state.leaves import Leaf, TileGroup, is_stacked, tiles_by_path
 from zerojax.state.wide import StageOrder, stage_order
 from zerojax.trees import Params
 
@@ -40,11 +41,13 @@ class Encoding:
 
     Attributes:
       layout: layout of the leaf's elements in the encoded arrays.
-      shape: shape of the leaf, of one layer if it is stacked.
-      spec: sharding spec of the stored leaf, of one layer if it is stacked.
+      shape: shape of the leaf, of one layer if it is stacked, of one tile in a stack of tiles.
+      spec: sharding spec of the stored leaf, or of one layer or tile of it.
       mesh: the device mesh.
-      lead: 1 for a stack of layers, else 0.
-      num_layers: number of layers in the stack; 1 for an unstacked leaf.
+      lead_shape: sizes of the dims that count layers and tiles: (), (L,), (T,) or (L, T).
+      num_tiles: T of a stack of tiles; None for other leaves.
+      joins: whether the tiles, one after another, are the weight's numbers in order, as groups of
+        experts are. Checkpoints then convert to other numbers of tiles.
       order: which layer each record holds of each pipeline stage; None if a record is one layer.
     """
 
@@ -52,16 +55,25 @@ class Encoding:
     shape: tuple[int, ...]
     spec: Spec
     mesh: Mesh
-    lead: int
-    num_layers: int
+    lead_shape: tuple[int, ...]
+    num_tiles: int | None = None
+    joins: bool = True
     order: StageOrder | None = None
+
+    @property
+    def lead(self) -> int:
+        """Number of dims that count layers and tiles."""
+        return len(self.lead_shape)
 
     def encode(self, w: Any) -> Encoded:
         """Return a leaf of one record, or an unstacked leaf, encoded on each device's shard.
 
         A record is one layer; with an `order`, one layer of every stage, each encoded by itself.
+        So are the tiles of a stack of tiles.
         """
-        spec = self.spec if self.order is None else (PIPE, *self.spec)
+        spec = self.spec if self.num_tiles is None else (None, *self.spec)
+        if self.order is not None:
+            spec = (PIPE, *spec)
         w = jax.lax.with_sharding_constraint(jnp.asarray(w, jnp.float32), named(self.mesh, spec))
         # The XLA implementation inside shard_map, so that the partitioner need not see through the
         # reshapes.
@@ -85,9 +97,9 @@ class Encoding:
     @property
     def abstract(self) -> Encoded:
         """The shapes of the encoded arrays, including all layers."""
-        lead_shape = (self.num_layers,) if self.lead else ()
+        lead_shape = self.lead_shape
         if self.order is not None:
-            lead_shape = (self.order.num_records, self.order.num_stages)
+            lead_shape = (self.order.num_records, self.order.num_stages, *lead_shape[1:])
         return storage.abstract_encoded(self.layout, lead_shape + self.shape)
 
     def leaf_spec(self, spec: LeafSpec, sharded: bool) -> LeafSpec:
@@ -126,14 +138,12 @@ def list_encodings(
       specs: LeafSpec of each parameter, by path.
       is_frozen: whether each leaf is frozen.
       mesh: the device mesh.
-
-    Raises:
-      NotImplementedError: a stack of tiles would be encoded.
     """
     if config.frozen_dtype is None:
         return {}
     sharded = STAGES[config.stage].params
     candidates: list[_Candidate] = []
+    tiles = tiles_by_path(model, abstract_whole)
     leaves = jax.tree_util.tree_flatten_with_path(abstract_whole)[0]
     for (path, leaf), frozen in zip(leaves, is_frozen, strict=True):
         if frozen and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -141,10 +151,8 @@ def list_encodings(
             spec = stored_spec(specs[name], sharded)
             stacked = is_stacked(model, path)
             order = stage_order(model) if stacked else None
-            candidates.append(_Candidate(name, leaf, spec, stacked, order))
-    encodings = _choose_encodings(config.frozen_dtype, candidates, mesh)
-    _check_tiles(model, config.frozen_dtype, encodings, abstract_whole)
-    return encodings
+            candidates.append(_Candidate(name, leaf, spec, stacked, tiles.get(name, False), order))
+    return _choose_encodings(config.frozen_dtype, candidates, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +164,7 @@ class _Candidate:
       leaf: the leaf's shape and dtype, including all layers.
       spec: sharding spec of the stored leaf, including all dims.
       is_stacked: whether the leaf is a stack of layers.
+      tiles: whether the leaf, or each of its layers, is a stack of tiles, as in `Model.tiles`.
       order: which layer each record of the stack holds of each pipeline stage; None if a record is
         one layer.
     """
@@ -164,6 +173,7 @@ class _Candidate:
     leaf: jax.ShapeDtypeStruct
     spec: Spec
     is_stacked: bool
+    tiles: bool | int
     order: StageOrder | None
 
 
@@ -175,18 +185,25 @@ def _choose_encodings(
     unsupported: list[tuple[_Candidate, str]] = []
     for candidate in candidates:
         leaf = candidate.leaf
-        lead = int(candidate.is_stacked)
-        num_layer_dims = lead + (candidate.order is not None)
-        shape = tuple(leaf.shape[num_layer_dims:])
-        spec = tuple(candidate.spec[num_layer_dims:])
+        num_layer_dims = candidate.is_stacked + (candidate.order is not None)
+        lead_dims = num_layer_dims + bool(candidate.tiles)
+        shape = tuple(leaf.shape[lead_dims:])
+        spec = tuple(candidate.spec[lead_dims:])
         shards = tuple(math.prod(mesh.shape[axis] for axis in parse_axes(entry)) for entry in spec)
         if (why := storage.refusal(format, shape, shards)) is not None:
             unsupported.append((candidate, why))
             continue
         layout = storage.choose_layout(format, shape, shards)
-        num_layers = math.prod(leaf.shape[:num_layer_dims])
+        lead_shape = tuple(leaf.shape[:lead_dims])
+        if candidate.order is not None:
+            lead_shape = (candidate.order.num_layers, *lead_shape[2:])
+        num_tiles = None
+        joins = True
+        if candidate.tiles:
+            num_tiles = lead_shape[-1]
+            joins = not isinstance(candidate.tiles, bool) and candidate.tiles == num_tiles
         encodings[candidate.name] = Encoding(
-            layout, shape, spec, mesh, lead, num_layers, candidate.order
+            layout, shape, spec, mesh, lead_shape, num_tiles, joins, candidate.order
         )
     if unsupported:
         largest, why = max(unsupported, key=lambda item: item[0].leaf.size)
@@ -203,29 +220,6 @@ def _choose_encodings(
             why,
         )
     return encodings
-
-
-def _check_tiles(
-    model: Model | LayeredModel,
-    format: str,
-    encodings: Mapping[str, Encoding],
-    abstract_whole: Params,
-) -> None:
-    """Raise NotImplementedError if a stack of tiles would be encoded."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_whole)[0]]
-    if isinstance(model, LayeredModel):
-        paths = [path for path in paths if is_stacked(model, path)]
-    tiled = {
-        jax.tree_util.keystr(path)
-        for path, flag in zip(paths, tiled_leaves(model, abstract_whole), strict=True)
-        if flag
-    }
-    both = [path for path in encodings if path in tiled]
-    if both:
-        raise NotImplementedError(
-            f"frozen_dtype={format!r} is not built for frozen stacks of tiles such as {both[0]}: "
-            f"leave frozen_dtype=None, or give the {type(model).__name__} no `tiles` for it"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +259,7 @@ def encode_leaves(
     nodes = []
     specs = {}
     is_frozen: list[bool] = []
-    positions = []  # of the first array of each leaf
+    positions: list[range] = []  # of the arrays of each leaf
     for leaf, array in zip(leaves, arrays, strict=True):
         node = array
         spec = leaf.spec
@@ -274,12 +268,15 @@ def encode_leaves(
             node = encoding.abstract
             spec = encoding.leaf_spec(leaf.spec, sharded)
         nodes.append(node)
-        positions.append(len(is_frozen))
+        first = len(is_frozen)
         for path, _ in jax.tree_util.tree_flatten_with_path(node)[0]:
             specs[jax.tree_util.keystr((*leaf.path, *path))] = spec
             is_frozen.append(leaf.frozen)
+        positions.append(range(first, len(is_frozen)))
     moved_groups = [
-        dataclasses.replace(group, leaves=tuple(positions[i] for i in group.leaves))
+        dataclasses.replace(
+            group, leaves=tuple(array for i in group.leaves for array in positions[i])
+        )
         for group in groups
     ]
     tree = jax.tree.unflatten(structure, nodes)
@@ -332,11 +329,16 @@ def is_encoded(node: Any) -> bool:
 
 
 def decoded(params: Params, dtype: Any) -> Any:
-    """Return parameters with their encoded leaves decoded to `dtype`."""
+    """Return parameters with their encoded leaves decoded to `dtype`.
+
+    A leaf whose arrays are None, because they are elsewhere, becomes None.
+    """
 
     # The XLA implementation keeps the dims, so a split array stays split without communication.
     def decode(leaf: Any) -> Any:
-        return storage.decode(leaf, dtype, "xla") if is_encoded(leaf) else leaf
+        if not is_encoded(leaf):
+            return leaf
+        return storage.decode(leaf, dtype, "xla") if jax.tree.leaves(leaf) else None
 
     return jax.tree.map(decode, params, is_leaf=is_encoded)
 

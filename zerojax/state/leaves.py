@@ -237,6 +237,23 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Params) -> list[b
     return flags
 
 
+def tiles_by_path(model: Model | LayeredModel, abstract_params: Params) -> dict[str, bool | int]:
+    """Return the results of `tiled_leaves` by the path of each leaf that may be a stack of tiles.
+
+    Args:
+      model: the model.
+      abstract_params: the abstract parameter tree.
+
+    Raises:
+      ValueError: `model.tiles` is wrong (see `tiled_leaves`).
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_params)[0]]
+    if isinstance(model, LayeredModel):
+        paths = [path for path in paths if is_stacked(model, path)]
+    flags = tiled_leaves(model, abstract_params)
+    return {jax.tree_util.keystr(path): flag for path, flag in zip(paths, flags, strict=True)}
+
+
 def _check_tile_flag(flag: Any, name: str, shape: tuple[int, ...], tile_dim: int) -> None:
     """Check the value that `model.tiles` has for a leaf.
 

@@ -498,7 +498,9 @@ class BlockTracer:
         ]
         # A group's indices count the leaves of the full model, but the block's trace has only the
         # leaves of one layer.
-        groups = [[stack.operands.index(i) for i in group.weights] for group in stack.groups]
+        groups = [
+            [stack.operands.index(i) for i in stack.group_nodes(group)] for group in stack.groups
+        ]
         tiled = TiledBlock(layer, groups, names, count, args)
         return layer, tiled
 
@@ -531,20 +533,24 @@ class BlockTracer:
         self.traced_eval = self._cut(self.abstract_call(x, inputs, 1), 1)[1]
         return self.traced_eval
 
-    def eval_loops(self, updates: bool = False) -> dict[str, list[tuple[TileLoops, str]]]:
+    def eval_loops(
+        self, updates: bool = False, skips: bool = False
+    ) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles in a forward tick of the evaluation that was last traced.
 
         The result maps the phase to (loops, phase of these loops), and is empty before a trace.
 
         Args:
           updates: whether the evaluation applies a pending update to what it reads.
+          skips: whether to leave out loops that know only when they run which tiles they read.
         """
         loops = [tiles for _, tiles in self.stack.loops]
         traced = self.traced_eval
         if traced is None:
             return {}
         phase = "forward" if updates else "read"
-        return {"forward": [(loops[g], phase) for g in traced.forward_loops]}
+        forward = zip(traced.forward_loops, traced.needed_loops, strict=True)
+        return {"forward": [(loops[g], phase) for g, chooses in forward if not (skips and chooses)]}
 
     def settle_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles in a tick that updates a layer without computing it."""

@@ -93,6 +93,8 @@ class StackLoops:
         residuals: ResidualPlan | None,
         stacks: list[Array],
         carried: Any = None,
+        *,
+        skips: bool = False,
     ) -> tuple["ForwardResult", Any]:
         """Run the layers, first layer first.
 
@@ -105,6 +107,7 @@ class StackLoops:
             one microbatch.
           stacks: empty stacks for the saved arrays.
           carried: the value that forward carries for the source.
+          skips: whether to leave out tiles that a loop does not need, in an evaluation.
 
         Returns:
           The results of forward, and `carried`.
@@ -115,7 +118,7 @@ class StackLoops:
         else:
             tiled = residuals.tiled
             microbatches = self.microbatches
-        run = _Forward(self, microbatches, inputs, begin, residuals, tiled, source)
+        run = _Forward(self, microbatches, inputs, begin, residuals, tiled, source, skips)
         return run(x, stacks, carried)
 
     def settle(self, source: ParamSource[Any], begin: Array, carried: Any) -> Any:
@@ -290,6 +293,7 @@ class _Forward:
       residuals: the arrays to save and how they are stored; None if nothing is saved.
       tiled: the block cut at its loops over tiles, if tiles are records; else None.
       source: provider of the layers' parameters.
+      skips: whether to leave out tiles that a loop does not need.
     """
 
     loops: StackLoops
@@ -299,6 +303,7 @@ class _Forward:
     residuals: ResidualPlan | None
     tiled: TiledBlock | None
     source: ParamSource[Any]
+    skips: bool
 
     def __call__(self, x: Tree, stacks: list[Array], carried: Any) -> tuple[ForwardResult, Any]:
         """Return the results of forward, and the value that it carried for the source."""
@@ -450,7 +455,14 @@ class _Forward:
         loops = self.loops
         microbatches = self.microbatches
         tiles = TileRunner(
-            loops.plan, loops.stack, microbatches, self.begin, now, self.source, carried
+            loops.plan,
+            loops.stack,
+            microbatches,
+            self.begin,
+            now,
+            self.source,
+            carried,
+            skips=self.skips,
         )
         keys = microbatches.derive_keys(self.inputs.keys, loops.stack.number(now.layer))
         given = self.inputs.given_all(now.layer, microbatches)

@@ -12,7 +12,9 @@ to it: the unstacked leaves (`unstacked`), and the loops over tiles inside a tic
 once the block is traced.
 """
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -114,8 +116,8 @@ class StackPlan:
       run: the layers of the stack that belong to the run, and their saved activations.
       schedule: schedule of the run's loops.
       reading: the phase of a forward that only reads the parameters, such as an evaluation's.
-      operands: leaves with which a block is called, in the order of its tree; an encoded leaf is
-        represented by its first array.
+      nodes: indices of the leaves with which a block is called, in the order of its tree; for an
+        encoded leaf, the indices of its arrays in an `Encoded`.
       tree: tree structure of a block's parameters.
     """
 
@@ -123,8 +125,16 @@ class StackPlan:
     run: LayerRange
     schedule: Schedule
     reading: Phase
-    operands: tuple[int, ...]
+    nodes: tuple[Any, ...]
     tree: Any
+
+    @functools.cached_property
+    def operands(self) -> tuple[int, ...]:
+        """Indices of the leaves with which a block is called, in the order of its tree.
+
+        The first array of an encoded leaf stands for it.
+        """
+        return tuple(jax.tree.leaves(node)[0] for node in self.nodes)
 
     @property
     def leaves(self) -> StackLeaves:
@@ -183,6 +193,11 @@ class StackPlan:
     def number(self, layer: Any) -> Any:
         """Return the number of one of its layers among all stacks' layers, used for random keys."""
         return layer + self.stack.first if self.stack.first else layer
+
+    def group_nodes(self, group: TileGroup) -> dict[int, Any]:
+        """Return the entries of `nodes` that are stacks of a group, by operand, in tree order."""
+        pairs = zip(self.operands, self.nodes, strict=True)
+        return {operand: node for operand, node in pairs if operand in group.weights}
 
     def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
         """Return a block's leaves in the order of its tree, with None for stacks of tiles.
@@ -270,6 +285,15 @@ class StreamedPlan:
         self._schedule(model)
         self._check_budget({})
         self.host = self._host_update()
+
+    def of_model(self, model: LayeredModel) -> "StreamedPlan":
+        """Return this plan for the blocks of another model with the same parameters."""
+        models = {stack.name: stack for stack in list_stacks(model)}
+        plan = copy.copy(self)
+        plan.of_stacks = tuple(
+            dataclasses.replace(stack, stack=models[stack.name]) for stack in self.of_stacks
+        )
+        return plan
 
     def _schedule(self, model: LayeredModel) -> None:
         """Choose when unstacked leaves are updated, and schedule the runs of layers."""
@@ -751,8 +775,7 @@ def _stack_plan(
 ) -> StackPlan:
     tree = layout.block_tree(stack.name)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, run.stack.in_tree), is_leaf=is_encoded)
-    operands = tuple(jax.tree.leaves(node)[0] for node in nodes)
-    return StackPlan(stack, run, schedule, reading, operands, tree)
+    return StackPlan(stack, run, schedule, reading, tuple(nodes), tree)
 
 
 # --- disk reads and writes ------------------------------------------------------------------------

@@ -35,6 +35,7 @@ saves different values for backward (`zerojax.state.runs`), have separate loops 
 stack's context.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -202,6 +203,24 @@ class StreamedStep:
             StackLoops(self.plan, stack, self.microbatches) for stack in self.plan.of_stacks
         )
 
+    def of_model(self, model: LayeredModel, gather: Callable[..., Any]) -> "StreamedStep":
+        """Return a step that evaluates another model with the same parameters.
+
+        Args:
+          model: the model, with the stacks of this step's model.
+          gather: evaluates embedding and head, as for this step.
+        """
+        step = copy.copy(self)
+        step.model = model
+        step.plan = self.plan.of_model(model)
+        step.eval_embed_head = EmbedHead(
+            self.layout.decoding(model), step.plan, Microbatches(self.mesh, 1), gather
+        )
+        step.loops = tuple(
+            StackLoops(step.plan, stack, self.microbatches) for stack in step.plan.of_stacks
+        )
+        return step
+
     # --- requirements of a step, from shapes alone ------------------------------------------------
 
     def abstract_residuals(self, abstract_batch: Batch) -> list[ResidualPlan]:
@@ -279,12 +298,18 @@ class StreamedStep:
         """Return the disk reads and writes of a step, in order."""
         return moves(self.plan, self.steps())
 
-    def eval_moves(self) -> tuple[Move, ...]:
+    def eval_moves(self, skips: bool = False) -> tuple[Move, ...]:
         """Return the disk reads of an evaluation, in order.
 
         An evaluation reads parameters alone. A step's forward also writes activations.
+
+        Args:
+          skips: whether tiles are left out that a loop does not need. The result lacks the tiles of
+            such loops.
         """
-        steps = self.plan.reading_steps([loops.tracer.eval_loops() for loops in self.loops])
+        steps = self.plan.reading_steps(
+            [loops.tracer.eval_loops(skips=skips) for loops in self.loops]
+        )
         forward_moves = moves(self.plan, steps, ("embed", "forward"))
         reads = ("params", "frozen")
         return tuple(move for move in forward_moves if _kind(move) in reads)
@@ -569,13 +594,19 @@ class StreamedStep:
     def apply(self, params: Params | TrainState, model_state: ModelState, batch: Batch) -> Any:
         """Return the result of the model's `predict` for a batch.
 
-        The batch is one microbatch, without random keys.
+        The batch is one microbatch, without random keys. Tiles that a loop does not need, such as
+        groups of experts that no token visits, are not read.
         """
-        unstacked, y, _, state = self._eval_layers(params, model_state, batch)
+        unstacked, y, _, state = self._eval_layers(params, model_state, batch, skips=True)
         return self.eval_embed_head.predict(unstacked, y, batch, state)
 
     def _eval_layers(
-        self, params: Params | TrainState, model_state: ModelState, batch: Batch
+        self,
+        params: Params | TrainState,
+        model_state: ModelState,
+        batch: Batch,
+        *,
+        skips: bool = False,
     ) -> tuple[Any, Any, Loss | None, Any]:
         """Return (leaves of embedding and head, last layer's output, loss addition, state).
 
@@ -600,7 +631,7 @@ class StreamedStep:
                 y, context = self.eval_embed_head.enter(loops.stack, unstacked, y, batch, None)
                 inputs = self.eval_embed_head.inputs(loops.stack, context, None, model_state)
             # An evaluation saves nothing, so there are no stacks to fill.
-            done, carried = loops.forward(source, y, inputs, begin, None, [], carried)
+            done, carried = loops.forward(source, y, inputs, begin, None, [], carried, skips=skips)
             y = done.y
             all_added.append(done.added)
         return unstacked, y, together(all_added), state

@@ -7,6 +7,11 @@
 
 A tile is fetched and gathered once for all microbatches. Cotangents of operands that all tiles read
 are summed in float32.
+
+If a loop knows which of its tiles it needs (`TileLoop.skips`), a forward without gradients may
+leave out the others. It fetches each tile when it computes it:
+
+    apply      for k:  if needed[k]:  y += f(all_gather(fetch(l, k)), x)
 """
 
 import dataclasses
@@ -17,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from host_offload.device import run_loop
 from host_offload.schedule import Phase, TileLoops
 from zerojax.grads import beside
 from zerojax.ordering import wait_for
@@ -55,6 +61,8 @@ class TileRunner:
         now: Tick,
         source: ParamSource[Any],
         carried: Any,
+        *,
+        skips: bool = False,
     ) -> None:
         """Prepare to run the loops of a tick.
 
@@ -66,6 +74,7 @@ class TileRunner:
           now: the tick.
           source: source of the tiles' parameters.
           carried: the value that the update policy carries through backward, or forward's source.
+          skips: whether to leave out tiles that a loop does not need.
         """
         self.plan = plan
         self.stack = stack
@@ -74,6 +83,7 @@ class TileRunner:
         self.now = now
         self.source = source
         self.carried = carried
+        self._skips = skips and not source.updates
         self._before: Array | None = None  # a result of the previous loop
 
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
@@ -93,9 +103,12 @@ class TileRunner:
         loop = call.loop
         microbatches = self.microbatches
         of_data = call.data_operands
+        if self._skips and loop.skips:
+            return self._forward_needed(call, group)
 
         def tick(y: Array, now: Tick) -> tuple[Array, Any]:
-            gathered = self._gather(group, now)
+            assert now.record is not None
+            gathered = self._gather(call, group, now.record)
 
             def add_tile(y: Array, *of_data: Array) -> Array:
                 return loop.put(y, now.layer, _operands(call, gathered, of_data, now.layer))
@@ -110,6 +123,40 @@ class TileRunner:
             return self._update(group, loops, y, tick)
         # This loop does not carry the stacks, since it only reads them.
         return self._loop("read", group, loops, y, tick, lambda carry: self.carried)
+
+    def _forward_needed(self, call: TileLoopCall, group: TileGroup) -> Array:
+        """Run a loop forward over the tiles that it needs, for a single microbatch.
+
+        The other tiles are neither fetched nor computed.
+        """
+        assert self.microbatches.count == 1
+        loop = call.loop
+        leaves = _record_leaves(group)
+        of_data = call.data_operands
+        assert call.operands[-1] is not None
+        needed = call.operands[-1][0]  # bool[T], the last of the parts
+        begin = self.begin
+        if self._before is not None:
+            begin, _ = wait_for(begin, self._before, self.plan.mesh)
+
+        def use(tile: Array, y: Array) -> Array:
+            index = self._index(group, tile)
+            record = self.source.fetch(self.carried, leaves, index)
+            shards, _, _ = self.source.take(self.carried, leaves, record, index, None)
+            gathered = self._gather(call, group, shards)
+            return loop.put(y, tile, _operands(call, gathered, of_data, tile))
+
+        def tick(tile: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            y, begin = carry
+            tile = tile + begin
+            is_needed = jax.lax.dynamic_index_in_dim(needed, tile, 0, keepdims=False)
+            y = jax.lax.cond(is_needed, lambda y: use(tile, y), lambda y: y, y)
+            return y, begin
+
+        y = jnp.zeros(loop.out.shape, loop.out.dtype)
+        y, _ = run_loop(0, loop.num_tiles, tick, (y, begin), self.plan.mesh)
+        self._before = y
+        return y
 
     def _update(
         self,
@@ -167,7 +214,8 @@ class TileRunner:
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             cotangents, carried = carry
-            gathered = self._gather(group, now)
+            assert now.record is not None
+            gathered = self._gather(call, group, now.record)
             derive = partial(self._derive_tile, derivative, gathered, now.layer)
             # With several microbatches, dim 0 of all these arrays counts them: a scan takes the
             # cotangents of one microbatch and returns them.
@@ -184,7 +232,7 @@ class TileRunner:
             # consists of the layer and the tile.
             now = dataclasses.replace(now, layer=Tile(self.now.layer, now.layer, group.num_tiles))
             if group.leaves:  # otherwise all of the group is frozen
-                by_index = dict(zip(self._in_tree(group), gathered, strict=True))
+                by_index = dict(zip(self._operands_of(call), gathered, strict=True))
                 trained = [by_index[i] for i in group.leaves]
                 record = RecordGrads(now, group.leaves, grads, trained, in_flight)
                 carried, in_flight = use(carried, record)
@@ -206,10 +254,9 @@ class TileRunner:
     def _plan_derivative(self, call: TileLoopCall, group: TileGroup) -> "_TileDerivative":
         loop = call.loop
         wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
-        leaf_ids = dict[int, int]()
-        for position, leaf in zip(loop.tiles, self._in_tree(group), strict=True):
-            if not self.plan.leaves[leaf].frozen:
-                leaf_ids[position] = leaf
+        positions = dict(zip(self._operands_of(call), loop.tiles, strict=True))
+        # In the order of the group's gradients, which need not be the operands'.
+        leaf_ids = {positions[leaf]: leaf for leaf in group.leaves}
         # Cotangents of untiled parameters become part of gradients.
         in_float32 = [
             of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params
@@ -350,15 +397,20 @@ class TileRunner:
         self._before = jax.tree.leaves(after)[0]
         return after
 
-    def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
-        """Return a tile's leaves, gathered, in tree order, as the loop's operands are."""
-        assert now.record is not None
-        gathered = self.plan.gather(now.record, group.weights)
-        by_index = dict(zip(group.weights, gathered, strict=True))
-        return [by_index[i] for i in self._in_tree(group)]
+    def _operands_of(self, call: TileLoopCall) -> list[int]:
+        """Return the leaf of each stack of tiles among a loop's operands, in their order.
 
-    def _in_tree(self, group: TileGroup) -> list[int]:
-        return sorted(group.weights, key=self.plan.layout.places.__getitem__)
+        The first array of an encoded leaf stands for it.
+        """
+        return [self.stack.operands[position] for position in call.leaves]
+
+    def _gather(self, call: TileLoopCall, group: TileGroup, shards: Sequence[Array]) -> list[Array]:
+        """Return a tile's leaves, gathered and decoded, in the order of the loop's operands."""
+        gathered = self.plan.gather(shards, group.weights)
+        by_index = dict(zip(group.weights, gathered, strict=True))
+        by_operand = self.stack.group_nodes(group)
+        nodes = [by_operand[operand] for operand in self._operands_of(call)]
+        return self.plan.layout.decode(jax.tree.map(by_index.__getitem__, nodes))
 
 
 def _record_leaves(group: TileGroup) -> RecordLeaves:

@@ -37,6 +37,7 @@ class TileLoopCall:
     Attributes:
       loop: the loop, as the block has it.
       group: index of the group whose tiles the loop uses.
+      leaves: for each stack of tiles among the operands, its position among the block's parameters.
       is_backward: whether to run the loop's derivative.
       operands: operands of the loop, each with whether its dim 0 counts microbatches; None for
         stacks of tiles.
@@ -49,6 +50,7 @@ class TileLoopCall:
 
     loop: TileLoop
     group: int
+    leaves: tuple[int, ...]
     is_backward: bool
     operands: tuple[tuple[Any, bool] | None, ...]
     dy: tuple[Any, bool] | None
@@ -128,6 +130,7 @@ class TiledBlock:
     Attributes:
       layer: the traced block.
       forward_loops: groups whose loops a forward tick runs, in order.
+      needed_loops: for each of these loops, whether it knows which of its tiles it needs.
       backward_loops: groups whose loops a backward tick runs, in order, each with whether it is the
         loop's derivative.
     """
@@ -179,6 +182,7 @@ class TiledBlock:
         self._forward = _cut(layer.program, outputs, forward_loop)
         self._backward = self._cut_backward(args, names)
         self.forward_loops = [self.group_of[number] for number, _ in self._forward.marks]
+        self.needed_loops = [self.loops[number].skips for number, _ in self._forward.marks]
         self.backward_loops = [
             (self.group_of[number], is_derivative) for number, is_derivative in self._backward.marks
         ]
@@ -325,7 +329,8 @@ class TiledBlock:
         for piece in cut.pieces:
             if piece.mark is not None:
                 needed = cut.outputs | piece.read_later
-                self._run_loop(piece.instructions[0], piece.mark, needed, values, run)
+                stacks = {slot: leaf for leaf, slot in enumerate(inputs[: len(params)])}
+                self._run_loop(piece.instructions[0], piece.mark, needed, stacks, values, run)
                 continue
             of_data: set[int] = set()
             instructions = list[Instruction]()
@@ -393,6 +398,7 @@ class TiledBlock:
         i: Instruction,
         mark: Mark,
         needed: frozenset[int],
+        stacks: Mapping[Ref, int],
         values: _Values,
         run: RunTileLoop,
     ) -> None:
@@ -402,6 +408,7 @@ class TiledBlock:
           i: the loop.
           mark: its number, and whether it is the loop's derivative.
           needed: slots that are read later, or are outputs.
+          stacks: the block's parameters, by slot.
           values: values of all slots.
           run: function that runs loops over tiles.
         """
@@ -432,6 +439,7 @@ class TiledBlock:
         call = TileLoopCall(
             loop=loop,
             group=self.group_of[number],
+            leaves=tuple(stacks[refs[p]] for p in loop.tiles),
             is_backward=is_backward,
             operands=operands,
             dy=operand(i.ins[num_operands]) if is_backward else None,

@@ -34,6 +34,8 @@ NAME = "zerojax_tiles"
 """Prefix of a loop's name."""
 MARK = "zerojax_mark"
 """Prefix of the name of a placeholder equation for a loop or its derivative, which never runs."""
+_SKIPS = 4
+"""What a loop whose tiles may be skipped adds to the number of its kind in its name."""
 
 
 class _Operands(NamedTuple):
@@ -68,6 +70,8 @@ class TileLoop:
       summed: whether these successive tiles are summed, in float32.
       result: ShapeDtypeStruct of the unit's result.
       accumulates: whether the unit itself adds to the sum so far, and returns the new sum.
+      skips: whether the last of the parts is bool[T], and says which tiles are needed. The result
+        of any other tile is zero.
     """
 
     unit: jex.Jaxpr
@@ -77,6 +81,7 @@ class TileLoop:
     summed: bool
     result: jax.ShapeDtypeStruct
     accumulates: bool = False
+    skips: bool = False
 
     @property
     def out(self) -> jax.ShapeDtypeStruct:
@@ -255,6 +260,7 @@ def loop_over(
     num_out: int = 1,
     summed: bool = True,
     accumulates: bool = False,
+    needed: Array | None = None,
 ) -> Array:
     """Return function(tiles[k], x, parts[k]), summed over successive tiles or stacked.
 
@@ -270,14 +276,21 @@ def loop_over(
       accumulates: whether the function is `function(tile, x, part, total)`. It then returns total,
         the float32 sum so far, plus its own result, so that a kernel can add in place; if total is
         None, only its own result.
+      needed: bool[T], which tiles add to the sum; None: all of them. A streamed step's forward
+        without gradients (`program.apply`) neither fetches nor computes the others.
 
     Returns:
       An array [num_out, ...].
 
     Raises:
-      ValueError: there is no tile, the stacks differ in length, or the function does not return one
-        array.
+      ValueError: there is no tile, the stacks differ in length, the function does not return one
+        array, or `needed` is given to a loop that does not sum.
     """
+    if needed is not None:
+        if accumulates or not summed:
+            raise ValueError("needed= is for loops that sum the results of their tiles")
+        function = _zero_unless_needed(function)
+        parts = (parts, needed)
     arguments = _Arguments(tiles, x, parts)
 
     def unit(*values: Array) -> Array:
@@ -299,7 +312,16 @@ def loop_over(
     consts = list(map(jnp.asarray, closed.consts))
     operands = [*consts, *arguments.arrays]
     sizes = (len(consts), *arguments.sizes)
-    loop = TileLoop(closed.jaxpr, sizes, arguments.num_tiles, num_out, summed, result, accumulates)
+    loop = TileLoop(
+        closed.jaxpr,
+        sizes,
+        arguments.num_tiles,
+        num_out,
+        summed,
+        result,
+        accumulates,
+        needed is not None,
+    )
     if loop.num_tiles == 1:  # nothing to stream
         return loop.scan(operands)
 
@@ -309,6 +331,17 @@ def loop_over(
     # Tracing keeps only the name, from which `parse` reads the loop's description.
     scan.__name__ = scan.__qualname__ = _name(loop, operands)
     return jax.jit(scan)(*operands)
+
+
+def _zero_unless_needed(function: Callable[..., Array]) -> Callable[[Any, Any, Any], Array]:
+    """Return a function of (tile, x, (part, needed)), whose result is zero unless it is needed."""
+
+    def selected(tile: Any, x: Any, part: Any) -> Array:
+        part, is_needed = part
+        y = function(tile, x, part)
+        return jnp.where(is_needed, y, jnp.zeros_like(y))
+
+    return selected
 
 
 class _Arguments:
@@ -375,7 +408,7 @@ def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
         *loop.sizes,
         loop.num_tiles,
         loop.num_out,
-        loop.summed + loop.accumulates,
+        loop.summed + loop.accumulates + _SKIPS * loop.skips,
         zlib.crc32(shapes.encode()),
     )
     return "_".join([NAME, *map(str, numbers)])
@@ -388,7 +421,8 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     is_named = re.fullmatch(rf"{NAME}(_\d+){{8}}", name) is not None
     if eqn.primitive.name != "jit" or not is_named or len(eqn.outvars) != 1:
         return None
-    *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
+    *sizes, num_tiles, num_out, kind, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
+    skips, summed = divmod(kind, _SKIPS)
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
     units = []
     for scan in scans:
@@ -403,7 +437,16 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
         return None
     aval: Any = units[0].outvars[0].aval
     result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    loop = TileLoop(units[0], tuple(sizes), num_tiles, num_out, bool(summed), result, accumulates)  # pyright: ignore[reportArgumentType]
+    loop = TileLoop(
+        units[0],
+        tuple(sizes),  # pyright: ignore[reportArgumentType]
+        num_tiles,
+        num_out,
+        bool(summed),
+        result,
+        accumulates,
+        bool(skips),
+    )
     return loop if _name(loop, [v.aval for v in eqn.invars]) == name else None
 
 

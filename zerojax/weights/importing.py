@@ -33,6 +33,7 @@ import numpy as np
 from host_offload.disk import Box, SavedRecords
 from zerojax.checkpoint import (
     CheckpointError,
+    Retiled,
     SavedLeaf,
     SavedState,
     StateLeaf,
@@ -139,13 +140,34 @@ class StoredRecords(SavedRecords):
         with self._lock:
             if self._last[0] != record_id:
                 record_box = front + tuple((0, n) for n in encoding.shape)
-                weight = np.asarray(self._file.read(array.tensor, record_box), np.float32)
+                weight = self._read_weight(array, record_box)
                 self._last = (record_id, encoding.encode_here(weight))
             record = self._last[1][array.index]
         starts = [*(start for start, _ in front), *(0,) * (len(box) - len(front))]
         return record[
             tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))
         ]
+
+    def _read_weight(self, array: "EncodedArray", box: Box) -> np.ndarray:
+        """Return a box of an encoded weight in float32, from a tensor that may have other tiles."""
+        if array.tiles is None:
+            return np.asarray(self._file.read(array.tensor, box), np.float32)
+        weight = np.empty([stop - start for start, stop in box], np.float32)
+        array.tiles.read(_Tensors(self._file), array.tensor, box, weight)
+        return weight
+
+
+class _Tensors(SavedRecords):
+    """The tensors of a file, as records."""
+
+    def __init__(self, file: WeightFile) -> None:
+        """Take the file."""
+        super().__init__(file.path, ())
+        self._file = file
+
+    def read(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill `out` with a box of a tensor."""
+        out[...] = self._file.read(name, box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +178,13 @@ class EncodedArray:
       tensor: name of the tensor in the file.
       encoding: encoding of the weight.
       index: index of the array among the arrays of the weight.
+      tiles: how to read the weight from the tensor if it is in other tiles; else None.
     """
 
     tensor: str
     encoding: Encoding
     index: int
+    tiles: Retiled | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,7 +526,8 @@ def _unencoded(
     unencoded: dict[str, StateLeaf] = {}
     for leaf in state_leaves:
         if leaf.encodes:
-            shape = leaf.shape[: leaf.lead] + encodings[leaf.encodes].shape
+            encoding = encodings[leaf.encodes]
+            shape = leaf.shape[: encoding.lead] + encoding.shape
             leaf = dataclasses.replace(leaf, name=f"weights{leaf.encodes}", shape=shape)
         unencoded.setdefault(leaf.name, leaf)
     return list(unencoded.values())
@@ -515,29 +540,40 @@ def _add_encoded(
     weights: Mapping[str, str],
     leaves: dict[str, SavedLeaf],
 ) -> dict[str, EncodedArray]:
-    """Return the sources of encoded weights' arrays, which replace these weights in `leaves`.
-
-    Raises:
-      CheckpointError: an encoded weight is in tiles.
-    """
+    """Return the sources of encoded weights' arrays, which replace these weights in `leaves`."""
     encoded: dict[str, EncodedArray] = {}
     counts: dict[str, int] = {}
+    tiles: dict[str, Retiled | None] = {}
+    shapes = {leaf.name: leaf.shape for leaf in _unencoded(state_leaves, encodings)}
+    file_shapes = {leaf: file.tensors[name].shape for leaf, name in weights.items()}
     for leaf in state_leaves:
         if not leaf.encodes:
             continue
         name = f"weights{leaf.encodes}"
         encoding = encodings[leaf.encodes]
         saved = leaves.pop(name, None)
-        if saved is not None and saved.shape != leaf.shape[: leaf.lead] + encoding.shape:
-            raise CheckpointError(
-                f"{file.path}: {weights[name]} is in tiles {list(saved.shape)}, and "
-                f"frozen_dtype={encoding.layout.format!r} encodes untiled weights: join its tiles "
-                "first, or use frozen_dtype=None"
-            )
+        if saved is not None:
+            tiles[name] = None
+            if saved.shape != shapes[name]:
+                is_mlp = of_mlp(name, shapes) and of_mlp(name, file_shapes)
+                tiles[name] = _retiled_tensor(leaf, saved, shapes[name], is_mlp)
         index = counts[name] = counts.get(name, -1) + 1
-        encoded[leaf.name] = EncodedArray(weights[name], encoding, index)
+        encoded[leaf.name] = EncodedArray(weights[name], encoding, index, tiles[name])
         leaves[leaf.name] = SavedLeaf(leaf.shape, np.dtype(leaf.dtype).name, leaf.lead, False, "")
     return encoded
+
+
+def _retiled_tensor(
+    leaf: StateLeaf, saved: SavedLeaf, shape: tuple[int, ...], is_mlp: bool
+) -> Retiled:
+    """Return how to read a weight of a shape from a tensor in other tiles."""
+    return retiled(
+        saved.shape,
+        shape,
+        stacked=leaf.lead > 0,
+        tiled=(saved.is_tiled, leaf.tiles),
+        is_mlp=is_mlp,
+    )
 
 
 def _model_state(

@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.experts import DOWN_AXES, UP_AXES, Experts, count_choices, mix, score_tokens
+from zerojax.experts import (
+    DOWN_AXES,
+    UP_AXES,
+    Experts,
+    count_choices,
+    mix,
+    mix_groups,
+    score_tokens,
+)
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.decoder import ACTIVATIONS, MLP, Batch, Block, Cached, Embed, Norm, Options
 from zerojax.hf.mixtures.chunked import ChunkedAttention
@@ -62,13 +70,17 @@ class Router(nnx.Module):
 
 
 class ExpertWeights(nnx.Module):
-    """The weights of a layer's experts, split over the axes `expert` and `tensor`."""
+    """The weights of a layer's experts, split over the axes `expert` and `tensor`.
+
+    In T groups, they are stacks of T tiles, [T, E / T, ..].
+    """
 
     def __init__(
         self,
         hidden: int,
         m: MixtureConfig,
         combine: Callable[[jax.Array, Any], jax.Array],
+        num_groups: int = 1,
         *,
         rngs: nnx.Rngs,
     ) -> None:
@@ -76,7 +88,14 @@ class ExpertWeights(nnx.Module):
         self.combine = combine
 
         def create(shape: tuple[int, ...], axes: Any) -> nnx.Param[jax.Array]:
-            return nnx.Param(_INIT(rngs.params(), shape), out_sharding=axes, eager_sharding=False)
+            value = _INIT(rngs.params(), shape)
+            marks: dict[str, Any] = {}
+            if num_groups > 1:
+                value = value.reshape(num_groups, -1, *shape[1:])
+                axes = (None, *axes)
+                # Number of tiles along the first dim, and number of dims.
+                marks["tiles"] = (num_groups, value.ndim)
+            return nnx.Param(value, out_sharding=axes, eager_sharding=False, **marks)
 
         up_shape = (m.experts, hidden, m.intermediate)
         self.gate_proj = create(up_shape, UP_AXES)
@@ -135,7 +154,10 @@ class RoutedMLP(nnx.Module):
         self.m = c.mixture
         self.capacity_factor = o.capacity_factor
         self.router = Router(c.hidden, c.mixture, rngs=rngs)
-        self.experts = ExpertWeights(c.hidden, c.mixture, build_combine(c), rngs=rngs)
+        self.expert_groups = o.expert_groups
+        self.experts = ExpertWeights(
+            c.hidden, c.mixture, build_combine(c), o.expert_groups, rngs=rngs
+        )
         shared = dataclasses.replace(c, intermediate=c.mixture.shared)
         self.shared_experts: Any = nnx.data(MLP(shared, o, rngs=rngs) if c.mixture.shared else None)
 
@@ -153,7 +175,8 @@ class RoutedMLP(nnx.Module):
         fraction of dropped choices.
         """
         scores = self.router(x)
-        mixed = mix(x, self.experts(), scores, self.m.routing, self.capacity_factor)
+        run = mix if self.expert_groups == 1 else mix_groups
+        mixed = run(x, self.experts(), scores, self.m.routing, self.capacity_factor)
         statistics = dict[str, jax.Array]()
         if self.capacity_factor is not None:
             statistics["dropped"] = mixed.dropped

@@ -286,7 +286,9 @@ class UpdateByLayer(StoredGrads):
             )
             loops.append(layers)
             for group, tiles in stack.loops:
-                loops.append(UpdateLoop(tiles.phase("update"), begin, group.leaves, 0, TileNumber))
+                if group.leaves:  # otherwise all of the group is frozen
+                    phase = tiles.phase("update")
+                    loops.append(UpdateLoop(phase, begin, group.leaves, 0, TileNumber))
         return loops
 
     def _update_layers(
