@@ -101,7 +101,6 @@ def test_another_program_applies_a_pending_update_as_it_restores(fields, tmp_pat
 
 
 @pytest.mark.exhaustive  # by default test_update_in_forward.py has Muon
-@pytest.mark.by_default("muon")
 @pytest.mark.parametrize(
     "tx", [optax.contrib.muon(1e-2), optax.adafactor(1e-2)], ids=["muon", "adafactor"]
 )

@@ -98,7 +98,6 @@ def test_adapters_over_a_base_on_disk_track_peft(tmp_path, case, base, tier):
 
 
 @pytest.mark.exhaustive  # by default test_adapter_kinds.py exports adapters
-@pytest.mark.by_default("nf4")
 @pytest.mark.parametrize("base", list(BASES))
 def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     import peft

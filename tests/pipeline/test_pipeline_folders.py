@@ -42,7 +42,6 @@ def read_folder(folder):
 
 
 @pytest.mark.exhaustive  # by default test_pipeline_checkpoints.py has an encoded base
-@pytest.mark.by_default("nf4")
 @pytest.mark.parametrize("base", [None, "nf4", "int8"])
 def test_a_pipeline_imports_and_exports_like_another_program(base, tmp_path):
     like = tmp_path / "like"

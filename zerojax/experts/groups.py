@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
+from zerojax.experts.grouped import grouped_mlp, multiplies_fewer
 from zerojax.experts.routing import Routing, Scores, weigh_experts
 from zerojax.experts.weights import Experts, Mixed
 from zerojax.tiling import loop_over
@@ -65,9 +66,16 @@ def mix_groups(
         x = x * weights.astype(x.dtype)  # k is 1
         weights = jnp.ones_like(weights)
 
+    # On several devices a loop over blocks would gather the tokens.
+    in_blocks = (
+        exchange.mesh is None
+        and exchange.keeps_tokens(x)
+        and multiplies_fewer(num_rows * num_tokens, routing.top_k, num_experts)
+    )
+
     def one_group(tile: dict[str, Array], x: tuple[Array, Array, Array], first: Array) -> Array:
         group = Experts(**tile, combine=experts.combine)
-        return grouped_mlp(*x, group, first)
+        return grouped_mlp(*x, group, first) if in_blocks else multiply_all(*x, group, first)
 
     arrays = {name: getattr(experts, name) for name in _NAMES}
     tiles = {name: a for name, a in arrays.items() if a is not None}
@@ -78,7 +86,7 @@ def mix_groups(
     return Mixed(y.astype(x.dtype), chosen, dropped)
 
 
-def grouped_mlp(x: Array, chosen: Array, weights: Array, experts: Experts, first: Array) -> Array:
+def multiply_all(x: Array, chosen: Array, weights: Array, experts: Experts, first: Array) -> Array:
     """Return what the experts [first, first + E_t) add to each token: [B, T, H] in float32.
 
     Each of the experts multiplies all tokens, and tokens that did not choose it have weight 0.
