@@ -137,14 +137,29 @@ def test_a_dropless_layer_counts_a_fraction_of_the_products_of_cells():
     router = 2 * count * H * num_experts
     assert sum(map(count_flops, jaxpr.eqns)) == router + 2 * 2 * most * num_rows * H * F
     assert most * num_rows <= 2 * top_k * count  # E / k = 16 times fewer are needed
-    assert multiplies_fewer(x, top_k, num_experts)
-    assert not multiplies_fewer(x, num_experts, num_experts)
+    assert multiplies_fewer(count, top_k, num_experts)
+    assert not multiplies_fewer(count, num_experts, num_experts)
 
 
-def test_a_layer_of_blocks_equals_experts_one_by_one():
-    x, p = layers.tokens(), layers.weights(False)
+MESHES: dict[str, dict[str, int]] = {
+    "one": {"fsdp": 1},
+    "fsdp4": {"fsdp": 4},
+    "data2_fsdp2_context2": {"data": 2, "fsdp": 2, "context": 2},
+}
+
+
+@pytest.mark.by_default("fsdp4")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_layer_of_blocks_equals_experts_one_by_one(mesh):
+    rows = 7  # they do not divide by the devices
+    x, p = layers.tokens(rows), layers.weights(True)
     options = {"top_k": 1}
-    assert multiplies_fewer(x, 1, layers.EXPERTS)
     layer = functools.partial(zj.moe, capacity_factor=None, **options)
     expected = layers.derived(functools.partial(layers.one_by_one, **options), x, p)
-    layers.assert_close(layers.derived(layer, x, p), expected, 2e-6)
+
+    def loops(x: jax.Array) -> bool:
+        return "while[" in str(jax.make_jaxpr(lambda x: layer(x, **p)[0])(x))
+
+    assert layers.on_mesh(MESHES[mesh], lambda: loops(x))
+    actual = layers.on_mesh(MESHES[mesh], lambda: layers.derived(layer, x, p))
+    layers.assert_close(actual, expected, 2e-6)

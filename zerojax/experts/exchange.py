@@ -20,7 +20,7 @@ derivative needs no value that was sent, and backward sends cotangents only.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,52 @@ class Exchange:
         choose = functools.partial(choose_experts, top_k=self.top_k)
         run = self._island(choose, (self._token_spec,), self._token_spec)
         return run(jax.lax.stop_gradient(ranks))
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that have tokens of their own."""
+        return self._size(self.rows) * self._size(self.context)
+
+    def keeps_tokens(self, x: Array) -> bool:
+        """Return whether tokens can stay where they are: each device has all experts in full.
+
+        `expert` and `tensor` split experts. Under a caller's `jax.shard_map`, other axes may be
+        left to the partitioner; and with `check_vma`, gradients of what devices share would have
+        to be summed here.
+
+        Args:
+          x: tokens.
+        """
+        if self.mesh is not None:
+            return self.num_members == 1 and self.mesh.shape.get(TENSOR, 1) == 1
+        if getattr(jax.typeof(x), "vma", ()):
+            return False
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        manual = getattr(mesh, "manual_axes", ())
+        return mesh.empty or all(n == 1 or axis in manual for axis, n in mesh.shape.items())
+
+    def map_tokens(
+        self, local: Callable[[Any, Any], Any], tokens: Sequence[Array], shared: Any
+    ) -> tuple[Any, Any]:
+        """Return what a function makes of each device's tokens.
+
+        Args:
+          local: function of a device's tokens and of shared arrays; it returns arrays of tokens,
+            and arrays that are summed over the devices.
+          tokens: padded arrays [B, T, ..].
+          shared: arrays that every device has in full.
+        """
+        if self.mesh is None:
+            return local(tokens, shared)
+
+        def run(tokens: Any, shared: Any) -> Any:
+            of_tokens, of_device = local(tokens, shared)
+            return of_tokens, jax.tree.map(lambda a: a[None], of_device)
+
+        ins = (self._token_spec, PartitionSpec())
+        outs = (self._token_spec, self._device_spec)
+        of_tokens, of_devices = self._island(run, ins, outs)(tuple(tokens), shared)
+        return of_tokens, jax.tree.map(lambda a: jnp.sum(a, 0), of_devices)
 
     def assign(self, ranks: Array) -> Seats:
         """Return where each token goes.
@@ -210,8 +256,7 @@ class Exchange:
 
     def _count_cells(self, tokens: Array) -> int:
         """Return C for padded tokens [B, T, ..] of all devices."""
-        num_devices = self._size(self.rows) * self._size(self.context)
-        num_tokens = tokens.shape[0] * tokens.shape[1] // num_devices
+        num_tokens = tokens.shape[0] * tokens.shape[1] // self.num_devices
         return count_cells(num_tokens, self.num_experts, self.top_k, self.capacity_factor)
 
     def _island(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:

@@ -20,6 +20,9 @@ cotangent is <dy, down(h)> = <dy down^T, h>. So with rematerialisation forward's
 A loop's iterations follow each other, and the tokens of a block differ, so the order of all sums is
 that of the routing: by expert. The gradient of an expert's weights is summed in float32 over its
 blocks.
+
+On a mesh, each device multiplies its own tokens in an island. Gradients of the weights leave it
+with a dim of devices in front, so that their sum is the partitioner's (`zerojax.experts.exchange`).
 """
 
 import dataclasses
@@ -30,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.experts.exchange import Exchange
 from zerojax.experts.weights import Experts
 
 Array = jax.Array
@@ -45,6 +49,7 @@ def grouped_mlp(
     first: Array | int = 0,
     *,
     dtype: Any = jnp.float32,
+    exchange: Exchange | None = None,
 ) -> Array:
     """Return the weighted sum of the experts [first, first + E) of each token: [.., H].
 
@@ -59,30 +64,38 @@ def grouped_mlp(
       experts: weights of E experts, in x's dtype.
       first: number of the first of them, i32[].
       dtype: dtype of the result.
+      exchange: the mesh, each of whose devices has all E experts: tokens are padded [B, T, ..], and
+        a device multiplies its own. None: the arrays are one device's.
     """
     arrays = {
         name: a for name, a in experts._asdict().items() if name != "combine" and a is not None
     }
     num_tokens = math.prod(x.shape[:-1])
+    if exchange is not None:
+        num_tokens //= exchange.num_devices
     num_rows = choose_rows(num_tokens, chosen.shape[-1], experts.up.shape[0])
-    example = jax.ShapeDtypeStruct((num_rows, experts.up.shape[-1]), x.dtype)
-    # An activation function may close over parameters of its own.
-    combine, captured = jax.closure_convert(
-        experts.combine, example, None if experts.gate is None else example
-    )
+    combine, captured = _open(experts, num_rows, x.dtype)
     shared = ((arrays, captured), jnp.asarray(first, jnp.int32))
+
+    run = _on_one_device if exchange is None else exchange.map_tokens
+
+    def forward_local(tokens: Any, shared: Any) -> Any:
+        return _Blocks.of(num_rows, combine, *tokens, *shared).forward().astype(dtype), ()
+
+    def backward_local(tokens: Any, shared: Any) -> Any:
+        *tokens, dy = tokens
+        return _Blocks.of(num_rows, combine, *tokens, *shared).backward(dy)
 
     @jax.custom_vjp
     def call(x: Array, chosen: Array, weights: Array, shared: Any) -> Array:
-        return _Blocks.of(num_rows, combine, x, chosen, weights, *shared).forward().astype(dtype)
+        return run(forward_local, (x, chosen, weights), shared)[0]
 
     def forward(*operands: Any) -> Any:
         return call(*operands), operands
 
     def backward(operands: Any, dy: Array) -> Any:
         *tokens, shared = operands
-        blocks = _Blocks.of(num_rows, combine, *tokens, *shared)
-        (dx, d_weights), d_shared = blocks.backward(dy)
+        (dx, d_weights), d_shared = run(backward_local, (*tokens, dy), shared)
         d_shared = jax.tree.map(lambda d, a: d.astype(a.dtype), d_shared, shared[0])
         return dx, None, d_weights, (d_shared, None)
 
@@ -90,33 +103,44 @@ def grouped_mlp(
     return call(x, chosen, weights, shared)
 
 
-def multiplies_fewer(x: Array, top_k: int, num_experts: int) -> bool:
+def captures(experts: Experts, dtype: Any) -> bool:
+    """Return whether the experts' function closes over traced arrays, such as its own parameters.
+
+    On a mesh, it must not.
+
+    Args:
+      experts: the experts.
+      dtype: dtype of the tokens.
+    """
+    return bool(_open(experts, 1, dtype)[1])
+
+
+def _open(experts: Experts, num_rows: int, dtype: Any) -> tuple[Callable[..., Array], list[Any]]:
+    """Return `combine`, and the traced arrays that it closes over and takes as arguments."""
+    example = jax.ShapeDtypeStruct((num_rows, experts.up.shape[-1]), dtype)
+    gate = None if experts.gate is None else example
+    converted, captured = jax.closure_convert(experts.combine, example, gate)
+    # Converted, it could not run in an island: its values are of the mesh outside.
+    return (converted, captured) if captured else (experts.combine, [])
+
+
+def _on_one_device(local: Callable[[Any, Any], Any], tokens: Any, shared: Any) -> Any:
+    return local(tokens, shared)
+
+
+def multiplies_fewer(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Return whether blocks multiply at most half the rows that E n cells would.
 
     A loop over blocks is slower per row than one batched product, so near E = k cells are faster.
 
     Args:
-      x: tokens [.., H].
+      num_tokens: number of tokens n of a device.
       top_k: number of experts k of a token.
       num_experts: number of experts E.
     """
-    num_tokens = math.prod(x.shape[:-1])
     num_rows = choose_rows(num_tokens, top_k, num_experts)
     most = num_rows * count_blocks(num_tokens, top_k, num_experts, num_rows)
     return 2 * most <= num_experts * num_tokens
-
-
-def is_on_one_device(x: Array) -> bool:
-    """Return whether no device but one computes with x in the mesh in scope.
-
-    That is so without a mesh, and under a `jax.shard_map` over all axes of several devices. With
-    `check_vma`, gradients of what devices share would have to be summed here: then it is False.
-    """
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    if getattr(jax.typeof(x), "vma", ()):
-        return False
-    manual = getattr(mesh, "manual_axes", ())
-    return mesh.empty or all(n == 1 or axis in manual for axis, n in mesh.shape.items())
 
 
 def choose_rows(num_tokens: int, top_k: int, num_experts: int) -> int:

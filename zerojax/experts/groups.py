@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
-from zerojax.experts.grouped import grouped_mlp, is_on_one_device, multiplies_fewer
+from zerojax.experts.grouped import grouped_mlp, multiplies_fewer
 from zerojax.experts.routing import Routing, Scores, weigh_experts
 from zerojax.experts.weights import Experts, Mixed
 from zerojax.tiling import loop_over
@@ -67,7 +67,11 @@ def mix_groups(
         weights = jnp.ones_like(weights)
 
     # On several devices a loop over blocks would gather the tokens.
-    in_blocks = is_on_one_device(x) and multiplies_fewer(x, routing.top_k, num_experts)
+    in_blocks = (
+        exchange.mesh is None
+        and exchange.keeps_tokens(x)
+        and multiplies_fewer(num_rows * num_tokens, routing.top_k, num_experts)
+    )
 
     def one_group(tile: dict[str, Array], x: tuple[Array, Array, Array], first: Array) -> Array:
         group = Experts(**tile, combine=experts.combine)

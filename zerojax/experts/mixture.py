@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.experts.exchange import find_exchange
-from zerojax.experts.grouped import grouped_mlp, is_on_one_device, multiplies_fewer
+from zerojax.experts.grouped import captures, grouped_mlp, multiplies_fewer
 from zerojax.experts.groups import mix_groups
 from zerojax.experts.loss import ExpertStats
 from zerojax.experts.routing import (
@@ -74,8 +74,8 @@ def moe(
       gate: weights [E, H, F] in x's dtype, or in as many groups; or None.
       top_k: number of experts k of a token.
       capacity_factor: C = ceil(capacity_factor k n / E) cells per expert, for the n tokens of a
-        device, and at most n. None: no token is dropped. On one device, only the rows that the
-        routing needs are multiplied; on several, C = n.
+        device, and at most n. None: no token is dropped. Only the rows that the routing
+        needs are multiplied; with `expert` or `tensor` above 1, C = n.
       activation: activation function of the experts, elementwise.
       normalize: whether the weights of a token's experts add up to 1; otherwise they are the
         router's probabilities.
@@ -128,12 +128,16 @@ def mix(
     num_rows, num_tokens = x.shape[:2]
     num_experts = experts.up.shape[0]
     exchange = find_exchange(num_experts, routing.top_k, capacity_factor)
-    drops_none = capacity_factor is None
-    if drops_none and is_on_one_device(x) and multiplies_fewer(x, routing.top_k, num_experts):
-        chosen = exchange.choose(scores.ranks)  # [B, T, k]
-        x, weights = _weigh(x, chosen, scores, routing)
-        y = grouped_mlp(x, chosen, weights, experts, dtype=x.dtype)
-        return Mixed(y, chosen, jnp.float32(0))
+    in_place = capacity_factor is None and exchange.keeps_tokens(x)
+    if in_place and (exchange.mesh is None or not captures(experts, x.dtype)):
+        padded = exchange.choose(exchange.pad(scores.ranks, -jnp.inf))
+        num_local = padded[..., 0].size // exchange.num_devices
+        if multiplies_fewer(num_local, routing.top_k, num_experts):
+            chosen = padded[:num_rows, :num_tokens]  # [B, T, k]
+            x, weights = _weigh(x, chosen, scores, routing)
+            tokens = (exchange.pad(x, 0.0), padded, exchange.pad(weights, 0.0))
+            y = grouped_mlp(*tokens, experts, dtype=x.dtype, exchange=exchange)
+            return Mixed(y[:num_rows, :num_tokens], chosen, jnp.float32(0))
     # Padding may choose no expert.
     seats = exchange.assign(exchange.pad(scores.ranks, -jnp.inf))
     chosen = seats.chosen[:num_rows, :num_tokens]  # [B, T, k]
