@@ -97,17 +97,13 @@ def import_hf(
             "zerojax.import_params takes any"
         )
     folder = os.path.expanduser(os.fspath(folder))
-<<<<<<< HEAD
-    names = map_names(folder, families, is_tiled=_has_tiled_mlps(program.model))
-=======
     is_scored = SCORE in (program.model.about or {})
     names = map_names(
         folder,
         families,
-        is_tiled=any(jax.tree.leaves(program.model.tiles)),
+        is_tiled=_has_tiled_mlps(program.model),
         is_scored=is_scored,
     )
->>>>>>> heads
     _check_config(program.model, folder, families)
     file = open_folder(folder)
     check_config_sizes(folder, file, families, is_whole=False)
