@@ -140,9 +140,8 @@ def write_model(folder: pathlib.Path, sizes: dict[str, int]) -> None:
 
     alphabet_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=260, tie_word_embeddings=False, eos_token_id=256, pad_token_id=257, **sizes
-    )
+    fields: dict[str, Any] = {"vocab_size": 260, "tie_word_embeddings": False, **sizes}
+    config = transformers.LlamaConfig(eos_token_id=256, pad_token_id=257, **fields)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 

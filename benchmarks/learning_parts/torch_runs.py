@@ -28,7 +28,7 @@ def write_adapters(base: pathlib.Path, rank: int, folder: pathlib.Path) -> None:
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM"
     )
-    peft.get_peft_model(load(base), config).save_pretrained(folder)
+    peft.get_peft_model(load(base), config).save_pretrained(str(folder))
 
 
 def train(

@@ -118,7 +118,8 @@ def write_decoded(base: pathlib.Path, tier: str, folder: pathlib.Path) -> None:
     from learning_parts.torch_runs import load
 
     theirs = load(base)
-    place = renaming(FAMILIES["llama"].names)
+    names: Any = FAMILIES["llama"].names
+    place = renaming(names)
     with tempfile.TemporaryDirectory() as swap_dir:
         program, state = build(base, None, tier, swap_dir)
         with program:

@@ -113,6 +113,7 @@ def count_products(function: Any, *operands: Any) -> int:
     return text.count(" dot(")
 
 
+@pytest.mark.exhaustive
 def test_frozen_experts_have_no_products_for_their_gradients():
     x, chosen, weights, arrays = operands()
 

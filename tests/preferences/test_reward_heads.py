@@ -1,5 +1,6 @@
 """Scores, rewards and classes are those of transformers' classifiers and of TRL's RewardTrainer."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -30,9 +31,8 @@ def write_classifier(folder: pathlib.Path, num_labels: int = 1) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{**SIZES, "vocab_size": VOCAB}, num_labels=num_labels, pad_token_id=0
-    )
+    fields: dict[str, Any] = {**SIZES, "vocab_size": VOCAB, "num_labels": num_labels}
+    config = transformers.LlamaConfig(**fields, pad_token_id=0)
     model = transformers.LlamaForSequenceClassification(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -135,8 +135,9 @@ def test_losses_of_classes_are_those_of_transformers(tmp_path, problem):
 
 def torch_trainer(model: Any, folder: pathlib.Path, coefficient: float | None) -> Any:
     import datasets
-    import trl
 
+    # Its modules load names on demand, which pyright does not see.
+    trl: Any = importlib.import_module("trl")
     options = trl.RewardConfig(
         output_dir=str(folder),
         use_cpu=True,

@@ -14,6 +14,7 @@ import toys
 
 import zerojax as zj
 from zerojax import hlo
+from zerojax.tiling import over_tokens_and_sums
 
 HOST, DISK = "pinned_host", "nvme"
 LENGTH = 8
@@ -151,6 +152,23 @@ def test_gradients_are_reduced_once_and_not_in_each_tile(axes, fields):
     whole = sent_by(1, axes, fields)
     assert tiled.keys() == whole.keys()
     assert all(tiled[kind] <= whole[kind] for kind in whole)
+
+
+def test_sums_over_all_tokens_are_those_of_the_whole():
+    x = toys.draw(jax.random.key(0), (2, LENGTH, 4))
+
+    def function(scale: jax.Array, x: jax.Array) -> Any:
+        return x * scale, {"squares": jnp.sum(scale * x**2), "by_row": jnp.sum(jnp.sin(x), 1)}
+
+    def loss(scale: jax.Array, x: jax.Array, num_tiles: int) -> jax.Array:
+        y, sums = over_tokens_and_sums(functools.partial(function, scale), x, num_tiles=num_tiles)
+        return jnp.sum(y**2) + sums["squares"] ** 2 + jnp.sum(jnp.cos(sums["by_row"]))
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    whole, in_tiles = (run(jnp.float32(1.5), x, count) for count in (1, 4))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, in_tiles
+    )
 
 
 def test_gradients_are_summed_over_tiles_in_float32():

@@ -329,7 +329,8 @@ class TiledBlock:
         for piece in cut.pieces:
             if piece.mark is not None:
                 needed = cut.outputs | piece.read_later
-                stacks = {slot: leaf for leaf, slot in enumerate(inputs[: len(params)])}
+                weights = inputs[: len(params)]
+                stacks: dict[Ref, int] = {slot: leaf for leaf, slot in enumerate(weights)}
                 self._run_loop(piece.instructions[0], piece.mark, needed, stacks, values, run)
                 continue
             of_data: set[int] = set()

@@ -15,7 +15,7 @@ TILES = 5
 """Tiles of the 10 tokens of a row."""
 
 
-@pytest.mark.by_default("gpt_oss-alone")  # with a balance loss, sinks and windows
+@pytest.mark.exhaustive  # by default test_over_tokens.py sums over tiles
 @pytest.mark.parametrize("place", ["alone", "device", "pinned_host", "nvme"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_steps_and_their_metrics_are_those_of_whole_rows(tmp_path, case, place):
