@@ -38,7 +38,7 @@ from zerojax.experts.weights import Experts
 
 Array = jax.Array
 Weights = dict[str, Array]
-_MOST_ROWS = 128
+_MOST_ROWS = 512
 
 
 def grouped_mlp(
@@ -144,7 +144,7 @@ def multiplies_fewer(num_tokens: int, top_k: int, num_experts: int) -> bool:
 
 
 def choose_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return b, the number of rows of a block: a power of two, at most 128.
+    """Return b, the number of rows of a block: a power of two, at most 512.
 
     It is about half of what an expert is chosen if all are chosen equally often.
 
