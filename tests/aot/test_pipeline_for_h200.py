@@ -83,7 +83,7 @@ def temporary_bytes(kinds: dict[str, int]) -> int:
     return sum(n for kind, n in kinds.items() if kind not in ARGUMENTS)
 
 
-@pytest.mark.by_default("8-1-remat-1")
+@pytest.mark.by_default("16-2-selective-1")
 @pytest.mark.parametrize("case", CASES)
 def test_temporary_memory_is_predicted(case):
     microbatches, chunks, activations, stage = CASES[case]

@@ -136,7 +136,8 @@ def test_calls_that_depend_on_data_have_no_order(kind, caplog):
     program = Program(function, jnp.int32(1))
     assert program.seen == {"fetch": [1]}
     assert program.orders == {}
-    assert "order depends on data wait for the device at each call: fetch" in caplog.text
+    is_warned = "order depends on data wait for the device at each call: fetch" in caplog.text
+    assert is_warned == (kind != "cond")  # a forward that skips experts branches on purpose
 
 
 def program_on_disk(tmp_path, **fields):
