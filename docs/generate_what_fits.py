@@ -99,7 +99,8 @@ _TITLES = ("Adapters over a base in 4 bits", "All weights")
 _TEXTS = (
     """\
 LoRA of rank 16 beside all projections, in mixtures of experts beside attention's. The base is
-frozen in nf4, on the GPU, in host memory or on the disk.""",
+frozen in nf4, on the GPU, in host memory or on the disk. The rows of mixtures are optimistic:
+launching the kernels of each [block of their products](../experts.md#capacity) is not counted.""",
     """\
 Parameters (P) and optimizer state (O) are stored on the GPU unless the cell says otherwise.""",
 )
