@@ -98,7 +98,7 @@ def over_tokens_and_sums(
 
 
 def _find_cut(x: Any, num_tiles: Any, *, has_rows: bool) -> "_Cut":
-    """Return how x is cut into tiles; the arguments are those of `over_tokens`."""
+    """Return how x is cut into tiles; with the arguments of `over_tokens`."""
     count = as_integer(num_tiles)
     if count is None or count < 1:
         raise ValueError(
